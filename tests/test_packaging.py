@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -118,8 +119,13 @@ def floor_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(path: Path) -> list[tuple[int, str]]:
     """Line and full name of everything that a module imports, wherever in it the import stands."""
+    return list(imports(path, ast.parse(path.read_text())))
+
+
+def imports(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
     package = ["overlap1f1b", *path.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -152,7 +158,7 @@ def test_a_floor_imports_only_floors_below(floor: str) -> None:
     for path in SOURCES:
         if floor_of(path) != floor:
             continue
-        for line, name in imports(path, ast.parse(path.read_text())):
+        for line, name in imports_of(path):
             other = imported_floor(name)
             if other in (None, floor) or name == "overlap1f1b.__version__":
                 continue
@@ -165,7 +171,7 @@ def test_no_modules_import_each_other_in_a_circle_for_type_checkers_neither() ->
     files = {".".join(parts).removesuffix(".__init__"): path for path, parts in names_of.items()}
     ahead = {}
     for module, path in files.items():
-        names = [name for _, name in imports(path, ast.parse(path.read_text()))]
+        names = [name for _, name in imports_of(path)]
         found = {name if name in files else name.rpartition(".")[0] for name in names}
         ahead[module] = {name for name in found if name in files and name != module}
     try:
@@ -179,7 +185,7 @@ def test_pure_floors_import_the_standard_library_alone(floor: str) -> None:
     for path in SOURCES:
         if floor_of(path) != floor:
             continue
-        for line, name in imports(path, ast.parse(path.read_text())):
+        for line, name in imports_of(path):
             root = name.split(".")[0]
             assert root in sys.stdlib_module_names or imported_floor(name) in PURE, f"{path}:{line} imports {name}"
 
