@@ -44,7 +44,7 @@ def placements(draw: st.DrawFn) -> Placement:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     """Rules of programs and plans, the limit of activations, and the bound."""
     placement, microbatches = data.draw(placements()), data.draw(st.integers(1, 3))
@@ -116,7 +116,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
 )
 @pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
 def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
-    """Of the same parts and memory, even if hardly anything is tried; at the ends beside all tries of the fixed ones.
+    """Of the same parts and memory, even if hardly anything is tried; once, in a V, beside all tries of the fixed ones.
 
     In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
     """
@@ -131,9 +131,9 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
         }
         costs = NodeCosts(costs.by_op, slower)
     limit = 3.0
-    with all_tries() if ratio in (0.25, 4) else nullcontext():
-        found = synthesize(placement, 6, shape, costs, peak_activations=limit, seconds=QUICK)
-        plans = [compile(program, shape, costs, 3) for program in fixed(placement, 6)]
+    with all_tries() if ratio == 4 and placement == Placement.v(2) else nullcontext():
+        found = synthesize(placement, 4, shape, costs, peak_activations=limit, seconds=QUICK)
+        plans = [compile(program, shape, costs, 3) for program in fixed(placement, 4)]
     check(found)
     for plan in plans:
         if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
@@ -177,7 +177,7 @@ def test_a_larger_search_is_not_worse_here() -> None:
         synthesize(
             placement, 8, layers(placement, 2), even().in_parts(2), peak_activations=4, seconds=seconds
         ).predicted
-        for seconds in (QUICK, 1.0)
+        for seconds in (QUICK, 0.4)
     ]
     assert ends[1] < ends[0]
 
