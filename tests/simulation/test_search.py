@@ -24,8 +24,8 @@ from overlap1f1b.simulation import (
 from tests.plan.tries import few_tries
 
 
-def everything(ranks: int, microbatches: int, costs: Costs, memory: float) -> dict[tuple[str, int, int], float]:
-    """Makespans of all that can be built within the limit, by name, chunks and extra warm-up."""
+def everything(ranks: int, microbatches: int, costs: Costs) -> dict[tuple[str, int, int], tuple[float, float]]:
+    """Makespans and peaks of all that can be built, by name, chunks and extra warm-up."""
     found = {}
     for name in SCHEDULES:
         for chunks in (1, 2, 3, 4):
@@ -37,16 +37,14 @@ def everything(ranks: int, microbatches: int, costs: Costs, memory: float) -> di
                 except ValueError:
                     continue
                 timeline = simulate(program, costs)
-                if max(map(timeline.peak_activations, range(ranks))) <= memory:
-                    found[name, chunks, extra] = timeline.makespan
+                found[name, chunks, extra] = timeline.makespan, max(map(timeline.peak_activations, range(ranks)))
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-@pytest.mark.parametrize("memory", [1.0, 2.5, 4.0, float("inf")])
-def test_finds_what_brute_force_finds(ranks: int, microbatches: int, memory: float) -> None:
-    draw = random.Random(f"{ranks} {microbatches} {memory}")
+@pytest.mark.parametrize("microbatches", [1, 3, 8])  # an even and an odd sum of both have other limits
+def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
+    draw = random.Random(f"{ranks} {microbatches}")
     costs = Costs(
         forward=draw.choice([1, 1.5]),
         backward=draw.choice([2, 3]),
@@ -54,16 +52,17 @@ def test_finds_what_brute_force_finds(ranks: int, microbatches: int, memory: flo
         pair=draw.choice([0.75, 1.0]),
         send=draw.choice([0, 0.25]),
     )
-    ranking = search(
-        list(candidates()), ranks=ranks, microbatches=microbatches, model=ActionModel(costs), memory=memory
-    )
-    want = everything(ranks, microbatches, costs, memory)
-    got = {(c.schedule, c.chunks, c.extra_warmup or 0): outcome.makespan for c, outcome in ranking.found}
-    assert got == want
-    makespans = [outcome.makespan for _, outcome in ranking.found]
-    assert makespans == pytest.approx(sorted(makespans))
-    assert all(peak > memory for _, peak in ranking.over)
-    assert len(ranking.found) + len(ranking.over) + len(ranking.refused) == len(list(candidates()))
+    built = everything(ranks, microbatches, costs)
+    for memory in (1.0, float("inf")) if (ranks + microbatches) % 2 else (2.5, 4.0):
+        ranking = search(
+            list(candidates()), ranks=ranks, microbatches=microbatches, model=ActionModel(costs), memory=memory
+        )
+        got = {(c.schedule, c.chunks, c.extra_warmup or 0): outcome.makespan for c, outcome in ranking.found}
+        assert got == {key: makespan for key, (makespan, peak) in built.items() if peak <= memory}
+        makespans = [outcome.makespan for _, outcome in ranking.found]
+        assert makespans == pytest.approx(sorted(makespans))
+        assert all(peak > memory for _, peak in ranking.over)
+        assert len(ranking.found) + len(ranking.over) + len(ranking.refused) == len(list(candidates()))
 
 
 def test_of_equals_the_one_with_less_memory_comes_first() -> None:
@@ -129,13 +128,13 @@ def test_nodes_are_searched_over_overlaps() -> None:
 
 
 @given(
-    st.sampled_from([(1, 3), (2, 4), (2, 5), (3, 6)]),
+    st.sampled_from([(1, 3), (2, 4), (2, 5)]),
     st.integers(0, 30),
     st.integers(0, 8),
     st.sampled_from([1, 2, 5]),
     st.sampled_from([None, 2.0, 3.0]),
 )
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 def test_pruning_changes_nothing_among_the_first(
     sizes: tuple[int, int], dispatch: int, send: int, top: int, memory: float | None
 ) -> None:
@@ -170,7 +169,7 @@ def test_pruning_leaves_most_unplayed() -> None:
 
 
 def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
-    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.2)
+    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.1)
     tried = [Candidate("auto", chunks=2), Candidate("combined_1f1b", chunks=2, extra_warmup=2, overlap=2)]
     sizes: dict[str, Any] = {"ranks": 2, "microbatches": 8, "model": model}
     with few_tries():
