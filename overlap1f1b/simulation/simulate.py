@@ -43,11 +43,11 @@ def simulate(
     """Return the timeline of a program's actions, or of a plan's nodes; the plan is given or compiled from a program.
 
     >>> from overlap1f1b.schedule import build_schedule
-    >>> program = build_schedule("zb_h1", ranks=8, microbatches=32)
+    >>> program = build_schedule("zb_h1", ranks=4, microbatches=8)
     >>> simulate(program, Costs(forward=1, backward=2, weight=1)).makespan
-    103.0
+    27.0
     >>> simulate(program, NodeCosts.uniform(attention=3, experts=4, dispatch=2), overlap=3).makespan
-    1018.0
+    277.0
 
     In parts, exchanges of one microbatch travel behind its own experts.
 
