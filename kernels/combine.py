@@ -1,9 +1,4 @@
-"""Sum of a token's K returned rows, weighted or not, without atomics.
-
-Triton reads K rows of a token, sums them in registers in order of k and writes one row, so ``(1 + K)·T·H`` elements
-move: in bfloat16 528 MB for T4096 H7168 K8 and 302 MB for T8192 H2048 K8, computed 123 and 70 µs at 4.3 TB/s.
-The backward reads the gradient once and the K rows, and writes K: ``(1 + 2K)·T·H``, computed 232 and 133 µs.
-"""
+"""Sum of a token's K returned rows, weighted or not, without atomics."""
 
 from __future__ import annotations
 

@@ -1,15 +1,11 @@
 """One matrix product per expert over rows that are sorted by expert, and its gradients.
 
-``2·R·A·C`` operations over ``R·(A + C) + E·A·C`` elements. In bfloat16 gate and up of T8192 H2048 I768 K8 E128 are 412
-GFLOP and 1.3 GB, computed 417 µs at 990 TFLOP/s and 297 µs at 4.3 TB/s: bound by operations. For T4096 H7168 I2048 K8
-E256, all experts on one device, they are 1.9 TFLOP and 15.8 GB, 1.9 and 3.7 ms: bound by reading the weights, for 128
-rows each. The backward has two such products.
+``2·R·A·C`` operations over ``R·(A + C) + E·A·C`` elements: bound by operations, or with few rows an expert by reading
+the weights. The backward has two such products.
 
 :func:`add_weight_grad_` adds the weight gradient to a float32 main gradient. Triton keeps the sum of an expert's rows
 in registers and adds it once: 8 bytes a parameter (read and write), where a product and an addition take 12 (write and
-read 2 each in bfloat16, read and write 4 each). For gate and up of E128 I768 H2048, 403 M parameters: 3.2 GB against
-4.8 GB, computed 750 and 1,125 µs at 4.3 TB/s. The product itself, 2·R·C·A operations, takes longer beyond 920 rows of
-an expert, computed at 990 TFLOP/s.
+read 2 each in bfloat16, read and write 4 each).
 """
 
 from __future__ import annotations
