@@ -16,7 +16,7 @@ from overlap1f1b.simulation.search import (
 )
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.synthesis import found_orders, synthesize
-from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, intersection, length, play_nodes, union
+from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, play_nodes
 
 __all__ = [
     "ActionModel",
@@ -35,8 +35,6 @@ __all__ = [
     "bound",
     "candidates",
     "found_orders",
-    "intersection",
-    "length",
     "pipeline_bound",
     "play_actions",
     "play_nodes",
@@ -44,5 +42,4 @@ __all__ = [
     "search",
     "simulate",
     "synthesize",
-    "union",
 ]

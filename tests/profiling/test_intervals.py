@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.profiling.intervals import Intervals, clipped, covered, difference, intersection, joined, length, union
-from overlap1f1b.simulation import intersection as simulated_intersection
-from overlap1f1b.simulation import length as simulated_length
-from overlap1f1b.simulation import union as simulated_union
+from overlap1f1b.simulation import timeline as simulated
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda span: (span[0], span[0] + span[1])))
 
@@ -39,11 +37,11 @@ def test_union(spans: list[tuple[int, int]], covers: list[list[int]]) -> None:
 @settings(deadline=None)  # other work shares the processors
 @given(SPANS, SPANS)
 def test_as_that_of_simulated_timelines(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    mine, theirs = of(*a), simulated_union(a)
+    mine, theirs = of(*a), simulated.union(a)
     assert [tuple(edges) for edges in mine.tolist()] == theirs
     common = intersection(mine, of(*b))
-    assert [tuple(edges) for edges in common.tolist()] == simulated_intersection(theirs, simulated_union(b))
-    assert length(mine) == simulated_length(theirs)
+    assert [tuple(edges) for edges in common.tolist()] == simulated.intersection(theirs, simulated.union(b))
+    assert length(mine) == simulated.length(theirs)
 
 
 @settings(deadline=None)  # other work shares the processors

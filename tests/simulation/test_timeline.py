@@ -23,8 +23,8 @@ from overlap1f1b.plan import (
     forward_chain,
 )
 from overlap1f1b.schedule import Action, Kind, build_schedule, combined_1f1b, sequential
-from overlap1f1b.simulation import Costs, Timeline, intersection, length, simulate, union
-from overlap1f1b.simulation.timeline import Interval
+from overlap1f1b.simulation import Costs, Timeline, simulate
+from overlap1f1b.simulation.timeline import Interval, intersection, length, union
 from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
