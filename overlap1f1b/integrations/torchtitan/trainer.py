@@ -34,26 +34,15 @@ class Overlapped:
                 f"training.local_batch_size={batch} with parallelism.pipeline_parallel_microbatch_size={size}; "
                 f"allowed: a multiple of {size}"
             )
-        spec = config.model_spec
-        if not _is_ours(spec.pipelining_fn):
-            ours = partial(pipelining_fn, split=spec.pipelining_fn)
-            config = replace(config, model_spec=replace(spec, pipelining_fn=ours))
+        spec, cut = config.model_spec, config.model_spec.pipelining_fn
+        if getattr(cut, "func", cut) is not pipelining_fn:  # ours, perhaps with options by partial
+            config = replace(config, model_spec=replace(spec, pipelining_fn=partial(pipelining_fn, split=cut)))
         made: Any = super().__init__
         made(config)
 
     def init_distributed(self) -> Any:
         """Return torchtitan's mesh, under which its trainer calls a schedule on one pipeline rank, too."""
         inherited: Any = super()
-        return _with_schedule(inherited.init_distributed())
-
-
-def _with_schedule(parallel_dims: Any) -> Any:
-    kind = type(parallel_dims)
-    scheduled = type(kind.__name__, (kind,), {"pp_enabled": property(lambda self: True)})
-    return scheduled(**{field.name: getattr(parallel_dims, field.name) for field in fields(parallel_dims)})
-
-
-def _is_ours(function: Any) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return function is pipelining_fn
+        dims = inherited.init_distributed()
+        scheduled = type(type(dims).__name__, (type(dims),), {"pp_enabled": property(lambda self: True)})
+        return scheduled(**{field.name: getattr(dims, field.name) for field in fields(dims)})
