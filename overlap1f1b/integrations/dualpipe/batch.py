@@ -75,21 +75,15 @@ class Batch:
             )
         return x.tensor_split(count, dim=self.dim)
 
-    def split(self, program: Program, rank: int) -> tuple[dict[int, Tensors], dict[int, OptionalTensors]]:
-        """Return inputs of microbatches that begin on this rank, and labels of the ones that end here, by number."""
-        inputs: dict[int, Tensors] = {}
-        labels: dict[int, OptionalTensors] = {}
+    def feed(self, program: Program, rank: int) -> Feed:
+        """Return the feed of an engine's stages: losses are unscaled, auxiliary losses keep their routers' scale."""
+        last, inputs, labels = program.placement.stages - 1, dict[int, Tensors](), dict[int, OptionalTensors]()
         for pipe, stage in program.placement.places(rank):
             indices = program.microbatches_of(pipe)
             if stage == 0:
                 inputs.update(zip(indices, self._inputs_of(len(indices)), strict=True))
-            if stage == program.placement.stages - 1:
+            if stage == last:
                 labels.update(zip(indices, self._labels_of(len(indices)), strict=True))
-        return inputs, labels
-
-    def feed(self, program: Program, rank: int) -> Feed:
-        """Return the feed of an engine's stages: losses are unscaled, auxiliary losses keep their routers' scale."""
-        last, (inputs, labels) = program.placement.stages - 1, self.split(program, rank)
 
         def given(stage: int, microbatch: int) -> dict[str, Any]:
             criterion = self.criterion if stage == last else None
@@ -114,10 +108,7 @@ class Batch:
         if not results or not self.keep_outputs:
             return loss, None
         kept = results if self.criterion is None else [microbatch.kept for microbatch in last]
-        outputs = tuple(_joined(parts, self.dim) for parts in zip(*kept, strict=True))
+        outputs = tuple(  # scalars become [microbatches], as losses do
+            torch.cat(parts, self.dim) if parts[0].dim() else torch.stack(parts) for parts in zip(*kept, strict=True)
+        )
         return loss, outputs[0] if len(outputs) == 1 else outputs
-
-
-def _joined(parts: Tensors, dim: int) -> Tensor:
-    """Join the parts of all microbatches; scalars become ``[microbatches]``, as losses do."""
-    return torch.cat(parts, dim) if parts[0].dim() else torch.stack(parts)
