@@ -231,10 +231,7 @@ class ForwardBackward:
             )
             marks_first = not forward_only or first_val_step is None or first_val_step
             steps = [ChunkStep(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
-            if forward_only:
-                engine.play(steps)
-            else:
-                engine.train(steps)
+            engine.play(steps, grad=not forward_only)
         except BaseException:  # transfers under way may still arrive in the exchange that all engines share
             self._forget()
             raise
@@ -376,33 +373,30 @@ class ChunkEngine:
             self.engine.boundary.forget()
         self._sizes = sizes
 
-    def train(self, steps: Sequence[ChunkStep]) -> None:
-        """Play a step, and let data-parallel wrappers reduce gradients in it."""
-        config, engine = steps[0].config, self.engine
-        models = {stage: chunk.model for stage, chunk in self.chunks.items()}
-        for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
-            if sync is not None:
-                sync(model.parameters())
-        gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], engine.program.microbatches - 1)
-        with gradient_sync.stepping():
-            self.play(steps, gradient_sync)
-
-    def play(self, steps: Sequence[ChunkStep], gradient_sync: GradientSync | None = None) -> None:
-        """Play the nodes of a step; without a ``gradient_sync`` only its forwards."""
-        losses, player, last = steps[0].losses, self.engine.player, self.engine.program.placement.stages - 1
+    def play(self, steps: Sequence[ChunkStep], *, grad: bool) -> None:
+        """Play a step, and let data-parallel wrappers reduce gradients in it; without ``grad`` play its forwards."""
+        config, losses, engine = steps[0].config, steps[0].losses, self.engine
+        microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
         def feed() -> Feed:
             def given(stage: int, _: int) -> dict[str, Any]:
                 # The last chunk computes the loss itself.
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
-            shares = dict.fromkeys(range(self.engine.program.microbatches), 1.0)
+            shares = dict.fromkeys(range(microbatches), 1.0)
             return Feed(given, shares, auxiliary=float(losses.scale_of(MOE_LOSS)))
 
         with ExitStack() as stepping:
+            if grad:
+                models = {stage: chunk.model for stage, chunk in self.chunks.items()}
+                for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
+                    if sync is not None:
+                        sync(model.parameters())
+                gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
+                stepping.enter_context(gradient_sync.stepping())
+                engine.player.around = gradient_sync.around if gradient_sync.acts else None
+                stepping.callback(setattr, engine.player, "around", None)
             stepping.enter_context(losses.scaling_attached())
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
-            player.around = gradient_sync.around if gradient_sync is not None and gradient_sync.acts else None
-            stepping.callback(setattr, player, "around", None)
-            self.engine.play(feed, grad=gradient_sync is not None)
+            engine.play(feed, grad=grad)
