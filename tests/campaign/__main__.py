@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None, play: Play = play) -> int:
 
 
 def problem_of(case: Case, play: Play) -> str:
-    """What is wrong with a case, in a line; nothing where all is well."""
+    """Return the problems of a case in a line; an empty line for none."""
     try:
         problems = run(play, case.ranks, case, timeout=LIMIT_S, few=False)
     except RankError as error:
@@ -67,7 +67,7 @@ def problem_of(case: Case, play: Play) -> str:
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Those of the kinds and numbers of ranks that are asked for."""
+    """Yield cases of the kinds and numbers of ranks that are asked for."""
     for seed in count(options.seed * SEEDS):
         case = draw(seed)
         if case.kind in options.kinds and case.ranks in options.ranks:

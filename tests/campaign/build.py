@@ -20,7 +20,7 @@ NOTHING = -100
 
 
 class Layer(nn.Module):
-    """Perhaps a norm, then calls of experts; tensors beside the hidden states are changed on their way."""
+    """A norm or none, then calls of experts; tensors beside the hidden states are changed on their way."""
 
     def __init__(self, model: Model, calls: int, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def build(case: Case, group: dist.ProcessGroup | None = None, *, entry: bool = T
 
 
 def through(blocks: Sequence[nn.Module], *values: Tensor) -> Tensor:
-    """What the blocks make of values, one after another."""
+    """Return the output of blocks that are called one after another."""
     for block in blocks:
         returned = block(*values)
         values = returned if isinstance(returned, tuple) else (returned,)

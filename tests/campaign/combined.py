@@ -20,7 +20,7 @@ from tests.pauses import pauses
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank."""
+    """Return the problems of a case on this rank."""
     group = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep")
     (layout,), problems = case.layouts, []
     for step in range(len(case.updates)):
@@ -37,7 +37,7 @@ def play(rank: int, size: int, case: Case) -> list[str]:
 
 
 def expected(case: Case, data: list[list[tuple[Tensor, Tensor]]]) -> list[Values]:
-    """What each rank must find."""
+    """Return the values that each rank must find."""
     every = plain.walk(case, data, entry=False, scale=1 / case.data.microbatches)
     return [
         part.values

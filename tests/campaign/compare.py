@@ -26,7 +26,7 @@ def values_of(parameters: Iterable[tuple[str, nn.Parameter]], prefix: str, *, gr
 
 
 def part_of(full: Tensor, like: Tensor, shard: int) -> Tensor:
-    """Of experts that are spread over ranks, those of one; anything else whole."""
+    """Return the part of a parameter that one rank holds: some of the experts, or all of anything else."""
     if full.shape == like.shape:
         return full
     return full[shard * len(like) : (shard + 1) * len(like)]

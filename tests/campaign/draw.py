@@ -65,7 +65,7 @@ class Model(Drawn):
 
 @dataclass(frozen=True, repr=False)
 class Data(Drawn):
-    """What a step is given on each rank that holds data.
+    """The batch of a step on each rank that holds data.
 
     Args:
         varying: Whether sequences differ in length between microbatches, and these between steps.
@@ -111,7 +111,7 @@ class Layout(Drawn):
     split: bool = False
 
     def program(self, microbatches: int) -> Program:
-        """What the engine plays."""
+        """Return the program that the engine plays."""
         return build_schedule(
             self.schedule,
             ranks=self.pp,
@@ -147,12 +147,12 @@ class Case(Drawn):
     paused: bool = False
 
     def layout(self, step: int) -> Layout:
-        """That of a step: the second from the second step on."""
+        """Return the layout of a step: the second one from the second step on."""
         return self.layouts[min(step, len(self.layouts) - 1)]
 
     @property
     def deterministic(self) -> bool:
-        """Whether a plain loop can do the same: it draws other random numbers."""
+        """Whether a plain loop can do the same, since it draws other random numbers."""
         return not self.model.dropout
 
 
@@ -251,7 +251,7 @@ def _divisor(random: Random, ranks: int) -> int:
 
 
 def _model(random: Random, ranks: int, *, fewest: int = 1, **given: Any) -> Model:
-    """Of that many layers at least, whose experts can be divided over any part of the ranks."""
+    """Draw a model of at least ``fewest`` layers whose experts can be divided over any part of the ranks."""
     experts = ranks * random.randint(1, 3)
     layers = [random.choice(("dense", "norm", 1, 1, 1, 2)) for _ in range(max(1, fewest) + random.randint(0, 2))]
     return Model(

@@ -22,7 +22,7 @@ CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank."""
+    """Return the problems of a case on this rank."""
     pipeline, problems = Pipeline(case), []
     for step in range(len(case.updates)):
         data = pipeline.data(step)
@@ -68,7 +68,7 @@ class Pipeline:
         return [[[mine[i] for i in self.program.microbatches_of(pipe)] for mine in shards] for pipe in pipes]
 
     def step(self, data: list[list[list[Microbatch]]]) -> Values:
-        """What this rank finds in a step: gradients, losses where microbatches end, their inputs' where they begin."""
+        """Play a step; return gradients, losses where microbatches end, and inputs' gradients where they begin."""
         for parameter in self.pipe.parameters():
             parameter.grad = None
         inputs = None if self.begins is None else _joined(data[self.begins][self.shard], 0).requires_grad_()
@@ -88,7 +88,7 @@ class Pipeline:
         return found
 
     def wanted(self, expected: list[list[plain.Parts]]) -> Values:
-        """The same of the plain loop."""
+        """Return the same values of the plain loop."""
         wanted = {
             f"pipe {pipe} {name}": value
             for pipe, held in self.held.items()

@@ -32,7 +32,7 @@ TIMEOUT_S = 90.0
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank."""
+    """Return the problems of a case on this rank."""
     expected = plain.on_first_rank(lambda: plain.train(case)) if case.deterministic else []
     with pauses(100 * case.seed + rank) if case.paused else nullcontext():
         found, problems = train(case, expected)
@@ -154,7 +154,7 @@ class Training:
         return found
 
     def _losses(self, prefix: str, losses: Sequence[Tensor]) -> Values:
-        """By their microbatches, of which those of the pipes that end here end in turn."""
+        """Name losses by their microbatches; pipes that end on this rank give theirs in turn."""
         placement, program = self.program.placement, self.program
         ends = [
             index
@@ -165,7 +165,7 @@ class Training:
         return {f"{prefix}{index}": loss for index, loss in zip(ends, losses, strict=True)}
 
     def unlike(self, step: int, values: Values, expected: plain.Expected) -> list[str]:
-        """Which values are not those of the plain loop."""
+        """Return the names of values that differ from the plain loop."""
         wanted = dict(expected.values)
         wanted |= {f"step {step} loss {i}": loss for i, loss in enumerate(expected.losses[self.shard])}
         if expected.before:
@@ -180,7 +180,7 @@ class Training:
 
 
 def costs_of(random: Random) -> NodeCosts:
-    """Of nodes whose proportions are those of no machine."""
+    """Return costs in proportions that no machine has."""
     return NodeCosts.uniform(
         **{
             name: random.choice((0.1, 1.0, 3.0, 10.0)) * random.uniform(0.5, 1.0)

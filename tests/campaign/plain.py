@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Expected(NamedTuple):
-    """What a step must give.
+    """The values that a step must give.
 
     Args:
         losses: Of each shard's microbatches.
@@ -33,7 +33,7 @@ class Expected(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a rank must find that leaves gradients apart: those of one shard, but of experts those of all."""
+    """The values of a rank that does not sum gradients: of one shard, but for experts of all shards."""
 
     losses: list[Tensor]
     input_grads: list[Tensor | None]
@@ -41,19 +41,19 @@ class Parts(NamedTuple):
 
 
 def on_first_rank(make: Callable[[], T]) -> T:
-    """What the first rank makes, on all ranks."""
+    """Return on all ranks what the first rank makes."""
     made: list[Any] = [make() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made)
     return made[0]
 
 
 def autocast(case: Case) -> AbstractContextManager[Any]:
-    """That of the case."""
+    """Return the case's autocast."""
     return torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext()
 
 
 def optimizer_of(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """One whose state matters, and which does not blow up rounding as Adam does."""
+    """Return an optimizer whose state matters, and which does not blow up rounding as Adam does."""
     return torch.optim.SGD(dict.fromkeys(parameters), lr=0.1 / case.loss_scale, momentum=0.9)
 
 

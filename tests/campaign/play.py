@@ -16,7 +16,7 @@ _PLAYS = {
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
-    """What is wrong with a case on this rank."""
+    """Return the problems of a case on this rank."""
     torch.set_default_dtype(torch.float64 if case.double else torch.float32)
     try:
         return _PLAYS[case.kind](rank, size, case)

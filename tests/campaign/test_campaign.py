@@ -38,7 +38,7 @@ def test_what_is_never_drawn_is_refused(arguments: list[str], said: str, capsys:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's V schedules do not run on gloo before")
 def test_a_handful_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--cases", "5", "--seed", "11", "--ranks", "1,2"]) == 0
+    assert main(["--cases", "4", "--seed", "366", "--ranks", "1,2"]) == 0
     out = capsys.readouterr().out
     assert ": 0 failed" in out
     assert all(f" {kind}" in out for kind in KINDS), "one of each kind at least"
@@ -60,7 +60,9 @@ def faulty(rank: int, size: int, case: Case) -> list[str]:
 
 
 def test_a_gradient_that_is_wrong_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    seed = next(seed for seed in range(100) if plain_case(draw(seed)))
+    seed, case = 874, draw(874)  # a small one, in which a small fault shows
+    assert case.double
+    assert case.deterministic
     assert main(["--only", str(seed)], play=faulty) == 1
     out = capsys.readouterr().out
     assert f"--only {seed}: rank " in out
@@ -68,8 +70,3 @@ def test_a_gradient_that_is_wrong_fails(capsys: pytest.CaptureFixture[str]) -> N
     assert f"Case(seed={seed}, kind='engine', ranks=2" in out
     assert "1 cases (1 engine)" in out
     assert main(["--only", str(seed)]) == 0
-
-
-def plain_case(case: Case) -> bool:
-    """Whether a small fault shows in it."""
-    return case.kind == "engine" and case.ranks == 2 and case.double and case.deterministic and not case.paused
