@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from overlap1f1b.plan import Overlap
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks
 
@@ -65,10 +67,10 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
 
-def _compare(rank: int, size: int) -> list[str]:
+def _compare(rank: int, size: int, overlaps: tuple[Overlap, ...]) -> list[str]:
     mesh = _mesh(size)
     build, exchanges = partial(_build, mesh), 2 * 2 * LAYERS * MICROBATCHES
-    problems = [p for k in ("pairs", 3) for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
+    problems = [p for k in overlaps for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
     return problems + _summed(build, mesh)
 
 
@@ -91,12 +93,12 @@ def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
 
 
 def test_auto_ep(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare, timeout=60) == [[], []]
+    assert ranks2.run(_compare, ("pairs", 3)) == [[], []]
 
 
 @pytest.mark.slow
 def test_auto_ep_on_four_ranks(ranks4: Ranks) -> None:
-    assert ranks4.run(_compare, timeout=60) == [[], [], [], []]
+    assert ranks4.run(_compare, (3,)) == [[], [], [], []]
 
 
 class CapacityBlock(Block):
@@ -127,13 +129,11 @@ CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True}, {"k": 1, "drop_tokens": 
 
 def _compare_capacities(rank: int, size: int) -> list[str]:
     mesh, problems = _mesh(size), list[str]()
-    for options in CAPACITIES:
-        for overlap in ("pairs", 3):
-            build = partial(_capacity_blocks, mesh, options)
-            name = f"{options}, overlap {overlap}"
-            problems += compare(name, build, mesh, exchanges=2 * 2 * LAYERS * MICROBATCHES, overlap=overlap)
+    for options, overlap in zip(CAPACITIES, cycle(("pairs", 3)), strict=False):
+        build, exchanges = partial(_capacity_blocks, mesh, options), 2 * 2 * LAYERS * MICROBATCHES
+        problems += compare(f"{options}, overlap {overlap}", build, mesh, exchanges=exchanges, overlap=overlap)
     return problems
 
 
 def test_capacities(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare_capacities, timeout=90) == [[], []]
+    assert ranks2.run(_compare_capacities) == [[], []]
