@@ -29,7 +29,8 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")
 SINCE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="what torch's own schedules refuse before")
 CPU = torch.device("cpu")
-STAGES = ((0, 2), (2, 4), (4, 5), (5, 8))  # of the 8 children: uneven, the second with a dense block
+LAYERS = 4
+STAGES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of the 7 children: uneven, the second with a dense block
 V, LOOP = ((0, 3), (1, 2)), ((0, 2), (1, 3))  # stages of each pipeline rank
 
 
@@ -85,9 +86,9 @@ def _equal(
     overlaps: tuple[Overlap, ...],
     options: dict[str, Any],
 ) -> list[str]:
-    """Return the differences of two steps with the engine, and of one with it removed, from a step without it."""
+    """Return the differences of steps with the engine, and of one with it removed, from a step without it."""
     pp, group = mesh(size, ep)
-    parts = cut(models.build(group, layers=5, **options))
+    parts = cut(models.build(group, layers=LAYERS, **options))
     stages = stages_of(pp, parts, LOOP if "Interleaved" in name or "Looped" in name else V)
     schedule = getattr(torch_schedules, name)(stages, microbatches, models.loss_fn)
     data = models.batch(microbatches, seed=rank % ep)
@@ -96,7 +97,7 @@ def _equal(
     problems: list[str] = []
     for overlap in overlaps:
         registered = register(schedule, overlap=overlap, exchange=exchange, timeout=20)
-        for step in range(2):
+        for step in range(2 if overlap == overlaps[-1] else 1):
             differs = Step(schedule, stages, data).differs(expected)
             problems += [f"overlap {overlap}, step {step}: {what}" for what in differs]
         registered.remove()
@@ -104,12 +105,8 @@ def _equal(
     return problems + [f"removed: {what}" for what in Step(schedule, stages, data).differs(expected)]
 
 
-EVERY: tuple[Overlap, ...] = ("serial", "pairs", 1, 2)
-
-
-@pytest.mark.parametrize(("microbatches", "overlaps"), [(5, EVERY), (8, ("pairs",))])
-def test_dualpipev_on_two_ranks(ranks2: Ranks, microbatches: int, overlaps: tuple[Overlap, ...]) -> None:
-    assert ranks2.run(_equal, 1, "ScheduleDualPipeV", microbatches, overlaps, {}) == [[], []]
+def test_dualpipev_on_two_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_equal, 1, "ScheduleDualPipeV", 5, ("serial", 1, 2, "pairs"), {}) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -122,11 +119,14 @@ def test_dualpipev_with_shared_experts(
     assert ranks4.run(_equal, 2, "ScheduleDualPipeV", microbatches, overlaps, model) == [[]] * 4
 
 
-@pytest.mark.parametrize(
-    "name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"]
-)
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
 def test_schedules_without_pairs(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_equal, 2, name, 4, (1,), {}) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+def test_schedules_without_pairs_on_two_ranks(ranks2: Ranks, name: str) -> None:
+    assert ranks2.run(_equal, 1, name, 4, (1,), {}) == [[], []]
 
 
 def _table(rank: int, size: int, text: str | None, path: str) -> list[str]:
@@ -137,8 +137,8 @@ def _table(rank: int, size: int, text: str | None, path: str) -> list[str]:
     if rank == 0:
         Path(path).write_text(text or "\n".join(",".join(map(str, row)) for row in program.ranks))
     dist.barrier()
-    children = list(models.build(group, layers=5))
-    cuts = STAGES if chunks == 2 else ((0, 3), (3, 8))
+    children = list(models.build(group, layers=LAYERS))
+    cuts = STAGES if chunks == 2 else ((0, 3), (3, 7))
     parts: list[nn.Module] = [nn.Sequential(*children[a:b]) for a, b in cuts]
     stages = stages_of(pp, parts, LOOP if chunks == 2 else ((0,), (1,)))
     schedule = torch_schedules._PipelineScheduleRuntime(stages, 3 if text else 5, models.loss_fn)
@@ -237,7 +237,7 @@ class Two(nn.Module):
 
 def _two_tensors(rank: int, size: int) -> list[str]:
     pp, group = mesh(size, 2)
-    model = models.build(group, layers=5)
+    model = models.build(group, layers=LAYERS)
     parts = [Two(part, stage) for stage, part in enumerate(cut(model))]
     parts[0].part = nn.Sequential(nn.Linear(models.H, models.H), *list(parts[0].part)[1:])
     stages = stages_of(pp, list(parts))
@@ -268,7 +268,7 @@ def test_two_tensors_cross_a_boundary(ranks4: Ranks) -> None:
 def _evaluated(rank: int, size: int, name: str) -> bool:
     """Whether ``eval`` between steps returns the right outputs and changes no gradient."""
     pp, group = mesh(size, 2)
-    model = models.build(group, layers=5)
+    model = models.build(group, layers=LAYERS)
     stages = stages_of(pp, cut(model), V if name == "ScheduleDualPipeV" else LOOP)
     schedule = getattr(torch_schedules, name)(stages, 4, models.loss_fn)
     data = models.batch(4, seed=rank % 2)
@@ -312,9 +312,9 @@ def _frozen(rank: int, size: int) -> list[str]:
     torch's own runtime computes no weight gradients after the BACKWARD_INPUT of a stage whose input requires none.
     """
     pp, _ = mesh(size, 1)
-    model = models.build(layers=5)
+    model = models.build(layers=LAYERS)
     model[:2].requires_grad_(False)
-    model[6].requires_grad_(False)
+    model[5].requires_grad_(False)
     return against_plain(rank, model, stages_of(pp, cut(model)))
 
 
@@ -333,7 +333,7 @@ class Expanding(nn.Module):
 def _stride_0(rank: int, size: int) -> list[str]:
     """Send a gradient of stride 0 between stages; torch's own runtime passes it to gloo, which refuses it."""
     pp, _ = mesh(size, 1)
-    parts = cut(models.build(layers=5))
+    parts = cut(models.build(layers=LAYERS))
     parts[1] = nn.Sequential(Expanding(), *parts[1])
     hidden, logits = (torch.empty(2, 7, width, requires_grad=True) for width in (models.H, models.V))
     inputs = [torch.zeros(2, 7, dtype=torch.int64), hidden, hidden, hidden]
