@@ -212,12 +212,11 @@ def _exchange(stages: Sequence[PipelineStage]) -> Exchange:
     groups = [m.group for stage in stages for m in stage.submod.modules() if isinstance(m, Experts)]
     if not groups:
         raise ValueError("no stage of this rank holds GroupedExperts; allowed: blocks that call them")
-    group = groups[0]
-    ranks = [[] if other is None else dist.get_process_group_ranks(other) for other in groups]
-    different = next((other for other in ranks if other != ranks[0]), None)
-    if different is not None:
-        raise ValueError(f"experts are shared by ranks {ranks[0]} and by {different}; allowed: one group a rank")
-    return own_exchange(group)
+    first, *others = ([] if group is None else dist.get_process_group_ranks(group) for group in groups)
+    for ranks in others:
+        if ranks != first:
+            raise ValueError(f"experts are shared by ranks {first} and by {ranks}; allowed: one group a rank")
+    return own_exchange(groups[0])
 
 
 def checked(stage: object) -> PipelineStage:
