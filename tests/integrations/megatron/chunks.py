@@ -14,15 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.engine import split_blocks
-from overlap1f1b.integrations.megatron import (
-    ForwardBackward,
-    get_forward_backward_func,
-)
+from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.plan import NodeCosts
 from tests import models
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, send=1)
-LAYERS = 6  # with embedding, dense block and head 9 modules
+LAYERS = 4  # with embedding, dense block and head 7 modules
 Item = tuple[Tensor, Tensor]
 
 
@@ -34,7 +31,7 @@ class Part(nn.Module):
         self.embedding = modules.pop(0) if first else None
         self.head = modules.pop() if last else None
         self.layers = nn.ModuleList(modules)
-        self.scale = nn.Parameter(torch.ones(()))  # a parameter of no module
+        self.scale = nn.Parameter(torch.ones(models.H))  # a parameter of no module
         self.config, self.input_tensor = config, None
 
     def set_input_tensor(self, tensors: list[Any]) -> None:
@@ -68,10 +65,14 @@ class Wrapped(nn.Module):
 
 
 def build(
-    stages: int, group: Any = None, config: object = None, block: type[models.Block] = models.Block
+    stages: int,
+    group: Any = None,
+    config: object = None,
+    block: type[models.Block] = models.Block,
+    layers: int = LAYERS,
 ) -> list[Part]:
     """Return the whole model in this number of chunks."""
-    every = list(models.build(group, layers=LAYERS, block=block))
+    every = list(models.build(group, layers=layers, block=block))
     parts = split_blocks(every, stages)
     return [Part(part, config, first=i == 0, last=i == stages - 1) for i, part in enumerate(parts)]
 

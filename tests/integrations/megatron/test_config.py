@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.integrations.megatron import (
-    ProcessGroups,
-    get_forward_backward_func,
-)
-from tests.integrations.megatron.chunks import (
-    COSTS,
-    build,
-    call,
-    fake,
-    items,
-)
+from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
+from tests.integrations.megatron.chunks import COSTS, build, call, fake, items
 
 
 def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,7 @@ def _rebuilt(rank: int, size: int) -> dict[str, bool]:
     )  # fmt: skip
     (kept,), function, data, seen = build(1, ep), make(), items(2), []
     call(function, [kept], items(3))
-    for _ in range(3):
+    for _ in range(2):
         (part,) = build(1, ep)
         call(function, [part], data)
         seen += [weakref.ref(part), weakref.ref(function._engines[list(function._engines)[-1]])]
@@ -384,7 +384,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     function = get_forward_backward_func(
         pg_collection=groups, costs=costs if given else None, timeout=30, schedule=schedule
     )
-    (part,), (reference,) = build(1, ep, block=Shared), build(1)
+    (part,), (reference,) = build(1, ep, block=Shared, layers=2), build(1, layers=2)
     for block in part.modules():
         if isinstance(block, Shared):
             block.tp = tp
@@ -399,7 +399,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     for step in range(2 if given else 12):
         part.zero_grad()
         reference.zero_grad()
-        shards = [items(4, seed=10 * shard + step) for shard in range(2)]
+        shards = [items(3, seed=10 * shard + step) for shard in range(2)]
         call(function, [part], shards[ep.rank()])
         plain([reference], shards[ep.rank()])
         own = grads_of(reference)

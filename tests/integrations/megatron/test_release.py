@@ -7,11 +7,7 @@ import doctest
 import pytest
 import torch
 
-from overlap1f1b.integrations.megatron import (
-    custom_backward,
-    deallocate_output_tensor,
-    release,
-)
+from overlap1f1b.integrations.megatron import custom_backward, deallocate_output_tensor, release
 
 
 def test_backward_through_a_released_output() -> None:

@@ -13,10 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.integrations.megatron import (
-    ProcessGroups,
-    get_forward_backward_func,
-)
+from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
 from tests import models
 from tests.integrations.megatron.chunks import (
     COSTS,

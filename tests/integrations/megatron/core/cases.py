@@ -29,6 +29,7 @@ class Case:
         frozen: How names of parameters begin that are not trained.
         quick: Whether the case is one of the few that are not marked slow.
         measures: Whether steps measure the costs of nodes, in place of costs that are given.
+        chosen: Whether the function is the one that Megatron-Core would choose, in place of the combined one.
     """
 
     fields: Fields = field(default_factory=dict)
@@ -48,6 +49,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     quick: bool = False
     measures: bool = False
+    chosen: bool = False
 
     @property
     def dropout(self) -> bool:
@@ -93,23 +95,19 @@ FIRST = ("embedding", "decoder.layers.0.")
 CASES: dict[str, Case] = {
     # one stage
     "plain": Case(quick=True, measures=True),
-    "one rank": Case(SHARED, ep=1),
+    "one rank": Case({**SHARED, **AUX}, ep=1, chosen=True),
     "eight experts, dense between, sequence aux loss, by tokens, DDP": Case(
-        {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1, 0, 1, 0]},
-        layers=5, by_tokens=True, ddp=DDP, microbatches=4,
+        {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [1, 0, 1]},
+        layers=3, by_tokens=True, ddp=DDP,
     ),
     "one expert a rank, sinkhorn, probabilities on the input, tied": Case(
         {**ONE_A_RANK, "moe_router_load_balancing_type": "sinkhorn", "moe_apply_probs_on_input": True}, tied=True
     ),
-    "aux and z loss, DDP, reduce overlapped": Case({**AUX, **Z_LOSS}, ddp=OVERLAP_REDUCE, quick=True),
     "expert bias, groups of experts, scaled z loss, router in float64, shared expert with a gate, DDP": Case(
         {
             **BIAS, **Z_LOSS, **SHARED, "num_moe_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2,
             "moe_router_dtype": "fp64", "grad_scale_func": lambda loss: loss * 3, "moe_shared_expert_gate": True,
         }, ddp=DDP,
-    ),
-    "shared expert with a gate, overlapped": Case(
-        {**OVERLAPPED, "moe_shared_expert_gate": True}, layers=3, quick=True
     ),
     "allgather, dropout, core attention recomputed": Case(
         {"moe_token_dispatcher_type": "allgather", "attention_dropout": 0.2, **selective("core_attn")}
@@ -118,13 +116,16 @@ CASES: dict[str, Case] = {
     "core attention, norm, MLP and shared experts recomputed": Case(
         {"moe_layer_freq": [0, 1], **SHARED, **selective("core_attn", "layernorm", "mlp", "shared_experts")}
     ),
-    "layers recomputed": Case(FULL, quick=True),
-    "first layer frozen, dropout, jitter, DDP, reduce overlapped": Case(
-        {**AUX, "hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1},
-        layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE,
+    "first layer frozen, aux and z loss, dropout, jitter, DDP, reduce overlapped": Case(
+        {**AUX, **Z_LOSS, "hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1},
+        layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE, quick=True,
     ),
-    "fused weight gradients, shared expert, biases": Case({**SHARED, "add_qkv_bias": True}, fused=True),
-    "MTP twice, tied": Case({"mtp_num_layers": 2}, tied=True, ddp=DDP),
+    "fused weight gradients, shared expert with a gate, overlapped, biases": Case(
+        {**OVERLAPPED, "moe_shared_expert_gate": True, "add_qkv_bias": True}, fused=True, quick=True
+    ),
+    "MTP twice, tied, core attention recomputed": Case(
+        {"mtp_num_layers": 2, **selective("core_attn")}, tied=True, ddp=DDP
+    ),
     "MTP, by tokens, capacity, first layer recomputed": Case(
         {**MTP, **Z_LOSS, "moe_expert_capacity_factor": 1.0, **BLOCKS}, by_tokens=True, ddp=DDP
     ),
@@ -132,43 +133,41 @@ CASES: dict[str, Case] = {
         {**MTP, **Z_LOSS, **FULL, "hidden_dropout": 0.2, "attention_dropout": 0.2}
     ),
     # ranks that share layers
-    "tp 2, ep 2, fused weight gradients": Case(tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True, measures=True),
-    "tp 2, ep 2, MTP, dropout, fused weight gradients": Case(
-        {**MTP, "hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, fused=True, ddp=DDP
-    ),
-    "tp 2, ep 2, shared expert, overlapped, aux loss and capacity, padded": Case(
-        {**OVERLAPPED, **AUX, **PADDED}, tp=2, ddp=DDP
+    "tp 2, ep 2, MTP, dropout, fused weight gradients, reduce overlapped": Case(
+        {**MTP, "hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True,
+        measures=True,
     ),
     "tp 2, ep 4, eight experts": Case(EIGHT, tp=2, ep=4, ddp=DDP),
-    "tp 2, ep 2, etp 2, overlapped": Case({**OVERLAPPED, **AUX}, tp=2, etp=2, ddp=DDP),
+    "tp 2, ep 2, etp 2, shared expert, overlapped, aux loss and capacity, padded": Case(
+        {**OVERLAPPED, **AUX, **PADDED}, tp=2, etp=2, ddp=DDP
+    ),
     # libraries that dispatch
     "DeepEP": Case(DEEPEP, quick=True, measures=True),
-    "DeepEP, first layer frozen": Case(DEEPEP, layers=3, frozen=FIRST, quick=True),
     "DeepEP, capacity, first layer recomputed": Case({**DEEPEP, "moe_expert_capacity_factor": 1.0, **BLOCKS}),
-    "DeepEP, norm recomputed, DDP, fused weight gradients": Case(
-        {**DEEPEP, **selective("layernorm", "core_attn")}, fused=True, ddp=OVERLAP_REDUCE
+    "DeepEP, first layer frozen, DDP, reduce overlapped": Case(
+        DEEPEP, layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE
     ),
-    "DeepEP, tp 2, ep 4": Case({**DEEPEP, "num_moe_experts": 8}, tp=2, ep=4, ddp=DDP),
-    "DeepEP, pp 2, aux loss, shared expert": Case({**DEEPEP, **AUX, **SHARED}, layers=4, pp=2, microbatches=4),
-    "DeepEP, vp 2, dropout, first layer frozen": Case(
-        {**DEEPEP, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST
+    "DeepEP, tp 2, ep 4, norm recomputed, fused weight gradients": Case(
+        {**DEEPEP, **selective("layernorm", "core_attn"), "num_moe_experts": 8}, tp=2, ep=4, fused=True, ddp=DDP
     ),
-    "HybridEP": Case(HYBRIDEP, layers=3, quick=True),
+    "DeepEP, vp 2, aux loss, shared expert, dropout, first layer frozen": Case(
+        {**DEEPEP, **AUX, **SHARED, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST
+    ),
+    "HybridEP": Case(HYBRIDEP, quick=True),
     "HybridEP, one expert a rank, padded, MTP": Case(
         {**HYBRIDEP, **ONE_A_RANK, **PADDED, **MTP, **Z_LOSS, "moe_expert_capacity_factor": 2.0}
     ),
-    "HybridEP, tp 2, ep 4": Case({**HYBRIDEP, **AUX, "num_moe_experts": 8}, tp=2, ep=4, ddp=DDP),
+    "HybridEP, tp 2, ep 2": Case({**HYBRIDEP, **AUX}, tp=2, ddp=DDP),
     "HybridEP, vp 2, tied, DDP, reduce overlapped": Case(
         {**HYBRIDEP, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, tied=True, ddp=OVERLAP_REDUCE
     ),
     # weight gradients that wait for backward_dw
-    "delayed, grouped": Case({**EIGHT, "add_qkv_bias": True}, linears="te grouped", microbatches=5),
+    "delayed, grouped": Case({**EIGHT, "add_qkv_bias": True}, linears="te grouped", microbatches=4),
     "delayed, fused, dense and MoE, tied": Case(
         {**SHARED, "moe_layer_freq": [0, 1]}, linears="te grouped", fused=True, tied=True
     ),
     "delayed, fused, DDP, reduce overlapped": Case(
-        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, layers=3, microbatches=5, quick=True,
-        measures=True,
+        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, microbatches=4, quick=True, measures=True
     ),
     "delayed, MTP, DDP, reduce overlapped": Case(
         {**OVERLAPPED, **MTP, **Z_LOSS, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE, quick=True
@@ -177,16 +176,15 @@ CASES: dict[str, Case] = {
     "delayed, DeepEP, aux loss, MoE layers recomputed": Case(
         {**AUX, **DEEPEP, **selective("moe")}, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE
     ),
-    "delayed, pp 2": Case(layers=4, pp=2, microbatches=4, linears="te", ddp=OVERLAP_REDUCE),
     "delayed, vp 2": Case(
         {"hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True,
         ddp=OVERLAP_REDUCE,
     ),
     # several stages
-    "pp 2, MTP": Case(MTP, layers=4, pp=2, microbatches=4, quick=True, measures=True),
     "pp 2, aux loss, tied, layers recomputed, reduce aligned": Case(
-        {**AUX, **FULL}, layers=4, pp=2, tied=True, ddp=OVERLAP_REDUCE, aligned=True
+        {**AUX, **FULL}, pp=2, tied=True, ddp=OVERLAP_REDUCE, aligned=True, chosen=True
     ),
+    "pp 2, MTP": Case(MTP, pp=2, microbatches=4, quick=True, measures=True),
     "vp 2, aux loss, shared expert": Case(
         {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
     ),

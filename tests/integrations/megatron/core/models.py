@@ -114,21 +114,20 @@ def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.M
             pre_process=rank == 0 and number == 0, post_process=last, share_embeddings_and_output_weights=tied,
             position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=stage,
         )  # fmt: skip
-        _fill(chunk)
+        fill(chunk)
         chunks.append(chunk)
     return chunks
 
 
-def _fill(chunk: Any) -> None:
+def fill(chunk: Any) -> None:
     """Give each parameter its name in the whole model, as attribute ``place``, and values drawn by this name."""
     from megatron.core import parallel_state
 
     layers = {
         f"decoder.layers.{i}.": f"decoder.layers.{x.layer_number - 1}." for i, x in enumerate(chunk.decoder.layers)
     }
-    first = parallel_state.get_expert_model_parallel_rank() * (
-        chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
-    )
+    experts = (chunk.config.num_moe_experts or 0) // chunk.config.expert_model_parallel_size
+    first = parallel_state.get_expert_model_parallel_rank() * experts
     for name, parameter in chunk.named_parameters():
         begin = next((part for part in layers if name.startswith(part)), None)
         parts = (name if begin is None else layers[begin] + name[len(begin) :]).split(".")

@@ -35,10 +35,37 @@ def serial_step(case: Case) -> list[Step]:
 
 def our_step(case: Case, overlap: Overlap) -> list[Step]:
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
-    schedule = COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
+    schedule = None if case.chosen else COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
     costs = None if case.measures else COSTS
     function = get_forward_backward_func(schedule=schedule, overlap=overlap, costs=costs, timeout=30)
+    if case.chosen:
+        from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
+
+        assert function.__name__ == own_func().__name__
     return _train(case, function, delayed=case.linears != "own")
+
+
+def unlike(expected: list[Step], found: list[Step]) -> list[str]:
+    """Return one line on each loss or gradient that is not the same bit by bit."""
+    lines = []
+    for number, (one, other) in enumerate(zip(expected, found, strict=True)):
+        lines += [f"losses {one.losses}, {other.losses}"] if one.losses != other.losses else []
+        lines += [f"step {number}: {line}" for line in models.compared(one.grads, other.grads)]
+    return lines
+
+
+def one_step(function: Callable[..., Any], chunk: nn.Module, microbatches: int, *, fails: bool = False) -> None:
+    """Play one step of a chunk by a function; with ``fails`` its forward raises."""
+
+    def forward_step(data: Iterator[dict[str, Any]], model: nn.Module) -> Any:
+        if fails:
+            raise OSError("no disk")
+        return _forward_step(data, model, _mean)
+
+    function(
+        forward_step_func=forward_step, data_iterator=iter(models.batches(microbatches, 1)), model=chunk,
+        num_microbatches=microbatches, seq_length=models.SEQUENCE, micro_batch_size=models.BATCH,
+    )  # fmt: skip
 
 
 def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[Step]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import CASES
-from tests.ranks import run
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 LANE = "overlap1f1b-combine-start"
@@ -30,5 +31,5 @@ def _callers(rank: int, size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
-def test_a_library_is_called_by_a_lane(name: str) -> None:
-    assert run(_callers, 2, name, timeout=60) == [["MainThread", LANE]] * 2
+def test_a_library_is_called_by_a_lane(megatron: Callable[[int], Ranks], name: str) -> None:
+    assert megatron(2).run(_callers, name) == [["MainThread", LANE]] * 2

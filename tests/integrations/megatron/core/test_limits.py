@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from overlap1f1b.integrations.megatron import get_forward_backward_func
-from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, ForwardBackward
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import DEEPEP
+from tests.integrations.megatron.core.steps import one_step
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-
-
-def _step(function: ForwardBackward, chunk: Any, *, fails: bool = False, microbatches: int = 2) -> None:
-    def forward_step(data: Iterator[dict[str, Any]], model: Any) -> Any:
-        if fails:
-            raise OSError("no disk")
-        batch = {name: value for name, value in next(data).items() if name != "seed"}
-        return model(**batch), lambda output: (output.mean(), {})
-
-    function(
-        forward_step_func=forward_step, data_iterator=iter(models.batches(microbatches, 1)), model=chunk,
-        num_microbatches=microbatches, seq_length=models.SEQUENCE, micro_batch_size=models.BATCH,
-    )  # fmt: skip
 
 
 def _failure(rank: int, size: int) -> str:
@@ -39,7 +26,7 @@ def _failure(rank: int, size: int) -> str:
         (chunk,) = models.build(models.config_of(layers=1, ep=size))
         function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=2)
         with pytest.raises((OSError, RuntimeError)) as caught:
-            _step(function, chunk, fails=rank == 0)
+            one_step(function, chunk, 2, fails=rank == 0)
         dist.barrier()  # till then rank 0 stays, and closes no connection
         return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
@@ -59,10 +46,10 @@ def _bare_later(rank: int, size: int) -> str:
         (chunk,) = models.build(models.config_of(layers=1, ep=size, **DEEPEP))
         function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=10)
         for _ in range(2):
-            _step(function, chunk)
+            one_step(function, chunk, 2)
         whole, chunk.forward = chunk.forward, torch.no_grad()(chunk.forward)
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            _step(function, chunk)
+            one_step(function, chunk, 2)
         chunk.forward = whole
         return str(caught.value)
 

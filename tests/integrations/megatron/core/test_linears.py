@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.run.replaced import replaced
-from overlap1f1b.integrations.megatron import weights
+from overlap1f1b.integrations.megatron import get_forward_backward_func, weights
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.moe import GroupedExperts
 from tests.integrations.megatron.core import models, shim
-from tests.integrations.megatron.core.cases import OVERLAP_REDUCE, Case
-from tests.ranks import run
+from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -25,30 +29,82 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 def _places(rank: int, size: int) -> list[int]:
     """Return how many weight gradients are computed inside the backward of a layer, and how many apart."""
     shim.apply()
-    from megatron.core.tensor_parallel import layers
-
     from tests.integrations.megatron.core.steps import our_step
 
-    case, found = Case(fused=True, ddp=OVERLAP_REDUCE), [0, 0]
-    shim.fuse_weight_gradients()
-    plain = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    case, found, plain = Case(fused=True, ddp=OVERLAP_REDUCE), [0, 0], shim.add_weight_gradient
 
     def add(rows: Tensor, grad: Tensor, main: Tensor) -> None:
-        names = {frame.name for frame in traceback.extract_stack()}
+        names = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
         found[not names & {"backward", "walk"}] += 1
         plain(rows, grad, main)
 
-    shim.fuse_weight_gradients = lambda: None  # type: ignore[assignment]
-    layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32 = add
-    with models.init_parallel(ep=case.ep):
+    with patch.object(shim, "add_weight_gradient", add), models.init_parallel(ep=case.ep):
         our_step(case, 3)
     return found
 
 
-def test_weight_gradients_are_apart() -> None:
-    for inside, apart in run(_places, 2, timeout=60):
+def test_weight_gradients_are_apart(megatron: Callable[[int], Ranks]) -> None:
+    for inside, apart in megatron(2).run(_places):
         assert not inside
         assert apart > 0
+
+
+class Mixed(nn.Module):
+    """An MLP made of this project's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(4, models.HIDDEN))
+        self.experts = GroupedExperts(4, models.HIDDEN, 24)
+
+    def forward(self, x: Tensor, *more: object, **named: object) -> tuple[Tensor, None]:
+        tokens = x.reshape(-1, models.HIDDEN)
+        weights, indices = (tokens @ self.gate.t()).softmax(-1).topk(2, -1)
+        return self.experts(tokens, indices, weights).view_as(x), None
+
+
+def _mixed_model(*, fused: bool, layers: int = 2, **fields: Any) -> nn.Module:
+    """Return a dense model with this project's experts in place of each MLP."""
+    dense: dict[str, Any] = {"num_moe_experts": None, "moe_ffn_hidden_size": None}
+    config = models.config_of(layers=layers, gradient_accumulation_fusion=fused, **dense, **fields)
+    chunk: Any = models.build(config)[0]
+    for layer in chunk.decoder.layers:
+        layer.mlp = Mixed()
+    models.fill(chunk)
+    for parameter in chunk.parameters() if fused else ():
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros_like(parameter), False
+    return chunk
+
+
+MIXED: dict[str, dict[str, Any]] = {
+    "two layers": {},
+    "one layer": {"layers": 1},
+    "attention": selective("core_attn"),
+    "all": FULL,
+}
+
+
+def _mixed(rank: int, size: int) -> list[str]:
+    """Return what differs from a plain loop over the microbatches."""
+    shim.apply()
+    from tests.integrations.megatron.core.steps import one_step
+
+    problems = []
+    with models.init_parallel():
+        shim.fuse_weight_gradients()
+        for name, fields in MIXED.items():
+            for fused in (False, True):
+                expected, model = (_mixed_model(fused=fused, **fields) for _ in range(2))
+                for batch in models.batches(3, 1):
+                    (expected(**{key: value for key, value in batch.items() if key != "seed"}).mean() / 3).backward()
+                one_step(get_forward_backward_func(schedule=COMBINED_NO_PIPELINING), model, 3)
+                lines = models.compared(models.grads([expected]), models.grads([model]))
+                problems += [f"{name}, fused {fused}: {line}" for line in lines]
+    return problems
+
+
+def test_our_experts_in_megatrons_layers(megatron: Callable[[int], Ranks]) -> None:
+    assert megatron(1).run(_mixed) == [[]]
 
 
 def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -18,42 +18,30 @@ from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, Case, Fi
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
-OVERLAPS: tuple[Overlap, ...] = (3, "pairs")
-QUICK = [name for name, case in CASES.items() if case.quick]
-MORE = [name for name, case in CASES.items() if not case.quick]
 
 
-def differences(rank: int, size: int, name: str, overlaps: Sequence[Overlap]) -> list[str]:
-    """Run a case by Megatron-Core's own schedule and by this project's; return one line on each that differs."""
+def differences(rank: int, size: int, name: str, overlap: Overlap) -> list[str]:
+    """Run a case by Megatron-Core's own schedule and by this project's; return lines on what differs."""
     shim.apply()
-    from tests.integrations.megatron.core.steps import our_step, serial_step
+    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
 
-    case, found = CASES[name], []
+    case = CASES[name]
     flex.apply(delay_ms=2.0)  # anew: a buffer belongs to groups
     with models.init_parallel(tp=case.tp, etp=case.etp, pp=case.pp, ep=case.ep, vp=case.vp):
-        expected = serial_step(case)
-        for overlap in overlaps:
-            lines = []
-            for number, (theirs, ours) in enumerate(zip(expected, our_step(case, overlap), strict=True)):
-                lines += [f"losses {theirs.losses}, {ours.losses}"] if theirs.losses != ours.losses else []
-                lines += [f"step {number}: {line}" for line in models.compared(theirs.grads, ours.grads)]
-            if lines:
-                found.append(f"overlap {overlap}: {len(lines)} differ, {'; '.join(lines[:3])}")
-    return found
+        return unlike(serial_step(case), our_step(case, overlap))[:3]
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
-    size = CASES[name].ranks
-    assert megatron(size).run(differences, name, OVERLAPS) == [[]] * size
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "overlap"), [(name, 3 if at % 3 else "pairs") for at, name in enumerate(MORE)])
-def test_more_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) -> None:
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    [
+        pytest.param(name, "pairs" if at % 3 == 2 else 3, marks=[] if case.quick else pytest.mark.slow)
+        for at, (name, case) in enumerate(CASES.items())
+    ],
+)
+def test_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) -> None:
     """Two of three cases by the default overlap, the others in pairs."""
     size = CASES[name].ranks
-    assert megatron(size).run(differences, name, (overlap,)) == [[]] * size
+    assert megatron(size).run(differences, name, overlap) == [[]] * size
 
 
 class Unseeded(Case):
@@ -97,20 +85,16 @@ def _masks(rank: int, size: int, name: str) -> list[str]:
     shim.apply()
     from dataclasses import replace
 
-    from tests.integrations.megatron.core.steps import our_step, serial_step
+    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
 
     case = RECOMPUTED[name]
     fields: Fields = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
-    case, known, found = replace(case, fields=case.fields | fields), dict[Any, Tensor](), []
+    case, known = replace(case, fields=case.fields | fields), dict[Any, Tensor]()
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
         with _dropout(known, repeats=False):
             ours = our_step(case, 3)
         with _dropout(known, repeats=True):
-            theirs = serial_step(case)
-        for number, (one, other) in enumerate(zip(theirs, ours, strict=True)):
-            found += [f"losses {one.losses}, {other.losses}"] if one.losses != other.losses else []
-            found += [f"step {number}: {line}" for line in models.compared(one.grads, other.grads)]
-    return found
+            return unlike(serial_step(case), ours)
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)

@@ -19,32 +19,31 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.integrations.megatron.state import HELD, KEPT, ModuleState
-from tests.integrations.megatron.core import flex, models, shim
-from tests.integrations.megatron.core.cases import AUX, BIAS, MTP, OVERLAPPED, SHARED, Z_LOSS, selective
+from tests.integrations.megatron.core import cases, flex, models, shim
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "alltoall": {"moe_shared_expert_intermediate_size": None},
-    "alltoall, many options": {**AUX, **BIAS, **Z_LOSS, **SHARED, "moe_input_jitter_eps": 0.1, "num_moe_experts": 8},
-    "alltoall, one expert a rank": {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-    "alltoall, global aux loss": {**AUX, "moe_router_load_balancing_type": "global_aux_loss"},
-    "alltoall, capacity": {"moe_expert_capacity_factor": 1.0},
-    "alltoall, padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
-    "alltoall, overlapped": {**OVERLAPPED, "moe_shared_expert_gate": True},
-    "alltoall, routing is replayed": {"moe_enable_routing_replay": True},
-    "alltoall, MTP": {**MTP, "moe_layer_freq": [0, 1]},
-    "alltoall, norms recomputed": {**SHARED, **selective("layernorm", "core_attn")},
-    "alltoall, MoE layers recomputed": selective("moe"),
-    "alltoall, dropout": {"hidden_dropout": 0.2, "attention_dropout": 0.2},
-    "allgather": {"moe_token_dispatcher_type": "allgather"},
-    "DeepEP": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"},
-    "HybridEP": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
-    "HybridEP, padded": {
-        "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep",
-        "moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True,
+    "alltoall": {},
+    "alltoall, many options": {
+        **cases.AUX, **cases.BIAS, **cases.Z_LOSS, **cases.SHARED, "moe_input_jitter_eps": 0.1, "num_moe_experts": 8,
     },
+    "alltoall, one expert a rank, capacity": {**cases.ONE_A_RANK, "moe_expert_capacity_factor": 1.0},
+    "alltoall, overlapped, global aux loss": {
+        **cases.OVERLAPPED, **cases.AUX, "moe_router_load_balancing_type": "global_aux_loss",
+        "moe_shared_expert_gate": True,
+    },
+    "alltoall, routing is replayed, dropout": {
+        "moe_enable_routing_replay": True, "hidden_dropout": 0.2, "attention_dropout": 0.2,
+    },
+    "alltoall, MTP, padded": {**cases.MTP, **cases.PADDED, "moe_layer_freq": [0, 1]},
+    "alltoall, norms recomputed": {**cases.SHARED, **cases.selective("layernorm", "core_attn")},
+    "alltoall, MoE layers recomputed": cases.selective("moe"),
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "DeepEP": cases.DEEPEP,
+    "HybridEP": cases.HYBRIDEP,
+    "HybridEP, padded": {**cases.HYBRIDEP, **cases.PADDED, "moe_expert_capacity_factor": 2.0},
 }  # fmt: skip
 
 STAYING = {
@@ -135,33 +134,17 @@ def _after(before: Callable[[], object], function: Callable[..., Any]) -> Callab
     return call
 
 
-@contextmanager
-def _built(option: str, tp: int) -> Iterator[Any]:
-    """Make the groups and a model inside the context."""
-    shim.apply()
-    flex.apply()
-    with models.init_parallel(ep=2, tp=tp):
-        yield models.build(models.config_of(layers=2, ep=2, tp=tp, **OPTIONS[option]))[0]
-
-
 def _loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(**{name: value for name, value in batch.items() if name != "seed"}).mean()
 
 
-def _unnamed(rank: int, size: int, option: str, tp: int) -> list[str]:
+def _unnamed(model: nn.Module) -> list[str]:
     """Return what forwards change before an exchange, but neither table names."""
-    with _built(option, tp) as model:
-        start, at_calls = _snapshot(model), list[set[str]]()
-        with _calling(lambda: at_calls.append(_changed(start, _snapshot(model)))):
-            for batch in models.batches(2, 1):
-                _loss(model, batch)
+    start, at_calls = _snapshot(model), list[set[str]]()
+    with _calling(lambda: at_calls.append(_changed(start, _snapshot(model)))):
+        for batch in models.batches(2, 1):
+            _loss(model, batch)
     return sorted(set().union(*at_calls) - ALLOWED) if at_calls else ["no exchange"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("option", "tp"), list(zip(OPTIONS, cycle((1, 2)), strict=False)))
-def test_all_that_a_forward_changes_is_named(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
-    assert megatron(2).run(_unnamed, option, tp) == [[]] * 2
 
 
 MICROBATCHES = 3
@@ -218,26 +201,38 @@ def _at_once(model: nn.Module, batches: list[dict[str, Any]], state: ModuleState
     return [found[seed] for seed in range(len(batches))]
 
 
-def _mixed_up(rank: int, size: int, option: str, tp: int) -> list[str]:
+def _mixed_up(model: nn.Module) -> list[str]:
     """Return what differs between forwards that are all open at once and those that run one after the other."""
-    with _built(option, tp) as model:
-        state, batches = ModuleState(model), models.batches(MICROBATCHES, 1)
-        start, found = _snapshot(model), []
-        for function in (_apart, _at_once):
-            for buffer in model.buffers():
-                buffer.zero_()
-            model.zero_grad()
-            found.append((function(model, batches, state), models.grads([model])))
-            state.enter(state.leave())  # takes off what recomputations have left
-            state.leave()
-        names = _changed(start, _snapshot(model)) - STAYING.keys() - {"CudaRNGStatesTracker.states_"}
-        (losses, grads), (own_losses, own_grads) = found
-        problems = [f"{name} stays" for name in sorted(names)]
-        problems += [] if losses == own_losses else [f"losses {losses}, {own_losses}"]
-        return problems + models.compared(grads, own_grads)[:3]
+    state, batches = ModuleState(model), models.batches(MICROBATCHES, 1)
+    start, found = _snapshot(model), []
+    for function in (_apart, _at_once):
+        for buffer in model.buffers():
+            buffer.zero_()
+        model.zero_grad()
+        found.append((function(model, batches, state), models.grads([model])))
+        state.enter(state.leave())  # takes off what recomputations have left
+        state.leave()
+    names = _changed(start, _snapshot(model)) - STAYING.keys() - {"CudaRNGStatesTracker.states_"}
+    (losses, grads), (own_losses, own_grads) = found
+    problems = [f"{name} stays" for name in sorted(names)]
+    problems += [] if losses == own_losses else [f"losses {losses}, {own_losses}"]
+    return problems + models.compared(grads, own_grads)[:3]
+
+
+def _problems(rank: int, size: int, option: str, tp: int) -> tuple[list[str], list[str]]:
+    shim.apply()
+    flex.apply()
+    with models.init_parallel(ep=2, tp=tp):
+        mixed_up, unnamed = (
+            check(models.build(models.config_of(layers=2, ep=2, tp=tp, **OPTIONS[option]))[0])
+            for check in (_mixed_up, _unnamed)
+        )
+    return mixed_up, unnamed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("option", "tp"), list(zip(OPTIONS, cycle((2, 1)), strict=False)))
-def test_forwards_are_all_open_at_once(megatron: Callable[[int], Ranks], option: str, tp: int) -> None:
-    assert megatron(2).run(_mixed_up, option, tp) == [[]] * 2
+def test_forwards_are_all_open_at_once_and_all_that_they_change_is_named(
+    megatron: Callable[[int], Ranks], option: str, tp: int
+) -> None:
+    assert megatron(2).run(_problems, option, tp) == [([], [])] * 2
