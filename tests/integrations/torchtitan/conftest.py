@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integrations.torchtitan.trainers import FAMILIES, MICRO, SEQUENCES, train
+from tests.integrations.torchtitan.trainers import FAMILIES, own, train
 from tests.ranks import Ranks
 
 Plain = Callable[..., dict[str, Any]]
-Own = Callable[..., list[dict[str, Any]]]
 
 
 def _kept(size: int) -> Iterator[Ranks]:
@@ -48,30 +47,13 @@ def folder(titan1: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="package")
 def plain(titan1: Ranks, folder: str) -> Plain:
-    """Returns what torchtitan's own trainer logs on one rank, a microbatch after the other."""
+    """Returns what torchtitan's own trainer logs on one rank."""
     known: dict[str, dict[str, Any]] = {}
 
     def result(**case: Any) -> dict[str, Any]:
-        name = "plain " + " ".join(f"{key}={case[key]}" for key in sorted(case))
-        if name not in known:
-            micro = case.get("micro", MICRO)
-            given = {"folder": folder, "run": name, "batch": micro, "total": SEQUENCES, **case}
-            known[name] = titan1.run(train, [given])[0][0] | {"run": name}
-        return known[name]
-
-    return result
-
-
-@pytest.fixture(scope="package")
-def own(titan2: Ranks, folder: str) -> Own:
-    """Returns what torchtitan's own trainer logs on each of two ranks, and the name of the run."""
-    known: dict[str, list[dict[str, Any]]] = {}
-
-    def result(**case: Any) -> list[dict[str, Any]]:
-        name = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
-        if name not in known:
-            given = [{"folder": folder, "run": name, "batch": case.get("micro", MICRO), "total": SEQUENCES, **case}]
-            known[name] = [logged | {"run": name} for (logged,) in titan2.run(train, given)]
-        return known[name]
+        given = own(folder, **case)
+        if given["run"] not in known:
+            known[given["run"]] = titan1.run(train, [given])[0][0]
+        return known[given["run"]]
 
     return result

@@ -9,9 +9,9 @@ import pytest
 
 from overlap1f1b.integrations.torchtitan import Overlapped
 from tests.integrations.torchtitan import on_cpu
-from tests.integrations.torchtitan.conftest import Own, Plain
+from tests.integrations.torchtitan.conftest import Plain
 from tests.integrations.torchtitan.test_pipelining import assert_close, equal
-from tests.integrations.torchtitan.trainers import MICRO, SEQUENCES, STEPS, train
+from tests.integrations.torchtitan.trainers import MICRO, SEQUENCES, STEPS, own, train
 from tests.ranks import Ranks
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
@@ -29,14 +29,14 @@ def test_one_rank(titan1: Ranks, folder: str, plain: Plain) -> None:
 
 
 @installed
-def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
+def test_experts_over_two_ranks(titan2: Ranks, folder: str) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same ranks; exchanges are nodes; it validates.
 
     Checkpoints of activations become the engine's own.
     """
     case: dict[str, Any] = {"chunked": True, "checkpointing": "selective", "batch": SEQUENCES // 2, "validates": True}
-    found = titan2.run(train, [{"folder": folder, "run": "mixin of two", "by": "mixin", "ep": 2, **case}])
-    for expected, (by_us,) in zip(own(ep=2), found, strict=True):
+    ours = {"folder": folder, "run": "mixin of two", "by": "mixin", "ep": 2, **case}
+    for expected, by_us in titan2.run(train, [own(folder, ep=2), ours]):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [2 * LAYERS]
@@ -46,11 +46,11 @@ def test_experts_over_two_ranks(titan2: Ranks, folder: str, own: Own) -> None:
 
 
 @installed
-def test_tensor_parallelism(titan2: Ranks, folder: str, own: Own) -> None:
+def test_tensor_parallelism(titan2: Ranks, folder: str) -> None:
     """Loss and norm are those of torchtitan's own trainer over the same tensor group, with all experts on a rank."""
-    same: dict[str, Any] = {"tp": 2, "micro": SEQUENCES // 2}
-    found = titan2.run(train, [{"folder": folder, "run": "tensor mixin", "by": "mixin", **same}])
-    for expected, (by_us,) in zip(own(**same), found, strict=True):
+    same: dict[str, Any] = {"family": "qwen3", "tp": 2, "micro": SEQUENCES // 2, "steps": 2}
+    ours = {"folder": folder, "run": "tensor mixin", "by": "mixin", **same}
+    for expected, by_us in titan2.run(train, [own(folder, **same), ours]):
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [0]

@@ -19,12 +19,18 @@ import overlap1f1b as o1
 from overlap1f1b.plan import Op, StageShape
 from tests.integrations.torchtitan import on_cpu
 
-SEQUENCES, MICRO, TOKENS, STEPS, EXPERTS = 8, 2, 24, 3, 8
+SEQUENCES, MICRO, TOKENS, STEPS, EXPERTS = 4, 1, 20, 3, 8
 STOPPED = 2
 """Step after which a run that resumes another goes on."""
 
 FAMILIES = {"deepseek_v3": ("debugmodel", 3), "qwen3": ("debugmodel_moe", 2)}
 """The debug model with experts of each family, and how many of its layers are used."""
+
+
+def own(folder: str, **case: Any) -> dict[str, Any]:
+    """Return the case of torchtitan's own trainer, which runs a microbatch after the other."""
+    run = "own " + " ".join(f"{key}={case[key]}" for key in sorted(case))
+    return {"folder": folder, "run": run, "batch": case.get("micro", MICRO), "total": SEQUENCES, **case}
 
 
 def train(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,13 +40,16 @@ def train(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> list[dict[st
     return [_train(rank, **case) for case in cases]
 
 
-def _train(rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None = None, **case: Any) -> dict[str, Any]:
+def _train(
+    rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None = None, writes: bool = False, **case: Any
+) -> dict[str, Any]:
     """Train, or write a checkpoint of the first weights.
 
     Args:
         rank: Number of this rank.
         by: "torchtitan", "pipelining_fn", or "mixin".
         options: Of ``pipelining_fn``.
+        writes: Whether to write the last weights.
         case: See :func:`config_of`.
     """
     from torchtitan.trainer import Trainer
@@ -57,6 +66,8 @@ def _train(rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None 
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
             return {}
+        if not writes and not case.get("saves"):
+            trainer.checkpointer.save = lambda *_, **__: None
         logged: dict[str, Any] = {"loss": [], "norm": [], "valid": []}
 
         def log(step: int, mean: float, largest: float, norm: float, extra_metrics: Any = None) -> None:
@@ -92,7 +103,6 @@ def config_of(
     batch: int = SEQUENCES,
     total: int = -1,
     micro: int = MICRO,
-    tokens: int = TOKENS,
     dtype: str = "float32",
     chunked: bool = False,
     checkpointing: str = "",
@@ -108,16 +118,12 @@ def config_of(
     """Return a config of torchtitan's trainer over packed documents, from the weights that a seed checkpoint has.
 
     Args:
-        folder: Of the checkpoints.
-        run: Name of the folder of this run in it.
+        folder: Folder of the checkpoints; ``run`` is this run's folder in it.
         family: One of ``FAMILIES``.
         seed: Whether to write the first weights instead.
-        steps: Steps of the optimizer.
-        batch: Sequences of a rank and call.
+        batch: Sequences of a rank and call; ``micro`` of a microbatch.
         total: Sequences of a step of the optimizer over all ranks; -1 for one call.
-        micro: Sequences of a microbatch.
-        tokens: Of a sequence.
-        dtype: Of parameters in forwards and backwards.
+        dtype: Type of parameters in forwards and backwards.
         chunked: Whether the loss calls the head by parts.
         checkpointing: "", "full" or "selective".
         validates: Whether to validate after each step.
@@ -126,8 +132,7 @@ def config_of(
         pp: Pipeline ranks.
         ep: Ranks that share experts.
         tp: Ranks of a tensor group.
-        schedule: torchtitan's name.
-        backend: Of torchtitan's parallelism.
+        schedule: torchtitan's name; ``backend`` is its ``spmd_backend``.
     """
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -156,12 +161,12 @@ def config_of(
         dataloader=data(),
         validator=Validator.Config(enable=validates, freq=1, steps=1, dataloader=data(first=1000)),
         metrics=MetricsProcessor.Config(log_freq=1),
-        optimizer=default_adamw(lr=1e-3),
+        optimizer=default_adamw(lr=1e-3, eps=1e-6),  # a smaller one enlarges the last bits of small gradients
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
             local_batch_size=batch,
             global_batch_size=total,
-            seq_len=tokens,
+            seq_len=TOKENS,
             steps=steps,
             mixed_precision_param=dtype,
             mixed_precision_reduce="float32",
