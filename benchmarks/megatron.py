@@ -25,7 +25,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -67,7 +67,6 @@ from tests.integrations.megatron.core import models, shim
 
 RANKS = 2
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
-ALONE = "compute only"
 MEASURING = 2  # steps that measure nodes, after the first of a drop-in, which finds the exchanges
 Grads = dict[str, Tensor]
 
@@ -88,7 +87,7 @@ class FusedAttention(nn.Module):
         return rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "B N S D -> S B (N D)")
 
 
-def chunk_of(config: MoEConfig, *, fused: bool) -> nn.Module:
+def chunk_of(config: MoEConfig) -> nn.Module:
     """Return Megatron-Core's GPT model of these sizes."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -99,7 +98,7 @@ def chunk_of(config: MoEConfig, *, fused: bool) -> nn.Module:
         ffn_hidden_size=config.intermediate, normalization="RMSNorm", layernorm_epsilon=config.rms_eps,
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False)
-    for layer in spec.layer_specs if fused else ():
+    for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = FusedAttention
     return GPTModel(
         config=own, transformer_layer_spec=spec, vocab_size=config.vocabulary, max_sequence_length=config.sequence,
@@ -114,12 +113,12 @@ def in_both_directions(chunk: nn.Module, play: Callable[[], None]) -> None:
 
 
 class Waits:
-    """The seconds that Megatron-Core's dispatchers spend gathering counts: there they wait for the other ranks."""
+    """The times in which Megatron-Core's dispatchers gather counts: there they wait for the other ranks."""
 
     def __init__(self) -> None:
         from megatron.core.transformer.moe import token_dispatcher
 
-        self.seconds, self.intervals = 0.0, list[Interval]()
+        self.intervals: list[Interval] = []
         self._gather = token_dispatcher.gather_from_sequence_parallel_region
         token_dispatcher.gather_from_sequence_parallel_region = self._timed
 
@@ -127,12 +126,7 @@ class Waits:
         start = time.perf_counter()
         gathered: Tensor = self._gather(*args, **kwargs)
         self.intervals.append((start, time.perf_counter()))
-        self.seconds += self.intervals[-1][1] - start
         return gathered
-
-    def clear(self) -> None:
-        """Forget a step."""
-        self.seconds, self.intervals = 0.0, []
 
     def hidden_fraction(self, timeline: Timeline, begun: float) -> float:
         """Return the share of a step's exchange with compute beside it, where gathering counts is not compute."""
@@ -169,20 +163,19 @@ def by_megatron_names(model: MoETransformer, of: Callable[[nn.Parameter], Tensor
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
+@dataclass
 class Row:
-    """A schedule on a model.
+    """A schedule on a model; ``function`` plays a step, and returns its result if an engine has played it."""
 
-    Args:
-        name: Name of the schedule.
-        overlap: Its overlap.
-        model: The model; its gradients are cleared before every step.
-        function: Plays a step, and returns its result if an engine has played it.
-    """
+    name: str
+    overlap: str
+    model: nn.Module
+    function: Callable[[], StepResult | None]
+    engine: Engine | None = None
 
-    def __init__(self, name: str, overlap: str, model: nn.Module, function: Callable[[], StepResult | None]) -> None:
-        self.name, self.overlap, self.model, self.function = name, overlap, model, function
-        self.key = f"{name} · {overlap}"
-        self.engine: Engine | None = None
+    @property
+    def key(self) -> str:
+        return f"{self.name} · {self.overlap}"
 
 
 class MegatronBench:
@@ -196,7 +189,7 @@ class MegatronBench:
         )  # fmt: skip
         # 1. Both models with the same weights, and their data.
         self.model = MoETransformer(self.config, group=rank.group, seed=options.seed)
-        self.chunk = chunk_of(self.config, fused=options.attention == "fused")
+        self.chunk = chunk_of(self.config)
         given = by_megatron_names(self.model, lambda parameter: parameter.detach())
         with torch.no_grad():
             for name, parameter in self.chunk.named_parameters():
@@ -222,10 +215,8 @@ class MegatronBench:
             self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=OVERLAPS[-1], reduce=False,
             exchange=self.recording, timeout=options.timeout, tries=0,
         )  # fmt: skip
-        self.ours = Row(
-            "our layers", str(OVERLAPS[-1]), self.model, lambda: engine.step(self.inputs, target=self.target)
-        )
-        self.ours.engine = engine
+        play = partial(engine.step, self.inputs, target=self.target)
+        self.ours = Row("our layers", str(OVERLAPS[-1]), self.model, play, engine)
         self.rows = [self.own, self.duplex, *self.drop_ins, self.ours]
 
     def _row(self, name: str, overlap: str, function: Callable[..., Any]) -> Row:
@@ -261,7 +252,6 @@ class MegatronBench:
         play = row.function
 
         def with_result() -> StepResult | None:
-            row.engine = row.engine or _watched(function)
             play()
             row.engine = row.engine or _watched(function)
             return getattr(row.engine, "last", None)
@@ -350,15 +340,11 @@ class MegatronBench:
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
         if row is self.ours:
             twin = Engine(self.model, engine.program, loss_fn=loss_fn, plan=engine.plan, exchange=answers)
-            found = Row("our layers", ALONE, self.model, lambda: twin.step(self.inputs, target=self.target))
-        else:
-            found = self._drop_in(OVERLAPS[-1], answers)
-            found.key = f"{found.name} · {ALONE}"
-            self.step(found)  # finds the exchanges
-            assert found.engine is not None
-            twin = found.engine
-            twin.plan = engine.plan
-        found.engine = twin
+            return Row(row.name, "", self.model, lambda: twin.step(self.inputs, target=self.target))
+        found = self._drop_in(OVERLAPS[-1], answers)
+        self.step(found)  # finds the exchanges
+        assert found.engine is not None
+        found.engine.plan = engine.plan
         return found
 
     def _rounds(self, timed: TimedCompute) -> tuple[dict[str, float], dict[str, Samples], float]:
@@ -377,7 +363,6 @@ class MegatronBench:
                 phases["contended"] = partial(self._beside, alone, replay)
         samples = {row.key: Samples() for row in self.rows}
         self.operations: dict[str, float] = {}
-        self.parts: dict[str, list[dict[str, float]]] = {}
         self.strict: dict[str, list[float]] = {}
         self.gathering: dict[str, list[float]] = {}
         busy = lasted = 0.0
@@ -387,7 +372,7 @@ class MegatronBench:
                 bounds.setdefault(name, []).append(measure())
             for row in self.rows:
                 before = timed.operations
-                self.counts.clear()
+                self.counts.intervals.clear()
                 busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
                 seconds, result = self.step(row)
                 busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
@@ -395,28 +380,18 @@ class MegatronBench:
                 if not turn:
                     continue
                 samples[row.key].seconds.append(seconds)
-                self.gathering.setdefault(row.key, []).append(slowest(self.counts.seconds, self.rank))
+                self.gathering.setdefault(row.key, []).append(slowest(length(self.counts.intervals), self.rank))
                 if result is not None:
                     samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
                     samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
-                    self.parts.setdefault(row.key, []).append(parts_of(result.overlap))
                     assert row.engine is not None
                     strict = self.counts.hidden_fraction(result.overlap, row.engine.player.begun)
                     self.strict.setdefault(row.key, []).append(-slowest(-strict, self.rank))
-                    if turn == self.options.rounds and self.options.trace is not None:
-                        name = row.key.replace(" · ", "-").replace(" ", "-")
-                        path = self.options.trace / f"{name}-{self.rank.rank}.json"
-                        result.overlap.to_chrome_trace(path, rank=self.rank.rank, unit_us=1e6)
         share = slowest(busy / lasted, self.rank) * self.rank.size / cores()
         return {name: median(values[1:]) for name, values in bounds.items()}, samples, share
 
     def _computed(self, alone: Row) -> float:
-        self.counts.clear()
-        seconds, result = self.step(alone)
-        assert result is not None
-        self.gathering.setdefault(alone.key, []).append(slowest(self.counts.seconds, self.rank))
-        self.parts.setdefault(alone.key, []).append(parts_of(result.overlap))
-        return seconds
+        return self.step(alone)[0]
 
     def _replayed(self, replay: Replay) -> float:
         dist.barrier()
@@ -468,24 +443,18 @@ class MegatronBench:
             predicted = None
             if row.engine is not None and row.engine.costs is not None:
                 predicted = 1e3 * simulate(row.engine.plan, row.engine.costs).makespan
-            parts = self.parts.get(row.key, [])
             rows.append(
                 {"program": row.name, "overlap": row.overlap, "order": row.engine.plan.order if row.engine else ""}
                 | samples[row.key].summary()
                 | {"speedup": steps[self.own.key] / steps[row.key], "over_bound": steps[row.key] / below}
                 | {"predicted_ms": predicted}
                 | {"hidden_without_counts": median(self.strict[row.key]) if row.key in self.strict else None}
-                | {"gathering_counts_ms": 1e3 * median(self.gathering[row.key]), "rank0_ms": middle_of(parts)}
+                | {"gathering_counts_ms": 1e3 * median(self.gathering[row.key])}
                 | checked[row.key]
             )
         _, duplex, *_, best, ours = rows
         sent = self._sent(self.sizes)
         return {
-            "compute_only_rank0_ms": {
-                key: middle_of(parts) | {"gathering_counts": 1e3 * median(self.gathering[key])}
-                for key, parts in self.parts.items()
-                if key.endswith(ALONE)
-            },
             "wire": {
                 "kind": "shaped",
                 "rate_gbps": rate / 1e9,
@@ -518,22 +487,6 @@ def _watched(function: ForwardBackward) -> Engine | None:
     engine.play = keeping
     found: Engine = engine
     return found
-
-
-def parts_of(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds of each kind of compute node in a step, and those in which nothing is computed."""
-    found: dict[str, float] = {}
-    for span in timeline.spans:
-        if span.node.resource is Resource.COMPUTE:
-            name = f"{span.node.op}.{span.node.kind}"
-            found[name] = found.get(name, 0.0) + span.end - span.start
-    busy = sum(end - start for start, end in timeline.busy(Resource.COMPUTE))
-    return found | {"exchange": timeline.exchange, "idle": timeline.makespan - busy}
-
-
-def middle_of(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Return the medians in milliseconds."""
-    return {name: 1e3 * median(part.get(name, 0.0) for part in parts) for name in parts[0]} if parts else {}
 
 
 # ------------------------------------------------------------------------------------------------------------ command
@@ -595,7 +548,7 @@ def bench(options: argparse.Namespace, rank: Rank) -> None:
         return
     import megatron.core
 
-    named = {name: value for name, value in vars(options).items() if name not in ("json", "trace", "timeout")}
+    named = {name: value for name, value in vars(options).items() if name not in ("json", "timeout")}
     versions = environment(rank) | {"megatron_core": megatron.core.__version__}
     result = {"environment": versions, "workload": named} | result
     result["doubts"] = doubts(result)
@@ -616,23 +569,14 @@ def main() -> int:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--wire", default="balanced", help="as of overlap1f1b bench (default: balanced)")
-    parser.add_argument(
-        "--attention",
-        choices=("fused", "own"),
-        default="fused",
-        help="one operator, or Megatron-Core's own, which is only partly timed (default: fused)",
-    )
     parser.add_argument("--timeout", type=float, default=120.0, help="limit of every wait in seconds (default: 120)")
     parser.add_argument("--json", help="file for the results")
-    parser.add_argument("--trace", type=Path, help="folder for a Chrome trace of the last step of each row and rank")
     options = parser.parse_args()
     parse_wire(options.wire)
     if options.json:
         check_json(options.json)
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch}; allowed: a multiple of --microbatches {options.microbatches}")
-    if options.trace:
-        options.trace.mkdir(parents=True, exist_ok=True)
     if STORE not in os.environ:
         with Wire(RANKS) as wire:
             return run_ranks(sys.argv[1:], RANKS, wire=wire, command=(sys.executable, __file__))
