@@ -129,8 +129,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         rate = parse_rate(options.wire)
-        if options.json is not None:
-            check_json(options.json)
+        check_json(options.json)
     except ValueError as error:
         parser.error(str(error))
     if STORE not in os.environ:

@@ -573,8 +573,7 @@ def main() -> int:
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     parse_wire(options.wire)
-    if options.json:
-        check_json(options.json)
+    check_json(options.json)
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch}; allowed: a multiple of --microbatches {options.microbatches}")
     if STORE not in os.environ:

@@ -111,11 +111,10 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps <= WARM:
         parser.error(f"--steps {options.steps}; allowed: {WARM + 1} or more")
-    if options.json is not None:
-        try:
-            check_json(options.json)
-        except ValueError as error:
-            parser.error(str(error))
+    try:
+        check_json(options.json)
+    except ValueError as error:
+        parser.error(str(error))
     if options.child:
         train(options.child[0], Path(options.child[1]), options.steps)
         return 0

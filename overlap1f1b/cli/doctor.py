@@ -252,8 +252,7 @@ def doctor(options: DoctorOptions) -> int:
         ValueError: An option has a value that is not allowed.
     """
     check_timeout(options.timeout)
-    if options.json is not None:
-        check_json(options.json)
+    check_json(options.json)
     screen = console(options.json)
     with showing(screen, "starting") as say:
         findings = list(_findings(options, say))

@@ -238,8 +238,7 @@ def check_run(options: RunOptions) -> None:
         _check_bench(options)
     if isinstance(options, TrainOptions):
         _check_train(options)
-    if options.json is not None:
-        check_json(options.json)
+    check_json(options.json)
 
 
 def _check_numbers(options: RunOptions) -> None:

@@ -68,11 +68,11 @@ def check_folder(folder: Path, option: str = "--checkpoint") -> None:
         raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder")
 
 
-def check_json(target: str) -> None:
+def check_json(target: str | None) -> None:
     """Raise ``ValueError`` if :func:`write_json` could not write: otherwise a run's results would be lost."""
-    path = Path(target)
-    if target == "-":
+    if target is None or target == "-":
         return
+    path = Path(target)
     if not path.parent.is_dir():
         why = "its folder does not exist"
     elif path.is_dir():

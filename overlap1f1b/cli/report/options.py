@@ -74,7 +74,6 @@ def check_report(options: ReportOptions) -> None:
         if options.files:
             given = " ".join(map(str, options.files))
             raise ValueError(f"{given} with --compare {' '.join(map(str, options.compare))}; allowed: one of them")
-    if output.json is not None:
-        check_json(output.json)
+    check_json(output.json)
     files = {"png": output.png, "svg": output.svg, "html": output.html, "trace": output.trace, "json": output.json}
     check_files(files, {path.resolve(): str(path) for path in files_of(*(options.compare or options.files))})
