@@ -25,13 +25,7 @@ _MESSAGES = {
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
-    """Return the options of the verb that comes first; ``--help`` is printed and ends the process.
-
-    Args:
-        argv: Arguments, the verb first.
-        verbs: The dataclass of options of each verb.
-        prog: Name of the program.
-        description: Text of ``--help`` about the program.
+    """Return the options of the verb that comes first, by ``verbs``; ``--help`` is printed and ends the process.
 
     Raises:
         ValueError: The verb or an option is unknown, or a value has the wrong type; the message names it in one line.

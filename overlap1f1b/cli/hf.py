@@ -20,10 +20,6 @@ BYTES = 256
 class HfModel(Part):
     """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model.
 
-    Args:
-        options: ``hf_config`` names the configuration.
-        program: The program to play.
-
     Raises:
         ValueError: The configuration cannot be read or does not describe a causal LM, its vocabulary is smaller than
             256, or the model cannot be split.

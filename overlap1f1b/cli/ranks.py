@@ -26,11 +26,7 @@ from overlap1f1b.transport.failures import LostRankError, is_loss
 class Rank:
     """This process among all ranks.
 
-    Args:
-        rank: Number of this process.
-        size: Number of ranks.
-        device: Device of its compute.
-        mesh: Dimensions "pp", "dp" and "ep"; None for a single rank.
+    ``mesh`` has the dimensions "pp", "dp" and "ep"; it is None for a single rank.
     """
 
     rank: int
@@ -119,10 +115,7 @@ def _device_of(store: Any, rank: int, size: int) -> torch.device:
 def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
     """Return how many ranks have a GPU that no other rank has, as NCCL asks for; all ranks must call this.
 
-    Args:
-        store: Where the ranks meet.
-        size: Number of ranks.
-        gpu: Name of this rank's GPU that no other GPU has; None without one.
+    ``gpu`` names this rank's GPU as no other GPU is named; it is None without one.
     """
     if gpu is not None and store.add(f"gpu {gpu}", 1) == 1:
         store.add("ranks with a GPU", 1)

@@ -39,12 +39,7 @@ def model_config(options: RunOptions) -> MoEConfig:
 
 
 class ByteModel(MoETransformer):
-    """The byte-level model of the options, with this rank's experts.
-
-    Args:
-        options: Sizes and seed.
-        rank: This process.
-    """
+    """The byte-level model of the options, with this rank's experts."""
 
     def __init__(self, options: RunOptions, rank: Rank) -> None:
         super().__init__(model_config(options), group=rank.group, seed=options.seed, device=rank.device)

@@ -47,7 +47,6 @@ class HfBench(Bench):
 
     def _bounds(self, default: Engine) -> Bounds:
         bounds, peer = super()._bounds(default), self.peer
-
         if peer is None:
             return bounds
         return bounds | {PEER: lambda: timed(lambda: peer.step(self.inputs), self.rank)[0]}
@@ -86,10 +85,7 @@ class OwnParallelism:
     All parameters but the experts' are sharded by FSDP2, as transformers requires. They are gathered once a step and
     reduced after the last microbatch; FSDP2 cannot send less.
 
-    Args:
-        model: The model whose weights are copied.
-        rank: This process, one of the ranks that share the experts.
-        microbatches: Number of microbatches of a step.
+    The weights of ``model`` are copied.
 
     Raises:
         ValueError: transformers is older than 5.23, or accelerate is not installed.

@@ -61,10 +61,7 @@ Player = Engine | Peer
 class Bench:
     """One rank's part of the benchmark of a model on one stage; every time is the slowest rank's.
 
-    Args:
-        options: From the command line.
-        rank: This process.
-        say: Function that is called with the name of each measurement as it begins.
+    ``say`` is called with the name of each measurement as it begins.
 
     Raises:
         ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.

@@ -86,12 +86,7 @@ KINDS = {
 
 
 class TorchSchedule:
-    """A schedule of torch on this rank.
-
-    Args:
-        name: One of ``KINDS``.
-        bench: Gives its model, microbatches, exchange and time limit.
-    """
+    """A schedule of torch on this rank, one of ``KINDS``, for the model and the options of ``bench``."""
 
     def __init__(self, name: str, bench: Bench) -> None:
         kind, options, rank = KINDS[name], bench.options, bench.rank

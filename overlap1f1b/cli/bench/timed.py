@@ -139,10 +139,7 @@ def _none(*_: Any, **__: Any) -> float:
 def operations_per_second(model: nn.Module, loss: Callable[[], Tensor], real: Sequence[nn.Module] = ()) -> float:
     """Return the speed of the kernels that :class:`TimedCompute` replaces, measured on one thread.
 
-    Args:
-        model: Runs forward and backward.
-        loss: Runs the model on one microbatch and returns its loss.
-        real: Modules that timed compute leaves alone, beside the routers.
+    ``loss`` runs the model on one microbatch. ``real`` are modules that timed compute leaves alone beside the routers.
     """
     threads, found = torch.get_num_threads(), []
     torch.set_num_threads(1)

@@ -46,10 +46,7 @@ class Grid:
         Columns are proportional to time. A unit of time has as many columns as the texts of the cells need, and time
         that does not fit into ``width`` is cut off.
 
-        Args:
-            tracks: Tracks in the order of their lines.
-            width: Columns of a line.
-            shortens: Whether texts may lose all but their first letter before time is cut off.
+        If it ``shortens``, texts may lose all but their first letter before time is cut off.
         """
         names = max((len(track.name) for track in tracks), default=0) + 1
         columns = max(width - names, 1)
