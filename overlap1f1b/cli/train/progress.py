@@ -29,8 +29,7 @@ class Progress:
         screen: Console of the bar.
         say: Function for the lines, which prints nothing in a terminal.
         tokens: Tokens of a step, over all ranks.
-        start: Number of steps done before.
-        steps: Number of all steps, earlier ones included.
+        start: Number of steps done before; ``steps`` includes them.
     """
 
     def __init__(self, screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> None:
@@ -47,11 +46,7 @@ class Progress:
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
-        if (
-            self._recent
-            and (last := self._recent[-1])
-            and (last.measuring, last.trying) != (step.measuring, step.trying)
-        ):
+        if any((before.measuring, before.trying) != (step.measuring, step.trying) for before in self._recent):
             self._recent.clear()  # steps that measure nodes or try plans are slower
         self._recent.append(step)
         text, speed = f"loss {step.loss:.3f}", self._speed()
