@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
 import os
 import re
 import shutil
@@ -361,7 +360,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="numbers of faults, with what they print")
     parser.add_argument("--list", action="store_true", help="print the faults and run none")
-    parser.add_argument("--json", metavar="FILE", help="write what became of each")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of a rank under torchrun
     options = parser.parse_args()
     faults = every_fault()
@@ -388,11 +386,6 @@ def main() -> int:
     slowest = max(outcome.seconds for outcome in outcomes)
     print(f"{len(outcomes)} faults, {bad} wrong: {', '.join(f'{n} {kind}' for kind, n in counts.items())}; "
           f"the last rank ended {slowest:.1f} s after the fault at most (limit {LIMIT_S:g} s)")  # fmt: skip
-    if options.json:
-        rows = [
-            {"fault": str(o.fault), "statuses": o.statuses, "seconds": o.seconds, "wrong": o.wrong} for o in outcomes
-        ]
-        Path(options.json).write_text(json.dumps(rows, indent=2))
     return int(bad > 0)
 
 
