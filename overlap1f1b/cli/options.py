@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,7 +233,10 @@ def check_run(options: RunOptions) -> None:
     if options.hf_config is None:
         _check_model(options)
     else:
-        _check_default_sizes(options.model)
+        for name, value in vars(options.model).items():
+            if value != getattr(ModelOptions, name):
+                option = f"--{name.replace('_', '-')} {value}"
+                raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
     if isinstance(options, BenchOptions):
         _check_bench(options)
     if isinstance(options, TrainOptions):
@@ -260,16 +263,6 @@ def check_timeout(timeout: float) -> None:
     """Raise ``ValueError`` for a ``--timeout`` that no wait can have."""
     if not 0 < timeout <= LONGEST:
         raise ValueError(f"--timeout {timeout}; allowed: more than 0, at most {LONGEST}")
-
-
-def _check_default_sizes(model: ModelOptions) -> None:
-    sizes, defaults = asdict(model), asdict(ModelOptions())
-    for name, value in sizes.items():
-        if value != defaults[name]:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {value} with --hf-config, which has the model's sizes; "
-                "allowed: one of the two"
-            )
 
 
 def _check_model(options: RunOptions) -> None:
