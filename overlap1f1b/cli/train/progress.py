@@ -19,17 +19,9 @@ RECENT = 20  # steps over which speed and hidden share are averaged
 
 
 class Progress:
-    """Display of every step: a bar in a terminal, lines elsewhere.
+    """Display of every step: a bar on ``screen`` in a terminal, lines by ``say`` elsewhere.
 
-    >>> progress = Progress(screen, say, tokens=4096, start=0, steps=150)
-    >>> with progress.shown():
-    ...     progress.show(1, trainer.step(0), held_out=None)
-
-    Args:
-        screen: Console of the bar.
-        say: Function for the lines, which prints nothing in a terminal.
-        tokens: Tokens of a step, over all ranks.
-        start: Number of steps done before; ``steps`` includes them.
+    ``tokens`` are of a step over all ranks; ``start`` steps were done before, and ``steps`` includes them.
     """
 
     def __init__(self, screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> None:
@@ -72,14 +64,7 @@ class Progress:
 class Board:
     """Writer of each step's figures for TensorBoard.
 
-    >>> board = Board(Path("runs/one"), tokens=4096, start=0)
-    >>> board.show(1, step, held_out=None)
-    >>> board.close()
-
-    Args:
-        folder: Folder for the files, which may have files of earlier runs; None writes nothing.
-        tokens: Tokens of a step, over all ranks.
-        start: Number of steps done before; scalars of later steps in the folder are dropped.
+    ``folder`` may have files of earlier runs, whose scalars of steps after ``start`` are dropped; None writes nothing.
     """
 
     def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
