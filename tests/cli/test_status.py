@@ -77,7 +77,7 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
         ("train --steps 2", "cli.train.trainer:Trainer.step", ["step 0/2", r"step 1/2  loss \S+  grad_norm \S+  .*"]),
         ("train --steps 2", "cli.train.trainer:Trainer.evaluate", [r"step 1/2  loss .*"]),
         (
-            "bench --rounds 1",
+            "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
             "cli.bench.measure:Bench.step",
             [
                 r"measuring nodes, row 1 of (\d+), \S+.*",
@@ -86,7 +86,7 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
             ],
         ),
         (
-            "profile train --profile-steps 2 --profile-warmup 1",
+            "profile train --profile-steps 2 --profile-warmup 1 --layers 1",
             "engine:Engine.step",
             [
                 "measuring nodes, then 2 steps",
@@ -99,8 +99,9 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
 def test_steps_that_last_say_what_is_done_and_left(tmp_path: Path, verb: str, target: str, expected: list[str]) -> None:
     text = tmp_path / "text"
     text.write_text("".join(f"{i} squared is {i * i}; " for i in range(500)))
-    words = [*verb.split(), *SIZES, "--ep", "1", "--text", str(text)]
-    words += ["--out", str(tmp_path / "out")] if verb.startswith("profile") else []
+    command, dashes, options = verb.partition(" --")
+    words = [*command.split(), *SIZES, *f"{dashes}{options}".split(), "--ep", "1", "--text", str(text)]
+    words += ["--out", str(tmp_path / "out")] if command.startswith("profile") else []
     environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
     process = Fork([f"overlap1f1b.{target}", *words], environ, Path(__file__).parent / "lasting.py")
     try:
