@@ -281,13 +281,14 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
 def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "auto.csv"
     sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--parts", 2, "--seconds", 0.01, "--memory", 3)
-    found = content(capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto")
+    with few_tries():
+        found = content(capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto")
+        searched = content(capsys, *sizes, "--search", "--top", 99)
     assert found["chunks"] == 2
     assert max(row["peak_activations"] for row in found["per_rank"]) <= 3
     assert [row["schedule"] for row in found["compare"]] == ["auto", "1f1b", "auto"]
     assert found["compare"][0]["makespan"] == found["makespan"] < found["compare"][1]["makespan"]
     assert [[str(slot) for slot in slots] for slots in Program.from_csv(file).ranks] == found["actions"]
-    searched = content(capsys, *sizes, "--search", "--top", 99)
     rows = searched["search"]["rows"]
     assert {row["chunks"] for row in rows if row["schedule"] == "auto"} == {1, 2}
     assert searched["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows)
