@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -18,32 +17,25 @@ import torch
 from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections, link
 from overlap1f1b.cli.main import main
 from overlap1f1b.transport.versions import TORCH
+from tests.cli.inside import Verb
 from tests.cli.lasting import lasting
 from tests.cli.run import COMMAND, ROOT
 
 
-def doctor(*args: str, **environ: str) -> tuple[int, dict[str, dict[str, str]]]:
-    """Its status and findings by name."""
-    done = subprocess.run(
-        [*COMMAND, "doctor", *args, "--json", "-"],
-        cwd=ROOT,
-        env=dict(os.environ) | environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    findings: list[dict[str, Any]] = json.loads(done.stdout)["findings"]
+def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:
+    """By name."""
+    assert "Traceback" not in err, err
+    findings: list[dict[str, Any]] = json.loads(out)["findings"]
     assert all(list(found) == ["name", "status", "value", "advice"] for found in findings)
     assert all(found["status"] == "ok" or found["advice"] for found in findings), "what is wrong has an advice"
-    assert all(f"{found['status']}" in done.stderr and found["name"] in done.stderr for found in findings)
-    return done.returncode, {found["name"]: found for found in findings}
+    assert all(f"{found['status']}" in err and found["name"] in err for found in findings)
+    return {found["name"]: found for found in findings}
 
 
 @pytest.mark.slow
-def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> None:
-    _, found = doctor()
+def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The faults by a process, since they are planted in its environment."""
+    found = findings_of(*Verb("doctor")(capsys, "--json", "-")[1:])
     expected = ["torch", "greenlet", "cuda", "nccl", "triton", "connections", "streams", "link between ranks"]
     assert list(found) == [*expected, "shaped wire"]
     assert found["torch"] == {"name": "torch", "status": "ok", "value": version("torch"), "advice": ""}
@@ -56,13 +48,16 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> No
         (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {planted}\n")
     (tmp_path / "tc").write_text("#!/bin/sh\nprintf 'Error: Unknown qdisc.\\n' >&2\nexit 2\n")
     (tmp_path / "tc").chmod(0o755)
-    status, found = doctor(
-        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
-        PATH=os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
-        GLOO_SOCKET_IFNAME="nowhere0",  # no rank finds the other
-    )
-    assert status == 1
+    planted_in = {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]]),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "nowhere0",  # no rank finds the other
+    }
+    command, environ = [*COMMAND, "doctor", "--json", "-"], os.environ | planted_in
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    found = findings_of(done.stdout, done.stderr)
     assert found["greenlet"] == {
         "name": "greenlet",
         "status": "warn",
@@ -113,17 +108,9 @@ def test_what_is_tested_is_what_can_be_installed() -> None:
     assert any(one.startswith(f"triton>={first},<{beyond};") for one in project["optional-dependencies"]["test"])
 
 
-def test_options() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "overlap1f1b", "doctor", "--timeout", "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "overlap1f1b: error: --timeout 0.0; allowed: more than 0, at most 1000000\n"
+def test_options(capsys: pytest.CaptureFixture[str]) -> None:
+    error = Verb("doctor").refused(capsys, "--timeout", 0)
+    assert error == "--timeout 0.0; allowed: more than 0, at most 1000000"
 
 
 def test_checks_that_last_say_how_far_they_are(
