@@ -13,6 +13,7 @@ from overlap1f1b.cli.options import BenchOptions, ModelOptions
 from overlap1f1b.cli.ranks import joined
 from overlap1f1b.engine import Profile
 from overlap1f1b.schedule import build_schedule
+from tests.plan.tries import few_tries
 
 STEPS = 3
 VARIANTS = {
@@ -28,7 +29,7 @@ def main(folder: Path, text: Path) -> None:
     options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
     with joined((1, 1, 2), 60.0) as rank:
         bench = Bench(options, rank, lambda _: None)
-        with bench.ready(list(VARIANTS.values())) as (engines, *_):
+        with few_tries(), bench.ready(list(VARIANTS.values())) as (engines, *_):
             for name, variant in VARIANTS.items():
                 bench.step(engines[variant.key])
                 with Profile(engines[variant.key], folder / name):

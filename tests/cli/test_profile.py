@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,11 +102,11 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
     assert content["verdict"] in err
 
 
-def test_without_what_to_profile() -> None:
-    done = subprocess.run(PROFILE, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert "to see where the exchange overlaps" in done.stdout
-    assert "overlap1f1b profile train --nsys" in done.stdout
+def test_without_what_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = Verb("profile")(capsys)
+    assert status == 0
+    assert "to see where the exchange overlaps" in out
+    assert "overlap1f1b profile train --nsys" in out
 
 
 @pytest.mark.parametrize(
