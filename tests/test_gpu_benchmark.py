@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.cli.fork import Fork
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -33,15 +34,28 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, Any], str]:
+    """In a process of its own; with something planted ``before``, in a fork of one that has imported torch."""
     argv = [str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu", "--tiny", "--quick", "--out", str(folder), *options]
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", BARE.format(argv=argv, before=before, folder=str(ROOT / "benchmarks"))],
-        cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
+    code = BARE.format(argv=argv, before=before, folder=str(ROOT / "benchmarks"))
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    if before:
+        (folder / "script.py").write_text(code)
+        forked = Fork([], environ, folder / "script.py")
+        try:
+            said = "".join(forked.communicate(280))
+        finally:
+            forked.kill()
+        status = forked.returncode
+    else:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder, env=environ, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+        status, said = done.returncode, done.stdout + done.stderr
+    assert status is not None
     files = list(folder.glob("cpu-*[0-9].json"))
-    assert len(files) == 1, done.stdout + done.stderr
-    return done.returncode, json.loads(files[0].read_text()), files[0].with_suffix(".md").read_text()
+    assert len(files) == 1, said
+    return status, json.loads(files[0].read_text()), files[0].with_suffix(".md").read_text()
 
 
 @pytest.mark.slow
