@@ -13,7 +13,7 @@ from rich.console import Console
 
 from overlap1f1b.cli.bench.command import doubts, show
 from tests.cli.inside import Verb
-from tests.cli.run import COMMAND, Run, refused
+from tests.cli.run import Run, refused
 
 SMALL = ("--microbatches", 2, "--batch", 2, "--rounds", 1)
 KEYS = {
@@ -47,10 +47,8 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     text: Path, ranks: int, compute: str, recompute: str
 ) -> None:
     options = ("--ranks", ranks, "--compute", compute, "--recompute", recompute)
-    options += ("--parts", "auto") if ranks > 1 else ()
-    command = COMMAND if compute == "timed" else None  # once as a user starts it
-    run = Run("bench", "--text", text, *SMALL, *options, "--json", "-", command=command, WORLD_SIZE="4")
-    status, out, err = run.wait()
+    options += ("--parts", "auto", "--layers", 1) if ranks > 1 else ()
+    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-", WORLD_SIZE="4").wait()
     assert status == 0, err
     assert "profiler" not in err
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -77,10 +75,9 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
 
 @pytest.mark.slow
 def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
-    """The engine whose exchanges are answered locally splits the model as the rows do."""
-    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 7, "--dense-layers", 1)
-    sizes = ("--hidden", 32, "--heads", 2, "--intermediate", 32, "--sequence", 32)
-    status, out, err = Run("bench", "--text", text, *SMALL, *options, *sizes, "--json", "-").wait()
+    """The engine whose exchanges are answered locally splits the model as the rows do: 3, 1 and 2 blocks by weight."""
+    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 4, "--dense-layers", 1)
+    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-").wait()
     assert status == 0, err
     rows = json.loads(out)["rows"]
     assert "interleaved_1f1b, 3 chunks" in {row["program"] for row in rows}
@@ -151,7 +148,7 @@ def test_half_of_torchruns_environment() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="refused: torch's own V schedules cannot run on gloo")
 def test_pipelines_beside_torchs(text: Path) -> None:
-    sizes = ("--layers", 4, "--hidden", 32, "--intermediate", 64, "--sequence", 32, "--microbatches", 4, "--batch", 4)
+    sizes = ("--intermediate", 64, "--microbatches", 4, "--batch", 4)
     pipeline = ("--pp", 2, "--ep", 1, "--rounds", 1, "--peers", "--schedule", "auto", "--parts", 2)
     status, out, err = Run("bench", "--text", text, *sizes, *pipeline, "--json", "-").wait(150)
     assert status == 0, err
