@@ -188,20 +188,19 @@ def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
     args = (*SUB_OPS, "--search", "--chunks", 1, "--overlap", 2)
     with few_tries():
-        few, whole = (content(capsys, *args, "--top", top)["search"] for top in (1, 99))
-        out = plan(capsys, *args, "--top", 1).out
-        unasked = content(capsys, *args)["search"]
-        said = plan(capsys, *args).out
+        asked, more, silent = (plan(capsys, *args, *top, "--json", "-") for top in (("--top", 1), ("--top", 99), ()))
+    few, whole, unasked = (json.loads(found.out)["search"] for found in (asked, more, silent))
     assert few["rows"][0] == whole["rows"][0]
     assert len(few["rows"]) + len(few["pruned"]) == len(whole["rows"])
     assert not whole["pruned"]
     assert few["pruned"]
     least = min(row["bound"] for row in few["pruned"])
     assert (
-        f"\nnot played: {len(few['pruned'])} that cannot be among the first 1, none takes less than {least:.6g}" in out
+        f"\nnot played: {len(few['pruned'])} that cannot be among the first 1, none takes less than {least:.6g}"
+        in asked.err
     )
     assert unasked == few
-    assert f"\nnot played: {len(few['pruned'])} that cannot be the fastest, none " in said
+    assert f"\nnot played: {len(few['pruned'])} that cannot be the fastest, none " in silent.err
 
 
 def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> None:
