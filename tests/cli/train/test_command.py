@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import sys
+import socket
 import time
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from tests.cli.inside import Verb
 from tests.cli.run import COMMAND, Run, refused
 from tests.cli.train.test_progress import scalars
 
-STEPS = ["--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
+STEPS = ["--layers", "1", "--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any
 
 @pytest.mark.slow
 def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
-    args = ("--steps", 6, "--router", "sigmoid", "--shared-intermediate", 16, "--dropout", 0.1)
+    args = ("--layers", 1, "--steps", 6, "--router", "sigmoid", "--shared-intermediate", 16, "--dropout", 0.1)
     status, out, err = Run("train", "--text", text, *args, "--compare", "--json", "-").wait()
     assert status == 0
     result = json.loads(out)
@@ -145,11 +145,15 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run = Run("train", "--text", text, *STEPS, "--json", tmp_path / "json", command=(*torchrun, "-m", "overlap1f1b"))
-    status, _, err = run.wait()
-    assert status == 0, err
+def test_under_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
+    """By what torchrun puts into the environment; tests/cli/test_cluster.py and tests/test_examples.py start it."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    whole = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    args = ("--text", text, *STEPS, "--json", tmp_path / "json")
+    runs = [Run("train", *args, RANK=rank, LOCAL_RANK=rank, **whole) for rank in ("0", "1")]
+    for status, _, err in [run.wait() for run in runs]:
+        assert status == 0, err
     result = json.loads((tmp_path / "json").read_text())
     assert result["environment"]["ranks"] == 2
     assert result["losses"] == unbroken[1]["losses"]
@@ -158,7 +162,7 @@ def test_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: P
 @pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
     """So is everything before it, in processes that start as a user starts them."""
-    saved = ("--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
+    saved = ("--layers", 1, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
     run = Run("train", "--text", text, "--steps", 100_000, *saved, command=COMMAND)
     run.until(lambda: list(tmp_path.glob("run/step-*")))
     ranks = run.ranks()
