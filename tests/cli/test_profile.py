@@ -19,9 +19,7 @@ from overlap1f1b.cli.wire import Wire
 from overlap1f1b.profiling import figures_of, read
 from tests.cli.inside import Verb
 from tests.cli.profiled import VARIANTS
-from tests.cli.run import COMMAND, ROOT, Run, refused
-
-PROFILE = (*COMMAND, "profile")
+from tests.cli.run import ROOT, Run, refused
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +142,7 @@ def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path)
     nsys.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     sizes = ("--text", text, "--batch", 4, "--out", tmp_path / "out")
-    status, _, err = Run("train", "--nsys", *sizes, command=PROFILE, PATH=path).wait()
+    status, _, err = Run("profile train", "--nsys", *sizes, PATH=path).wait()
     assert status == 2
     printed, error = err.splitlines()
     assert error.startswith("overlap1f1b: error: nsys without a GPU that torch ")
