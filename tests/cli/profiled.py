@@ -24,7 +24,7 @@ VARIANTS = {
 
 
 def main(folder: Path, text: Path) -> None:
-    model = ModelOptions(layers=2, hidden=128, intermediate=256)
+    model = ModelOptions(layers=1, hidden=128, intermediate=256)
     sizes = {"microbatches": 4, "batch": 4, "sequence": 128, "text": (text,)}
     options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
     with joined((1, 1, 2), 60.0) as rank:
