@@ -25,7 +25,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
 from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
 from overlap1f1b.integrations.transformers.experts import adopt, find
 from overlap1f1b.integrations.transformers.shell import Shell
-from overlap1f1b.integrations.transformers.stage import LanguageModelStage, Layer, StageRange
+from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
 from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.together import Together
@@ -276,10 +276,9 @@ def split_model(
     ties = _untie(shell, [range(*pair) for pair in pairwise(starts)]) if last else {}
     stages = {}
     for number in held:
-        part = StageRange(
-            shell, starts[number], starts[number + 1], first=number == 0, last=number == last, inputs=names
-        )
-        stages[number] = _stage(part, {name: pair[number == last] for name, pair in ties.items()})
+        part = StageRange(shell, starts[number], starts[number + 1], names)
+        tied = {name: pair[number == last] for name, pair in ties.items()} if number in (0, last) else {}
+        stages[number] = LanguageModelStage(part, tied)
     kept = {id(p) for stage in stages.values() for p in stage.parameters()}
     if any(id(p) not in kept for p in model.parameters()):
         # Modules stay, without their weights: the forward reads their attributes.
@@ -351,19 +350,3 @@ def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter
                         "stage, or one parameter of two modules, before and after the layers"
                     )
     return ties
-
-
-def _stage(part: StageRange, tied: Mapping[str, nn.Parameter]) -> LanguageModelStage:
-    shell = part.shell
-    kept = {f"{shell.prefix}.{number}": shell.layers[number] for number in range(part.start, part.end)}
-    before, after = shell.before if part.first else {}, shell.after if part.last else {}
-    records = getattr(shell.config, "output_router_logits", False)
-    blocks = []
-    for number in range(part.start, part.end):
-        beside = [
-            *(before.values() if number == part.start else ()),
-            *(after.values() if number == part.end - 1 else ()),
-        ]
-        gates = shell.routers(number) if records else []
-        blocks.append(Layer(part, number, gates, beside))
-    return LanguageModelStage(part, blocks, {**before, **kept, **after}, tied if part.first or part.last else {})

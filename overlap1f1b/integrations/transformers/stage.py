@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,8 +30,6 @@ class StageRange:
     shell: Shell
     start: int
     end: int
-    first: bool
-    last: bool
     inputs: tuple[str, ...]
 
     def named(self, given: OptionalTensors) -> dict[str, Tensor]:
@@ -46,22 +44,16 @@ class StageRange:
             raise ValueError(f"{self.inputs[0]} is None; allowed: a tensor, only other inputs may be left out")
         return {name: value for name, value in zip(self.inputs, given, strict=True) if value is not None}
 
-    def begin(self, given: OptionalTensors, microbatch: Microbatch) -> tuple[Tensor, list[Call]]:
-        """Run the embedding; return the hidden states before layer 0, and the layers' calls.
+    def begin(self, given: OptionalTensors, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, list[Call]]:
+        """Return the hidden states before a layer, and the calls of the layers, which the stage's blocks share.
 
-        Other blocks share only the calls: a recomputation needs hidden states with a graph of their own.
+        Without ``hidden`` run the embedding. The blocks share only the calls: a recomputation needs hidden states with
+        a graph of their own.
         """
-        hidden, calls = self.shell.begin(self.named(given), self.end - 1)
-        microbatch.memo[self] = calls
-        return hidden, calls
-
-    def calls(self, given: OptionalTensors, microbatch: Microbatch, like: Tensor) -> list[Call]:
-        """Return the layers' calls, which the stage's blocks share, without the embedding; ``like`` gives a device."""
-        calls: list[Call] | None = microbatch.memo.get(self)
-        if calls is None:
-            _, calls = self.shell.begin(self.named(given), self.end - 1, like)
-            microbatch.memo[self] = calls
-        return calls
+        if hidden is None or self not in microbatch.memo:
+            first, microbatch.memo[self] = self.shell.begin(self.named(given), self.end - 1, hidden)
+            hidden = first if hidden is None else hidden
+        return hidden, microbatch.memo[self]
 
 
 class LossOfModel:
@@ -89,37 +81,36 @@ class Layer(MicrobatchBlock):
     is a target, else ``(logits,)``; with a :class:`LossOfModel` its loss alone. Between stages, router logits are one
     tensor ``[layers, T, E]``.
 
-    Args:
-        gates: Modules in the layer that compute router logits, with the logits' index in each module's outputs.
-        beside: Further modules of the model that this block calls.
+    Attributes:
+        beside: The modules of the model around its layers that this block calls.
     """
 
-    def __init__(
-        self, part: StageRange, number: int, gates: Sequence[tuple[nn.Module, int]], beside: list[nn.Module]
-    ) -> None:
+    def __init__(self, part: StageRange, number: int) -> None:
         super().__init__()
+        shell = part.shell
         self.input_names = part.inputs
-        self.part, self.number, self.layer = part, number, part.shell.layers[number]
-        self.beside = nn.ModuleList(beside)
-        for gate, index in gates:
-            gate.register_forward_hook(_recorder(index))
+        self.part, self.number, self.layer = part, number, shell.layers[number]
+        self.is_last = number == len(shell.layers) - 1
+        self.beside = nn.ModuleList(shell.before.values() if number == 0 else ())
+        self.beside.extend(shell.after.values() if self.is_last else ())
+        if getattr(shell.config, "output_router_logits", False):
+            for router, index in shell.routers(number):
+                router.register_forward_hook(_recorder(index))
         self._checked = False
 
     def forward(self, *inputs: Any, microbatch: Microbatch) -> OptionalTensors:
-        part, known = self.part, len(self.part.inputs)
+        part, known, hidden = self.part, len(self.part.inputs), None
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
         routed: tuple[Tensor, ...] = ()
         values: dict[Handed, Tensor | None] = {}
-        if part.first and self.number == part.start:
-            given = inputs
-            hidden, calls = part.begin(given, microbatch)
-        else:
+        given = inputs
+        if self.number > 0:
             carried = part.shell.carried[self.number - 1]
             hidden, given, rest = inputs[0], inputs[1 : known + 1], inputs[known + 1 :]
             values, routed = dict(zip(carried, rest, strict=False)), rest[len(carried) :]
             if self.number == part.start and routed:
                 routed = routed[0].unbind()
-            calls = part.calls(given, microbatch, like=hidden)
+        hidden, calls = part.begin(given, microbatch, hidden)
         call = calls[self.number].filled(values)
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
@@ -141,7 +132,7 @@ class Layer(MicrobatchBlock):
         if self.number < part.end - 1:
             return self._checked_outputs(hidden, *given, *handed, *routed)
         microbatch.memo.pop(part, None)
-        if not part.last:
+        if not self.is_last:
             return self._checked_outputs(hidden, *given, *handed, *([torch.stack(routed)] if routed else []))
         if isinstance(microbatch.loss_fn, LossOfModel):
             named = part.named(given)
@@ -184,14 +175,16 @@ class LanguageModelStage(nn.Module):
     tied: dict[str, nn.Parameter]
     columns: dict[str, int]
 
-    def __init__(
-        self, part: StageRange, blocks: list[Layer], kept: Mapping[str, nn.Module], tied: Mapping[str, nn.Parameter]
-    ) -> None:
+    def __init__(self, part: StageRange, tied: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.__dict__["kept"] = dict(kept)
-        self.hang(self)
+        shell, numbers = part.shell, range(part.start, part.end)
+        kept = {f"{shell.prefix}.{number}": shell.layers[number] for number in numbers}
+        kept = {**(shell.before if 0 in numbers else {}), **kept}
+        kept |= shell.after if part.end == len(shell.layers) else {}
         # Not by assignment: a model may have modules of these names, which are registered here.
-        self.__dict__ |= {"part": part, "blocks": blocks, "tied": dict(tied), "columns": second_factors(self)}
+        self.__dict__ |= {"part": part, "kept": kept, "tied": tied}
+        self.hang(self)
+        self.__dict__ |= {"blocks": [Layer(part, number) for number in numbers], "columns": second_factors(self)}
 
     def hang(self, root: nn.Module) -> None:
         """Register the modules of this stage in another module, by their names in the model."""
