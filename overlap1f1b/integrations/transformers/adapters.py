@@ -111,9 +111,7 @@ def wrappers_around(module: Any) -> list[Any]:
 
 def within(module: Any) -> Any:
     """Return the module inside the wrappers of parameters that a module begins with."""
-    while is_wrapper(module):
-        module = module.base_layer
-    return module
+    return wrappers[-1].base_layer if (wrappers := wrappers_around(module)) else module
 
 
 def around(model: nn.Module, name: str) -> str:
@@ -155,23 +153,20 @@ class Addition(NamedTuple):
     up: Tensor
     scaling: float
 
-    @classmethod
-    def of(cls, wrapper: Any, adapter: str, dtype: torch.dtype) -> Addition:
-        """Return what an adapter of a wrapper adds."""
-        experts = wrapper.num_experts
-        down = wrapper.lora_A[adapter].weight.unflatten(0, (experts, -1))
-        up = by_expert(wrapper.lora_B[adapter].weight, experts).contiguous()
-        return cls(down.to(dtype), up.to(dtype), wrapper.scaling[adapter])
-
 
 def additions(module: Any) -> dict[str, list[Addition]]:
     """Return what the active adapters around an experts module add, by the name of its parameter."""
     found: dict[str, list[Addition]] = {}
     for wrapper in wrappers_around(module):
-        if not wrapper.disable_adapters and not wrapper.merged:
-            name, dtype = wrapper.parameter_name, wrapper.get_param().dtype
-            names = [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
-            found.setdefault(name, []).extend(Addition.of(wrapper, adapter, dtype) for adapter in names)
+        if wrapper.disable_adapters or wrapper.merged:
+            continue
+        experts, dtype = wrapper.num_experts, wrapper.get_param().dtype
+        for adapter in wrapper.active_adapters:
+            if adapter in wrapper.lora_A:
+                down = wrapper.lora_A[adapter].weight.unflatten(0, (experts, -1))
+                up = by_expert(wrapper.lora_B[adapter].weight, experts).contiguous()
+                added = Addition(down.to(dtype), up.to(dtype), wrapper.scaling[adapter])
+                found.setdefault(wrapper.parameter_name, []).append(added)
     return found
 
 

@@ -60,7 +60,7 @@ class Ahead:
     def number(self, batch: Batch) -> int | None:
         """Return the number of a batch among the batches read together; None for another or a changed batch."""
         for number, (one, read_as) in enumerate(zip(self.batches, self._read_as, strict=True)):
-            if one is batch and _same(one, read_as):
+            if one is batch and one.keys() == read_as.keys() and all(one[name] is read_as[name] for name in one):
                 return number
         return None
 
@@ -68,7 +68,3 @@ class Ahead:
         """Let the dataloader say whether it is at its last batch, as if it was at this one."""
         if self._ended:
             self._loader.end_of_dataloader = number == len(self.batches) - 1
-
-
-def _same(one: Batch, other: Batch) -> bool:
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)

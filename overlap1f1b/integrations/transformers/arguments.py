@@ -21,21 +21,11 @@ class OverlapArguments:
     >>> arguments.program(microbatches=4).name
     'combined_1f1b'
 
-    Args:
-        pp: Pipeline ranks, each with equally many layers.
-        ep: Ranks that share the experts, each with data of its own; 0 for all that ``pp`` and ``dp`` leave.
-        dp: Copies of this, each with data of its own.
-        schedule: Name of the schedule that is played in every optimizer step; its microbatches are the
-            ``gradient_accumulation_steps``.
-        overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
-        recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
-        parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
-        pretrained: Folder of the weights of a model on the meta device; each rank reads its part.
-        adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
-        timeout: Limit in seconds of every wait for another rank.
+    Ranks along ``ep`` and ``dp`` have data of their own. The microbatches of the schedule are the
+    ``gradient_accumulation_steps``. ``overlap``, ``recompute`` and ``parts`` are those of :class:`Engine`.
     """
 
-    pp: int = field(default=1, metadata={"help": "Pipeline ranks."})
+    pp: int = field(default=1, metadata={"help": "Pipeline ranks, each with equally many layers."})
     ep: int = field(default=0, metadata={"help": "Ranks that share the experts; 0 for all that pp and dp leave."})
     dp: int = field(default=1, metadata={"help": "Copies of these ranks."})
     schedule: str = field(default="combined_1f1b", metadata={"help": "Schedule of an optimizer step."})
@@ -45,8 +35,8 @@ class OverlapArguments:
     parts: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = field(
         default=1, metadata={"help": "Parts of the tokens of each call of experts; auto measures 1, 2 and 4."}
     )
-    pretrained: str | None = field(default=None, metadata={"help": "Weights of a model on the meta device."})
-    adapter: str | None = field(default=None, metadata={"help": "Adapter of a PEFT model on the meta device."})
+    pretrained: str | None = field(default=None, metadata={"help": "Folder of the weights of a model on meta."})
+    adapter: str | None = field(default=None, metadata={"help": "Folder of the adapter of a PEFT model on meta."})
     timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
 
     def __post_init__(self) -> None:
@@ -105,6 +95,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ddp_bucket_cap_mb": ((None,), "None, the engine sums gradients"),
     "ddp_broadcast_buffers": ((None,), "None, the engine sums gradients"),
     "ddp_static_graph": ((None,), "None, the engine sums gradients"),
+    "debug": (("", []), "none"),
 }
 """Arguments of Trainer and SFTTrainer that cannot be honoured: their values that change nothing, and what to use."""
 
@@ -114,8 +105,6 @@ def check_arguments(args: Any, parallel: OverlapArguments) -> None:
     for name, (harmless, instead) in _REFUSED.items():
         if (value := getattr(args, name, harmless[0])) not in harmless:
             raise ValueError(f"{name}={value!r} under an overlapped trainer; allowed: {instead}")
-    if args.debug:
-        raise ValueError(f"debug={args.debug!r} under an overlapped trainer; allowed: none")
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
         raise ValueError(f"optim={optim!r} steps inside the backward; allowed: an optimizer that steps after it")

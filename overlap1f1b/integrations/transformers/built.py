@@ -28,18 +28,14 @@ class BuiltModel:
         names: Inputs of the model that its layers read.
         stages: The stages of this rank.
         module: Module of this rank's parameters, by their names in the whole model.
-        slots: Microbatches whose loss this rank computes, so that a subclass's log entries all come from one rank.
+        loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
+        slots: Microbatches whose loss that rank computes.
     """
 
     engine: Engine
 
     def __init__(
-        self,
-        model: Any,
-        program: Program,
-        mesh: DeviceMesh | None,
-        parallel: OverlapArguments,
-        device: torch.device,
+        self, model: Any, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments, device: torch.device
     ) -> None:
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
@@ -69,7 +65,8 @@ class BuiltModel:
         if hasattr(self, "engine"):
             self.engine.close()
         placement, last = program.placement, program.placement.stages - 1
-        pipes = [pipe for pipe, stage in placement.places(placement.replicas(last)[0]) if stage == last]
+        self.loss_rank = placement.replicas(last)[0]
+        pipes = [pipe for pipe, stage in placement.places(self.loss_rank) if stage == last]
         self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
         self.engine = Engine(
             self.stages,

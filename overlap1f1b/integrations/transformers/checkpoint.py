@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -30,6 +30,9 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """File names of weights, as transformers writes them."""
 EXTRA = "_extra_state"
 """Last part of the name of what a module's ``get_extra_state`` returns."""
+FILE = "model-{:05d}-of-{:05d}.safetensors"
+"""File of a stage, by its number from 1, and the number of stages."""
+PART = ".adapter-part-{:05d}.safetensors"
 FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?[AB]\.([^.]+)(?:\.weight)?")
 """Name of a LoRA factor: its layer, and its adapter."""
 
@@ -122,13 +125,6 @@ class _Slot:
     def is_extra(self) -> bool:
         """Whether a module's own code makes and takes it; it may have any shape."""
         return self.holders[0][1] == EXTRA
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """Shape of the whole tensor, of which this rank may have a part."""
-        shape = list(self.value.shape)
-        shape[1 if self.experts else 0] *= self.ranks
-        return torch.Size(shape)
 
     def cut(self, value: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; of LoRA's second factors the columns of its experts."""
@@ -333,7 +329,11 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
             value._is_hf_initialized = True  # transformers does not initialise such tensors again
         for label in labels:
             module._buffers[label] = torch.empty_like(getattr(module, label), device=device)
-        _initializer(model, name)(module)
+        path = name.split(".")
+        around = (model.get_submodule(".".join(path[:length])) for length in reversed(range(len(path))))
+        # Models may hold other models: the innermost one initialises it.
+        if initialize := next((own for holder in around if (own := getattr(holder, "_init_weights", None))), None):
+            initialize(module)
 
 
 @torch.no_grad()
@@ -356,22 +356,14 @@ def _begin_adapters(model: Any, added: Mapping[str, _Slot], device: torch.device
             # Not torch.manual_seed, which seeds GPUs, too.
             torch.default_generator.manual_seed(torch.initial_seed() % 2**32 + zlib.crc32(path.encode()))
             for slot in slots:
-                slot.put(nn.Parameter(torch.empty(slot.whole_shape, dtype=slot.value.dtype)))
+                whole_shape = list(slot.value.shape)
+                whole_shape[1 if slot.experts else 0] *= slot.ranks
+                slot.put(nn.Parameter(torch.empty(whole_shape, dtype=slot.value.dtype)))
             model.get_submodule(path).reset_lora_parameters(adapter, start)
         for slot, old in zip(slots, olds, strict=True):
             whole = slot.value
             slot.put(old)
             slot.fill(slot.cut(whole), device)
-
-
-def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
-    """Return ``_init_weights`` of the innermost model around a module: models may hold other models."""
-    while name:
-        name = name.rpartition(".")[0]
-        own = getattr(model.get_submodule(name), "_init_weights", None)
-        if own is not None:
-            return own
-    return lambda module: None
 
 
 # -------------------------------------------------------------------------------------------------------------- saving
@@ -405,25 +397,17 @@ def save_part(
         return
     folder.mkdir(parents=True, exist_ok=True)
     if adapters:
-        save_file(tensors, folder / _part_of(number))
+        save_file(tensors, folder / PART.format(number))
     else:
         tensors = {name: value.contiguous() for name, value in revert_weight_conversion(model, tensors).items()}
-        save_file(tensors, folder / _file_of(number, stages), metadata={"format": "pt"})
-
-
-def _file_of(number: int, stages: int) -> str:
-    return f"model-{number + 1:05d}-of-{stages:05d}.safetensors"
-
-
-def _part_of(number: int) -> str:
-    return f".adapter-part-{number:05d}.safetensors"
+        save_file(tensors, folder / FILE.format(number + 1, stages), metadata={"format": "pt"})
 
 
 def join_adapter(folder: Path, stages: int, model: Any) -> None:
     """Let PEFT write the adapters from the parts of all stages, and delete the parts."""
     from safetensors.torch import load_file
 
-    parts = [folder / _part_of(number) for number in range(stages)]
+    parts = [folder / PART.format(number) for number in range(stages)]
     tensors: dict[str, Tensor] = {}
     for part in parts:
         tensors |= load_file(part)
@@ -465,7 +449,7 @@ def write_index(folder: Path, stages: int, model: Any) -> None:
     where: dict[str, str] = {}
     size = 0
     for number in range(stages):
-        file = _file_of(number, stages)
+        file = FILE.format(number + 1, stages)
         with safe_open(folder / file, framework="pt") as opened:
             where |= dict.fromkeys(opened.keys(), file)
         size += (folder / file).stat().st_size

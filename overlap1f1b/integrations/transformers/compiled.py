@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from inspect import getclosurevars, isfunction
 from typing import Any
 
 from torch import nn
-
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -36,8 +34,9 @@ def pass_to_layers(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -
         if call is None:
             continue
         module._compiled_call_impl = None
-        compile = _compile_of(call)
-        if compile is None:
+        # What has compiled the call, with its backend and options.
+        compile = getclosurevars(call).nonlocals.get("self") if isfunction(call) else None
+        if not callable(compile):
             warnings.warn(
                 f"torch.compile of {type(module).__name__} does nothing: an engine runs each of its layers by itself; "
                 "allowed: layer.compile() of each",
@@ -46,13 +45,13 @@ def pass_to_layers(model: nn.Module, prefix: str, layers: Sequence[nn.Module]) -
             continue
         for layer in layers:
             if getattr(layer, "_compiled_call_impl", None) is None:
-                _set(layer, compile)
+                layer._compiled_call_impl = compile(layer._call_impl)
 
 
 def leave_experts(experts: nn.Module, name: str) -> None:
     """Remove the compilation of experts whose call leaves the graph, and warn of it."""
     if getattr(experts, "_compiled_call_impl", None) is not None:
-        _set(experts, None)
+        experts._compiled_call_impl = None
         warnings.warn(
             f"torch.compile of {name} does nothing: ranks share the experts, and their call leaves the graph; "
             "allowed: layer.compile() of the layers around them",
@@ -65,15 +64,5 @@ def _in_place(module: Any) -> nn.Module:
     inner: Any = getattr(module, "_orig_mod", None)
     if not isinstance(inner, nn.Module) or not hasattr(module, "dynamo_ctx"):
         return module
-    _set(inner, module.dynamo_ctx)
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)
     return inner
-
-
-def _set(module: Any, compile: Compile | None) -> None:
-    module._compiled_call_impl = None if compile is None else compile(module._call_impl)
-
-
-def _compile_of(call: Any) -> Compile | None:
-    """Return what has compiled a call, with its backend and options; None if torch does not show it."""
-    found = getclosurevars(call).nonlocals.get("self") if isfunction(call) else None
-    return found if callable(found) else None

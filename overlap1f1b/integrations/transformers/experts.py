@@ -25,11 +25,6 @@ from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule.values import some
 
-LOOKED_FOR = (
-    "a module called with (tokens, indices, weights), (sorted rows, sizes) or (rows in equal parts) "
-    "whose parameters have a part for each expert"
-)
-
 # ------------------------------------------------------------------------------------------------------------- finding
 
 
@@ -54,7 +49,10 @@ def find(model: nn.Module) -> Found:
     adapters.check_method(model)
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
     if not experts:
-        raise ValueError(f"{type(model).__name__}: looked for {LOOKED_FOR}; found {_instead(model)}")
+        raise ValueError(
+            f"{type(model).__name__}: looked for a module called with (tokens, indices, weights), (sorted rows, sizes) "
+            f"or (rows in equal parts) whose parameters have a part for each expert; found {_instead(model)}"
+        )
     named = {name: len(routing_names(module) or ()) for name, (module, _) in experts.items()}
     experts = {name: pair for name, pair in experts.items() if named[name] == max(named.values())}
     holders = [
@@ -84,16 +82,12 @@ def _refuse(model: nn.Module) -> None:
         )
     if any(isinstance(module, Experts) for module in model.modules()):
         raise ValueError(f"{kind} has been split before, or has experts of this library; allowed: an unchanged model")
-    if (quantised := _quantised(model)) is not None:
-        raise ValueError(f"{kind} has quantised weights ({quantised}); allowed: floating-point weights, which train")
-
-
-def _quantised(model: nn.Module) -> str | None:
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:
-        return type(quantizer).__name__
-    narrow = [name for name, p in model.named_parameters() if not p.is_floating_point() or p.dtype.itemsize < 2]
-    return f"{narrow[0]} of {str(model.get_parameter(narrow[0]).dtype)[6:]}" if narrow else None
+    quantised = [type(quantizer).__name__] if (quantizer := getattr(model, "hf_quantizer", None)) else []
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
+            quantised.append(f"{name} of {str(parameter.dtype)[6:]}")
+    if quantised:
+        raise ValueError(f"{kind} has quantised weights ({quantised[0]}); allowed: floating-point weights, which train")
 
 
 def routing_names(module: nn.Module) -> tuple[str, ...] | None:
@@ -154,9 +148,7 @@ def _instead(model: nn.Module) -> str:
 # ------------------------------------------------------------------------------------------------------------ adopting
 
 GROUPED = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
-"""Flags that transformers' ``use_experts_implementation`` sets for the usual layout of weights, see :func:`adopt`.
-
-An older version has not all of them; a flag that is missing is false."""
+"""Flags that transformers' ``use_experts_implementation`` sets for the usual layout; before 5.23 some are missing."""
 
 SILU = ("SiLU", "SiLUActivation")
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -115,8 +114,12 @@ class Layer(MicrobatchBlock):
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
             raise ValueError(f"layer {self.number} has its own gradient checkpointing; allowed: disabled")
-        with _recording() as here:
+        here: list[Tensor] = []
+        token = _ROUTED.set(here)
+        try:
             result = self.layer(hidden, *call.args, **call.kwargs)
+        finally:
+            _ROUTED.reset(token)
         returned = result if part.shell.returned > 1 and isinstance(result, tuple) else (result,)
         if len(returned) != part.shell.returned or not all(isinstance(v, Tensor | None) for v in returned):
             found = ", ".join(type(value).__name__ for value in returned)
@@ -196,17 +199,6 @@ class LanguageModelStage(nn.Module):
                     parent.add_module(label, nn.Module())
                 parent = parent.get_submodule(label)
             parent.add_module(last, module)
-
-
-@contextmanager
-def _recording() -> Iterator[list[Tensor]]:
-    """Collect the router logits of this forward inside the context."""
-    here: list[Tensor] = []
-    token = _ROUTED.set(here)
-    try:
-        yield here
-    finally:
-        _ROUTED.reset(token)
 
 
 def _recorder(index: int) -> Callable[[nn.Module, Any, Any], None]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils.operations import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +25,7 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
-from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
+from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
 from overlap1f1b.integrations.transformers.built import BuiltModel
@@ -98,6 +99,8 @@ class Overlapped(Trainer):
         sizes = parallel.sizes(args.world_size)
         parallel.program(args.gradient_accumulation_steps)
         args._n_gpu = min(1, args.n_gpu)  # as Trainer does where the model manages its devices
+        if args.device.type == "cpu":  # without accelerate's number: moving a batch to "cpu:0" would copy it
+            vars(args)["_setup_devices"] = PartialState().device = torch.device("cpu")
         super().create_accelerator_and_postprocess()
         if args.world_size > 1:
             self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
@@ -140,8 +143,8 @@ class Overlapped(Trainer):
         if self._model_built is None or self._model_built.given is not self.model:
             if self._model_built is not None:
                 self._model_built.engine.close()
-            device = unnumbered(self.args.device)
-            self._model_built = BuiltModel(self.model, parallel.program(count), self._mesh, parallel, device)
+            program = parallel.program(count)
+            self._model_built = BuiltModel(self.model, program, self._mesh, parallel, self.args.device)
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
         return self._model_built
@@ -227,10 +230,6 @@ class Overlapped(Trainer):
             self._last = built.engine.play(make_feed).result
         total = built.engine.mean_loss(self._last) * built.engine.program.microbatches
         return torch.tensor(total, device=self.args.device)
-
-    def _prepare_input(self, data: Any) -> Any:
-        # Moving a tensor to a CPU with a number would copy it.
-        return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
     def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
@@ -320,7 +319,7 @@ class Overlapped(Trainer):
     def is_world_process_zero(self) -> bool:
         """Return whether this is the first rank; while a loss is computed, the first rank that computes one."""
         if self._computing:
-            return self.accelerator.process_index == 0 and self.engine.rank == _rank_of_log(self.engine)
+            return self.accelerator.process_index == 0 and self.engine.rank == self._built().loss_rank
         return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:
@@ -372,11 +371,11 @@ class Overlapped(Trainer):
         if number not in ahead.steps:
             self._play_forwards(model, ahead, prediction_loss_only, ignore_keys)
             ahead.at(number)
-        step, device = ahead.steps.pop(number), unnumbered(self.args.device)
+        step = ahead.steps.pop(number)
         if self.overlap_args.pp > 1:
             every = self.engine.mesh.gathered("pp", send_to_device(step, "cpu"))
             step = step or next(one for one in every if one is not None)
-        return send_to_device(step, device)
+        return send_to_device(step, self.args.device)
 
     def _play_forwards(
         self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
@@ -395,7 +394,9 @@ class Overlapped(Trainer):
 
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
-        batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
+        batches: dict[int, Any] = {
+            slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)
+        }
         with self.accelerator.autocast():
             built.engine.play(partial(self._feed, built, batches, compute, 1.0), grad=False)
 
@@ -477,17 +478,10 @@ class _LogsOfLastStage(TrainerCallback):
         """Replace the entries of a line before the other callbacks see it."""
         if not self.trainer._met:
             return
-        engine = self.trainer.engine
-        theirs = engine.mesh.gathered("pp", logs)[_rank_of_log(engine)]
+        theirs = self.trainer.engine.mesh.gathered("pp", logs)[self.trainer._built().loss_rank]
         if logs is not None and theirs is not None:
             logs |= theirs
             state.log_history[-1] |= theirs
-
-
-def _rank_of_log(engine: Engine) -> int:
-    """Return the pipeline rank whose entries of a line count: the first that computes losses."""
-    placement = engine.program.placement
-    return placement.replicas(placement.stages - 1)[0]
 
 
 def _first(value: Tensor) -> Tensor:

@@ -1097,7 +1097,7 @@ def test_strategies_that_differ_along_a_pipeline(tmp_path: Path) -> None:
 
 def test_every_refused_argument_has_a_case() -> None:
     """Those of TRL are in test_sft."""
-    assert {*REFUSED, *REFUSED_WHEN_SET, "activation_offloading", "padding_free"} - {"debug"} == _REFUSED.keys()
+    assert {*REFUSED, *REFUSED_WHEN_SET, "activation_offloading", "padding_free"} == _REFUSED.keys()
 
 
 @pytest.mark.parametrize(
