@@ -12,9 +12,6 @@ from torch import nn
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.ahead import Batch
 
-OF_LOSS = ("labels", "shift_labels")
-"""Columns of a batch for the loss, which the model takes beside its inputs."""
-
 
 class RestOfModel(nn.Module):
     """The model after its last layer, called as the whole model with the inputs of one microbatch.
@@ -78,7 +75,7 @@ class RestOfModel(nn.Module):
                     f"{self.caller} calls the model with another {name} than the batch has; "
                     "allowed: the inputs of the batch, through which its layers have already run"
                 )
-        allowed = (*self.names, *OF_LOSS)
+        allowed = (*self.names, "labels", "shift_labels")  # inputs, and what the loss takes
         for name in (arguments.keys() & self.batch.keys()) - {*allowed}:  # layers ran without it
             raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
         return self.finish(arguments)

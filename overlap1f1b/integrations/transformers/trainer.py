@@ -35,7 +35,6 @@ from overlap1f1b.integrations.transformers.stage import LossOfModel
 
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
-OPTIMIZER = "optimizer.pt"
 _OF_TRAINING = {"loss", "learning_rate"}  # entries of Trainer's line on optimizer steps
 
 logger = logging.get_logger(__name__)
@@ -450,7 +449,7 @@ class Overlapped(Trainer):
             return
         folder = Path(checkpoint)
         if not (folder / CHECKPOINT).exists():
-            if (folder / OPTIMIZER).exists():
+            if (folder / "optimizer.pt").exists():
                 raise ValueError(
                     f"{folder} has the optimizer of a plain Trainer; allowed: a checkpoint of an overlapped trainer, "
                     "or from_pretrained of this one, which begins a new optimizer"
