@@ -59,6 +59,7 @@ class Spec:
     folder: Path
     model: str | None = "qwen3_moe"
     config: Mapping[str, Any] = field(default_factory=dict)
+    layers: int = 2  # as many as most layouts have stages
     rows: int = 44
     accumulation: int = 4
     steps: int = 4
@@ -91,7 +92,8 @@ class Spec:
         arguments = transformers.TrainingArguments(**{**given, **self.arguments})
         more = {} if self.layout is None else {"overlap_args": self.layout}
         with torch.device("meta" if self.on_meta else "cpu"):
-            model = None if self.model is None else tiny.build(self.model, seed=self.seed, **self.config)
+            sizes = {"num_hidden_layers": self.layers, **self.config}
+            model = None if self.model is None else tiny.build(self.model, seed=self.seed, **sizes)
         data: dict[str, Any] = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
         return self.kind(model, arguments, **{"data_collator": pad, **data, **more, **self.trainer})
 
