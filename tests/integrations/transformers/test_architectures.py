@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
-from tests.integrations.transformers.test_split import problems_of
+from tests.integrations.transformers.test_split import Own, own_of, problems_of
 from tests.ranks import Ranks
 
 INSTALLED = architectures.names()
@@ -66,7 +67,7 @@ def test_split_or_refused(name: str) -> None:
     stages, refusal = None, ""
     try:
         # The forward of one cannot take rows with one expert each.
-        stages = split_model(_built(name, dtype), program, grouped=name != "longcat_flash" or None)
+        stages = split_model(deepcopy(whole), program, grouped=name != "longcat_flash" or None)
     except ValueError as error:
         refusal = str(error)
     if stages is None:
@@ -124,25 +125,22 @@ def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap
     assert problems_of(stages, expected, limit) == []
 
 
-def _compare(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
+def _compare(rank: int, size: int, name: str, pp: int, ep: int, own: Own) -> list[str]:
     mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
     ep_rank = mesh["ep"].get_local_rank()
-    whole = _model(name)
-    shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
-    every = [tiny.own_gradients(whole, {"input_ids": x}, y, 4, 1 / ep) for x, y in shards]
-    limit, (tokens, labels) = 1e-5 if name in ROUNDED else 1e-12, shards[ep_rank]
-    problems = []
-    for schedule, overlap in PLAYED:
+    (tokens, labels), (every, expected) = tiny.batch(8, seed=ep_rank), own
+    problems, limit = [], 1e-5 if name in ROUNDED else 1e-12
+    for schedule, overlap in PLAYED[1:] if pp > 1 else PLAYED[:2]:
         program = build_schedule(schedule, ranks=pp, microbatches=4)
         stages = split_model(_model(name), program, mesh)
         engine = Engine(
             stages, program, mesh=mesh, loss_fn=stages.loss_fn, overlap=overlap, costs=tiny.COSTS, timeout=30
         )
         result = engine.step(tokens, target=labels)
-        found = problems_of(stages, every[-1][1], limit)
-        for loss, own in zip(result.losses, every[ep_rank][0], strict=bool(result.losses)):
-            if tiny.difference(loss, own) > limit:
-                found.append(f"loss {float(loss)} instead of {float(own)}")
+        found = problems_of(stages, expected, limit)
+        for loss, wanted in zip(result.losses, every[ep_rank], strict=bool(result.losses)):
+            if tiny.difference(loss, wanted) > limit:
+                found.append(f"loss {float(loss)} instead of {float(wanted)}")
         problems += [f"{schedule} {overlap}: {problem}" for problem in found]
     return problems
 
@@ -161,7 +159,7 @@ def _model(name: str) -> Any:
 @pytest.mark.parametrize("name", [name for name in [*UNUSUAL, "zaya"] if name in INSTALLED])
 def test_unusual_layers_on_two_ranks(ranks2: Ranks, name: str, pp: int, ep: int) -> None:
     """Zaya's layers hand on states that require a gradient."""
-    assert ranks2.run(_compare, name, pp, ep) == [[]] * 2
+    assert ranks2.run(_compare, name, pp, ep, own_of(_model(name), 4, ep)) == [[]] * 2
 
 
 class Experts(nn.Module):
