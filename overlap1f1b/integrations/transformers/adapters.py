@@ -116,10 +116,7 @@ def within(module: Any) -> Any:
 
 def around(model: nn.Module, name: str) -> str:
     """Return the name of the outermost wrapper of parameters around a module; its own name without one."""
-    while name:
-        parent = name.rpartition(".")[0]
-        if not is_wrapper(model.get_submodule(parent)):
-            return name
+    while name and is_wrapper(model.get_submodule(parent := name.rpartition(".")[0])):
         name = parent
     return name
 
@@ -130,13 +127,11 @@ def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     The outermost one around it is first.
     """
     path = around(model, name).split(".")
-    for length in range(len(path)):
-        outer = ".".join(path[:length])
-        if is_adapter(module := model.get_submodule(outer)):
-            return outer, module
-    for inner, module in model.get_submodule(name).named_modules(prefix=name):
-        if is_adapter(module):
-            return inner, module
+    outer = (".".join(path[:length]) for length in range(len(path)))
+    inner = (label for label, _ in model.get_submodule(name).named_modules(prefix=name))
+    for label in (*outer, *inner):
+        if is_adapter(module := model.get_submodule(label)):
+            return label, module
     return None
 
 

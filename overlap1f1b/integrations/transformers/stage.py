@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Layer(MicrobatchBlock):
         self.beside.extend(shell.after.values() if self.is_last else ())
         if getattr(shell.config, "output_router_logits", False):
             for router, index in shell.routers(number):
-                router.register_forward_hook(_recorder(index))
+                router.register_forward_hook(partial(_record, index))
         self._checked = False
 
     def forward(self, *inputs: Any, microbatch: Microbatch) -> OptionalTensors:
@@ -201,12 +202,7 @@ class LanguageModelStage(nn.Module):
             parent.add_module(last, module)
 
 
-def _recorder(index: int) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a forward hook that collects router logits; they have this index if a module returns a tuple."""
-
-    def record(module: nn.Module, args: Any, output: Any) -> None:
-        here = _ROUTED.get()
-        if here is not None:
-            here.append(output[index] if isinstance(output, tuple) else output)
-
-    return record
+def _record(index: int, module: nn.Module, args: Any, output: Any) -> None:
+    """Collect router logits in a forward hook; they have this index if a module returns a tuple."""
+    if (here := _ROUTED.get()) is not None:
+        here.append(output[index] if isinstance(output, tuple) else output)
