@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -100,13 +101,33 @@ class Spec:
 
 def history(trainer: Any) -> list[dict[str, float]]:
     """Return loss, gradient norm, rate and evaluations, in order."""
-    lines = [{name: line[name] for name in SHOWN if name in line} for line in trainer.state.log_history]
+    return shown(trainer.state.log_history)
+
+
+def shown(log: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Return the same of the log of a rank."""
+    lines = [{name: line[name] for name in SHOWN if name in line} for line in log]
     return [line for line in lines if line]
+
+
+def close(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = 5e-6) -> None:
+    """Compare lines of :func:`shown`; ``tolerance`` is relative."""
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=tolerance)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder of weights."""
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def same_weights(folder: Path, other: Path | dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """Compare the weights of two folders."""
+    found, expected = weights(folder), weights(other) if isinstance(other, Path) else other
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert float((found[name] - value).abs().max()) <= tolerance, name
 
 
 @contextmanager

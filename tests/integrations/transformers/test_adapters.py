@@ -515,22 +515,14 @@ def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, tmp_path: 
     plain = loops.alone(spec("plain", accumulation=8, kind=transformers.Trainer))
     layout = OverlapArguments(pp=2, ep=2)
     saving = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
-    lines = ranks4.run(loops.train, spec("four", layout=layout, arguments=saving), timeout=120)
-    expected = loops.history(plain)
-    for rank in lines:
-        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in rank]
-        for ours, theirs in zip([line for line in found if line], expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=5e-6)
-    wanted = loops.weights(tmp_path / "plain")
-    last = loops.weights(tmp_path / "four")
-    assert wanted.keys() == last.keys()
-    assert all(float((last[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+    for lines in ranks4.run(loops.train, spec("four", layout=layout, arguments=saving), timeout=120):
+        loops.close(loops.shown(lines), loops.history(plain))
+    loops.same_weights(tmp_path / "four", tmp_path / "plain")
     # The middle of it, on one process: the layout of experts' factors differs.
     checkpoint = tmp_path / "four" / "checkpoint-2"
     assert not list(checkpoint.glob("model*.safetensors"))
     loops.alone(spec("again", accumulation=8, layout=OverlapArguments(), resume=str(checkpoint)))
-    again = loops.weights(tmp_path / "again")
-    assert all(float((again[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+    loops.same_weights(tmp_path / "again", tmp_path / "plain")
 
 
 def _ends() -> Any:
@@ -562,12 +554,8 @@ def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) 
     folders = {"pretrained": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
     parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": _ends_on_meta})
     for lines in ranks4.run(loops.train, parts, timeout=120):
-        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in lines]
-        for ours, theirs in zip([line for line in found if line], loops.history(plain), strict=True):
-            assert ours == pytest.approx(theirs, rel=5e-6)
-    wanted, last = loops.weights(tmp_path / "plain"), loops.weights(tmp_path)
-    assert wanted.keys() == last.keys()
-    assert all(float((last[name] - value).abs().max()) <= 1e-6 for name, value in wanted.items())
+        loops.close(loops.shown(lines), loops.history(plain))
+    loops.same_weights(tmp_path, tmp_path / "plain")
 
 
 def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path: Path) -> None:
@@ -578,9 +566,7 @@ def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path:
     spec = loops.Spec(tmp_path, model=None, rows=48, steps=2, trainer={"model_init": _new_on_meta}, layout=layout)
     expected = loops.history(loops.alone(replace(spec, accumulation=8)))
     for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
-        found = [{name: line[name] for name in loops.SHOWN if name in line} for line in lines]
-        for ours, theirs in zip([line for line in found if line], expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=5e-6)
+        loops.close(loops.shown(lines), expected)
     with pytest.raises(ValueError, match=r"lora_magnitude.* has no values .*; allowed: adapter= a folder") as caught:
         replace(spec, trainer={"model_init": _dora_on_meta}).build()
     assert "\n" not in str(caught.value)

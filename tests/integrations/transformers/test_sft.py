@@ -15,16 +15,14 @@ pytest.importorskip("trl")
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.loops import launched, weights
+from tests.integrations.transformers.loops import SHOWN, launched, same_weights, weights
 from tests.ranks import Ranks
 
-SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss")
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss", "eval_mean_token_accuracy", "eval_entropy")
 
 
@@ -65,7 +63,11 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-ON_CPU: dict[str, Any] = {
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "learning_rate": 3e-3,
+    "adam_epsilon": 1e-5,
+    "logging_steps": 1,
     "report_to": [],
     "disable_tqdm": True,
     "use_cpu": True,
@@ -98,19 +100,15 @@ def built(case: Case) -> Any:
     eval_data = Dataset(InMemoryTable.from_pydict({name: rows[:16] for name, rows in columns.items()}), fingerprint="e")
     args = SFTConfig(
         str(case.folder),
-        per_device_train_batch_size=2,
         per_device_eval_batch_size=case.rows,
         gradient_accumulation_steps=case.accumulation,
         max_steps=4,
-        learning_rate=3e-3,
-        adam_epsilon=1e-5,
         warmup_steps=2,
-        logging_steps=1,
         eval_strategy="steps",
         eval_steps=2,
         save_strategy="steps" if case.saves else "no",
         save_steps=2,
-        **ON_CPU,
+        **COMMON,
         loss_type=case.loss,
         dataset_kwargs={"skip_prepare_dataset": True},
         router_aux_loss_coef=0.0 if case.even else 0.01,
@@ -122,7 +120,7 @@ def built(case: Case) -> Any:
 
         targets = ["experts.gate_up_proj", "experts.down_proj"]
         more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", target_parameters=targets)
-    model = tiny.build(case.model, seed=3 if case.resume is None else 4)
+    model = tiny.build(case.model, seed=3 if case.resume is None else 4, num_hidden_layers=2)
     kind = SFTTrainer if case.layout is None else OverlapSFTTrainer
     return kind(model, args, processing_class=words(), train_dataset=data, eval_dataset=eval_data, **more)
 
@@ -161,7 +159,7 @@ def test_sft_goes_on(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
         file.unlink()
     for found in ranks2.run(trained, replace(case, layout=LAYOUTS["ep 2"], saves=False, resume=resume)):
         same(found, unbroken, [name for name in (*SHOWN, *METRICS) if name != "num_tokens"])
-    close_weights(weights(tmp_path), final, 1e-6)
+    same_weights(tmp_path, final)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
@@ -188,19 +186,13 @@ def compare(ranks2: Ranks, ranks4: Ranks, case: Case) -> None:
     assert any("mean_token_accuracy" in line and "entropy" in line for line in expected)
     assert case.even or any(line.get("aux_loss", 0) > 0 for line in expected)
     # The first gradients of lora_A are zero, and Adam divides by them.
-    close_weights(weights(case.folder), weights(plain.folder), 5e-6 if case.lora else 1e-6)
+    same_weights(case.folder, plain.folder, 5e-6 if case.lora else 1e-6)
 
 
 def same(found: list[dict[str, float]], expected: list[dict[str, float]], names: Sequence[str]) -> None:
     for one, other in zip(found, expected, strict=True):
         wanted = {name: other[name] for name in names if name in other}
         assert {name: one[name] for name in wanted} == pytest.approx(wanted, rel=5e-6, abs=5e-6)
-
-
-def close_weights(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float((found[name] - value).abs().max()) <= tolerance, name
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -250,14 +242,10 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
     data = Dataset.from_dict(texts)
     args = DPOConfig(
         str(folder),
-        per_device_train_batch_size=2,
         gradient_accumulation_steps=1 if layout is not None and layout.ep == 2 else 2,
         max_steps=3,
-        learning_rate=3e-3,
-        adam_epsilon=1e-5,
-        logging_steps=1,
         save_strategy="no",
-        **ON_CPU,
+        **COMMON,
         router_aux_loss_coef=0.0,
     )
     more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
@@ -266,9 +254,10 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
 
         more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj"])
     else:
-        more["ref_model"] = tiny.build("qwen3_moe", seed=4)
+        more["ref_model"] = tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)
     kind = DPOTrainer if layout is None else OverlapDPOTrainer
-    return kind(tiny.build("qwen3_moe"), args=args, processing_class=words(), train_dataset=data, **more)
+    model = tiny.build("qwen3_moe", num_hidden_layers=2)
+    return kind(model, args=args, processing_class=words(), train_dataset=data, **more)
 
 
 @pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
@@ -309,20 +298,17 @@ def judging(rank: int, size: int, folder: Path, layout: OverlapArguments | None)
         args = KTOConfig(
             str(folder),
             loss_type="apo_zero_unpaired",
-            per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
             max_steps=2,
-            learning_rate=3e-3,
-            adam_epsilon=1e-5,
-            logging_steps=1,
             save_strategy="no",
-            **ON_CPU,
+            **COMMON,
             router_aux_loss_coef=0.0,
         )
         more: dict[str, Any] = {"processing_class": words(), "train_dataset": data}
-        more |= {"args": args, "ref_model": tiny.build("qwen3_moe", seed=4)}
+        more |= {"args": args, "ref_model": tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)}
         more |= {} if layout is None else {"overlap_args": layout}
-        trainer = (KTOTrainer if layout is None else OverlapKTOTrainer)(tiny.build("qwen3_moe"), **more)
+        model = tiny.build("qwen3_moe", num_hidden_layers=2)
+        trainer = (KTOTrainer if layout is None else OverlapKTOTrainer)(model, **more)
         trainer.train()
         return list(trainer.state.log_history)
 

@@ -28,7 +28,19 @@ from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_argu
 from overlap1f1b.plan import RECOMPUTES, Node, Op
 from overlap1f1b.plan.node import MOST_PARTS
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.loops import SHOWN, Sentences, Spec, alone, history, launched, pad, train, weights
+from tests.integrations.transformers.loops import (
+    Sentences,
+    Spec,
+    alone,
+    close,
+    history,
+    launched,
+    pad,
+    same_weights,
+    shown,
+    train,
+    weights,
+)
 from tests.ranks import Ranks
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
@@ -48,17 +60,6 @@ def plain(spec: Spec, shards: int = 1, **changes: Any) -> Any:
     return alone(replace(spec, folder=spec.folder / "plain", **own, **changes))
 
 
-def close(found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float = 5e-6) -> None:
-    assert [line.keys() for line in found] == [line.keys() for line in expected]
-    for one, other in zip(found, expected, strict=True):
-        assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
-
-
-def shown(lines: list[dict[str, Any]]) -> list[dict[str, float]]:
-    kept = [{name: line[name] for name in SHOWN if name in line} for line in lines]
-    return [line for line in kept if line]
-
-
 def counted(spec: Spec, microbatches: int) -> list[int]:
     """Return the tokens that count in each step, in the order in which Trainer reads the rows."""
     loader = replace(spec, kind=transformers.Trainer, layout=None, accumulation=1).build().get_train_dataloader()
@@ -68,13 +69,6 @@ def counted(spec: Spec, microbatches: int) -> list[int]:
         every = [int((batch["labels"][:, 1:] != -100).sum()) for batch in loader]
         tokens += [sum(every[start : start + microbatches]) for start in range(0, len(every), microbatches)]
     return tokens[: spec.steps]
-
-
-def same_weights(folder: Path, other: Path, tolerance: float = 1e-6) -> None:
-    found, expected = weights(folder), weights(other)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert float((found[name] - value).abs().max()) <= tolerance, name
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -216,8 +210,7 @@ def test_resume(ranks2: Ranks, ranks4: Ranks, case: str, tmp_path: Path) -> None
         again = run(then, seed=4, resume=str(tmp_path / "checkpoint-2"))
         assert len(again) == 4, then  # two of them from the checkpoint
         close(again, unbroken)
-        found = weights(tmp_path)
-        assert max(float((value - found[name]).abs().max()) for name, value in final.items()) <= 1e-6, then
+        same_weights(tmp_path, final)
         if first == then == "one rank":
             assert again == unbroken
 
@@ -749,7 +742,7 @@ def test_bf16(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None
     """Autocast around the model alone: weights stay float32. After two steps, rounding changes a token's experts."""
     ranks, sizes, _ = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
     arguments, model = {**EVALUATES, "bf16": True}, {"model_init": one_expert_after_another}
-    spec = Spec(tmp_path, None, trainer=model, arguments=arguments, layout=sizes, rows=40, steps=3)
+    spec = Spec(tmp_path, None, trainer=model, arguments=arguments, layout=sizes, rows=40)
     expected = history(plain(spec, ranks // sizes.pp))
     exact = history(plain(replace(spec, arguments=EVALUATES, steps=1), ranks // sizes.pp))
     assert expected[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=5e-4)
