@@ -43,7 +43,8 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
     """
     facts: Facts = {}
     first: dict[nn.Parameter, str] = {}
-    for place, p, _ in parameters_by_place(dict(sorted(stages.items()))):
+    for name, where, p, _ in parameters_of(dict(sorted(stages.items()))):
+        place = f"parameter {name} of {where}"
         shared = "" if first.setdefault(p, place) == place else f", {first[p]}"
         facts[place] = f"{str(p.dtype)[6:]}{list(p.shape)}{'' if p.requires_grad else ' frozen'}{shared}"
     for number, stage in stages.items():
@@ -61,18 +62,14 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     No order of summation changes the sums. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
     of this rank's part. ``ties`` have the names that all stages use.
     """
-    places = _places(stages)
     number, count = mesh.expert_slice
     held = [
-        (f"{place} of slice {number} of the experts" if expert and count > 1 else place, p)
-        for place, p, expert in parameters_by_place(stages)
+        (f"parameter {name} of {where}{f' of slice {number} of the experts' if expert and count > 1 else ''}", p)
+        for name, where, p, expert in parameters_of(stages)
     ]
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
-    kept = [(place, p) for place, p in _parts(held, mesh) if not p.is_meta]
-    if not kept:
-        return places
-    sums = torch.stack([_sum_of_bits(p.detach()).cpu() for _, p in kept]).tolist()
-    return places | {f"the sum of bits of {place}": f"{bits:x}" for (place, _), bits in zip(kept, sums, strict=True)}
+    parts = [(place, part.detach()) for place, part in _parts(held, mesh) if not part.is_meta]
+    return _places(stages) | {f"the sum of bits of {place}": f"{_sum_of_bits(part):x}" for place, part in parts}
 
 
 def _places(stages: Mapping[int, Blocks]) -> Facts:
@@ -82,7 +79,7 @@ def _places(stages: Mapping[int, Blocks]) -> Facts:
     """
     facts: Facts = {}
     seen = Counter({f"{name} of stage {number}": 0 for number, stage in stages.items() for name in stage.names})
-    for name, where, parameter, expert in _parameters(stages):
+    for name, where, parameter, expert in parameters_of(stages):
         if parameter.requires_grad and not expert:
             facts[f"the place of {name} among the trained parameters of {where}"] = seen[where]
             facts[f"trained parameter {seen[where]} ({_NUMBER.sub('*', name)}) of {where}"] = name
@@ -105,7 +102,7 @@ def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
     if mesh.group("tp") is None or not every:
         return {}
     at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
-    return {f"the sum of bits of {name} on {at}": "+".join(f"{int(_sum_of_bits(part)):x}" for part in every)}
+    return {f"the sum of bits of {name} on {at}": "+".join(f"{_sum_of_bits(part):x}" for part in every)}
 
 
 def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
@@ -115,15 +112,14 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
     """
     if mesh.group("pp") is None:
         return []
-    own: dict[str, object] = {}
-    for name, batch in given.items():
-        every = list(_tensors_in(batch))
-        if every:
-            sums = torch.stack([_sum_of_bits(part, ordered=True).cpu() for part in every]).tolist()
-            own[name] = sums, [part.shape for part in every]
-    ranks = mesh.gathered("pp", own)
-    first = {name: value for one in reversed(ranks) for name, value in one.items()}
-    return [name for name in given if any(one.get(name, first.get(name)) != first.get(name) for one in ranks)]
+    ranks = mesh.gathered(
+        "pp",
+        {
+            name: [(part.shape, _sum_of_bits(part, ordered=True)) for part in _tensors_in(batch)]
+            for name, batch in given.items()
+        },
+    )
+    return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 
 
 def _tensors_in(given: Any) -> Iterator[Tensor]:
@@ -143,13 +139,7 @@ def calls(stages: Mapping[int, Blocks]) -> Facts:
     }
 
 
-def parameters_by_place(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, nn.Parameter, bool]]:
-    """Yield each parameter with its place in the model, and whether it is an expert's."""
-    for name, where, parameter, expert in _parameters(stages):
-        yield f"parameter {name} of {where}", parameter, expert
-
-
-def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
+def parameters_of(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
     """Yield name, block, the parameter, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):
@@ -159,13 +149,13 @@ def _parameters(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.Par
                 yield name, f"{stage.names[index]} of stage {number}", parameter, expert
 
 
-def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:
+def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> int:
     """Return the sum over all elements, as whole numbers; if it is ``ordered``, each times its position."""
     whole: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits: Tensor = whole.contiguous().view(_INTEGERS[whole.element_size()]).flatten()
     if ordered:
         bits = bits * torch.arange(1, len(bits) + 1, device=bits.device)
-    return bits.sum(dtype=torch.int64)
+    return int(bits.sum(dtype=torch.int64))
 
 
 MOST_APART, SMALL = 0.125, 2**-5
@@ -186,12 +176,12 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
     """
     if mesh.group("tp") is None:
         return
-    copies = {
-        place: p
-        for place, p, expert in parameters_by_place(stages)
+    grads = {
+        f"parameter {name} of {where}": _sampled(grad)
+        for name, where, p, expert in parameters_of(stages)
         if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh)
+        if (grad := main_grad(p) if p.grad is None else p.grad) is not None
     }
-    grads = {place: _sampled(grad) for place, p in copies.items() if (grad := _gradient(p)) is not None}
     rows = {
         (number, call): first.double().cpu()
         for number, stage in stages.items()
@@ -200,7 +190,7 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
     for stage in stages.values():
         stage.first_rows = None
     ranks = mesh.gathered("tp", (grads, rows))
-    _check_gradients(copies, [found for found, _ in ranks], mesh)
+    _check_gradients([found for found, _ in ranks], mesh)
     if rows and all(_are_the_same([found[call] for _, found in ranks]) for call in rows):
         raise ValueError(
             f"experts_over={mesh.experts_over!r} with the same tokens on all ranks of a tensor group, "
@@ -208,8 +198,9 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
         )
 
 
-def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
-    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in copies}
+def _check_gradients(grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
+    places = dict.fromkeys(place for found in grads for place in found)
+    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in places}
     largest = max(map(_longest, sampled.values()), default=0.0)
     for place, each in sampled.items():
         apart, norm = _longest(each - each[0]), _longest(each)
@@ -219,10 +210,6 @@ def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping
                 f"{apart / norm:.1%}; allowed: the same tokens and random numbers on each, or a DTensor whose gradient "
                 "has placements Partial where each has other tokens"
             )
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return main_grad(parameter) if parameter.grad is None else parameter.grad
 
 
 def _is_copied(tensor: Tensor, mesh: Mesh) -> bool:
@@ -243,7 +230,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:
     """Return ``[ranks, entries]``, with zeros for ranks that have no gradient."""
-    known = next((grad for grad in grads if grad is not None), torch.zeros(0, device="cpu"))
+    known = next(grad for grad in grads if grad is not None)
     return torch.stack([torch.zeros_like(known) if grad is None else grad for grad in grads])
 
 

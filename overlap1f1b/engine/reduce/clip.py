@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
-from overlap1f1b.engine.agreement import parameters_by_place
+from overlap1f1b.engine.agreement import parameters_of
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Placement
@@ -38,8 +38,8 @@ def clip(
     placement: Placement,
     mesh: Mesh,
     max_norm: float,
-    norm_type: float = 2.0,
-    repeated: Set[nn.Parameter] = frozenset(),
+    norm_type: float,
+    repeated: Set[nn.Parameter],
 ) -> Tensor:
     """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm, a scalar.
 
@@ -49,9 +49,9 @@ def clip(
     Raises:
         ValueError: Experts' gradients are in ``main_grad``.
     """
-    placed = list(parameters_by_place(stages))  # of the modules: a stage knows gathered parameters, not shards
-    every = dict.fromkeys(parameter for _, parameter, _ in placed)
-    experts = {parameter for _, parameter, expert in placed if expert}
+    placed = list(parameters_of(stages))  # of the modules: a stage knows gathered parameters, not shards
+    every = dict.fromkeys(parameter for *_, parameter, _ in placed)
+    experts = {parameter for *_, parameter, expert in placed if expert}
     if any(p.grad is None and main_grad(p) is not None for p in experts):
         raise ValueError("clip_gradients with experts' gradients in main_grad; allowed: the optimizer's own clipping")
     counted: dict[nn.Parameter, None] = {}
@@ -61,11 +61,8 @@ def clip(
             parts = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else ()
             if mesh.leads(placement.replicas(number), expert=parameter in experts, parts=parts):
                 counted[parameter] = None
-    grads = [p.grad for p in counted if p.grad is not None]
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    shards = [summed(grad) for grad in grads if isinstance(grad, DTensor)]
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
-    own = _joined([*_powers(whole, norm_type), *_powers_of_shards(shards, norm_type)], norm_type)
+    own = _joined(_powers([p.grad for p in counted if p.grad is not None], norm_type), norm_type)
     total, double = mesh.sums(own, has_double)
     if math.isinf(norm_type):
         total = _joined([*mesh.every(own).values()], norm_type)
@@ -93,23 +90,21 @@ def _joined(powers: Sequence[float], norm_type: float) -> float:
 
 
 def _powers(grads: Iterable[Tensor], norm_type: float) -> list[float]:
-    """Return powers in float64 of norms in each gradient's own precision, at least float32."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    """Return powers in float64 of norms in each gradient's own precision, at least float32.
+
+    Of a DTensor it is this rank's part of the power; the ranks of its mesh join the parts.
+    """
+    alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
     for grad in grads:
-        if grad.numel():  # the infinity norm of nothing is undefined
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
+        part, copies = grad, 1
+        if isinstance(grad, DTensor):
+            shard = summed(grad)
+            sizes = zip(shard.device_mesh.shape, shard.placements, strict=True)
+            part, copies = shard.to_local(), math.prod(size for size, placed in sizes if placed.is_replicate())
+        if part.numel():  # the infinity norm of nothing is undefined
+            alike.setdefault((part.device, part.dtype, 1 if math.isinf(norm_type) else copies), []).append(part)
     found: list[float] = []
-    for (_, dtype), tensors in alike.items():
+    for (_, dtype, copies), tensors in alike.items():
         norms = torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
-        found += torch.stack(norms).to("cpu", torch.float64).pow(_power(norm_type)).tolist()
+        found += (torch.stack(norms).to("cpu", torch.float64).pow(_power(norm_type)) / copies).tolist()
     return found
-
-
-def _powers_of_shards(grads: Iterable[DTensor], norm_type: float) -> list[float]:
-    """Return this rank's parts of the powers; the ranks of a gradient's mesh join the parts."""
-    by_copies: dict[int, list[Tensor]] = {}
-    for grad in grads:
-        sizes = zip(grad.device_mesh.shape, grad.placements, strict=True)
-        copies = math.prod(size for size, placement in sizes if placement.is_replicate())
-        by_copies.setdefault(1 if math.isinf(norm_type) else copies, []).append(grad.to_local())
-    return [power / copies for copies, locals_ in by_copies.items() for power in _powers(locals_, norm_type)]
