@@ -57,8 +57,7 @@ class Sharding:
     that is FSDP2's streams, and two buffers for reductions, so that compute does not wait for the one before.
 
     Args:
-        models: Each an ``nn.Sequential`` or a list of blocks, as for :class:`Stage`, in the same order on all ranks
-            that hold them.
+        models: Each an ``nn.Sequential`` or a list of blocks, in the same order on all ranks that hold them.
         ranks: Ranks of the engine, by their numbers in the default group.
         sharing: Ranks that share the experts, this one among them. Experts may be DTensors, sliced over these ranks.
         tensor: Ranks of this one's tensor group. Any parameter may be a DTensor over these ranks.
@@ -165,8 +164,7 @@ class Sharding:
     def _reach(self, number: int, *_: Any) -> None:
         """Start the gathers up to a module's, and the next few; a hook of the module, before FSDP2's own."""
         last = len(self._modules) if self.ahead is None else number + 1 + self.ahead
-        for module in self._modules[len(self._handles) : last]:
-            self._handles.append(module.unshard(async_op=True))
+        self._handles += [module.unshard(async_op=True) for module in self._modules[len(self._handles) : last]]
 
     def gather_rest(self) -> None:
         """Start all gathers that no forward has asked for, before something else uses their groups."""
@@ -323,12 +321,8 @@ class ShardedReducer(Reduction):
     FSDP2 adds the sum to the sharded ``.grad``, which may hold earlier steps. Gradients are sums over ranks, whatever
     divide factor was set. After ``set_requires_gradient_sync(False)`` they stay on their rank.
 
-    Args:
-        sharding: Of the models of all stages, gathered when the stages were made.
-        stages: Stages of this rank, by number.
-        lane: Where reductions travel.
-        ranks: Ranks that hold the same parameters outside the experts, by their numbers in the default group.
-        expert_ranks: Ranks that hold the same experts.
+    ``ranks`` hold the same parameters outside the experts, ``expert_ranks`` the same experts, by their numbers in the
+    default group. The parameters must be gathered, as when the stages were made.
 
     Raises:
         ValueError: FSDP2 was applied over other ranks.
@@ -374,8 +368,7 @@ class ShardedReducer(Reduction):
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient of any parameter, wherever it is summed."""
-        held = self._beside.get(parameter)
-        beside: Tensor | None = None if held is None else held.unsharded_accumulated_grad
+        beside = getattr(self._beside.get(parameter), "unsharded_accumulated_grad", None)
         return parameter.grad if beside is None else beside
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -391,10 +384,7 @@ class ShardedReducer(Reduction):
         self._begun, self._flights, self._ready = True, [], set()
         at = {(node.stage, node.block): index for index, node in enumerate(order) if node.op is Op.REDUCE}
 
-        def complete(entry: tuple[ParameterGroup, set[BlockKey]]) -> int:
-            return max(at.get(place, len(order)) for place in entry[1])
-
-        self._order = sorted(self._places, key=complete)[::-1]
+        self._order = sorted(self._places, key=lambda entry: max(at.get(place, len(order)) for place in entry[1]))[::-1]
         for group, _ in self._places:
             for name, value in _SETTINGS.items():
                 _set(self._changes, group, name, value)

@@ -27,12 +27,8 @@ class Reducer(Reduction):
     Gradients are summed where they are, without a copy. Those of earlier steps are not reduced again: they are set
     aside meanwhile.
 
-    Args:
-        stages: Stages of this rank, by number.
-        dense: Ranks that hold the same parameters outside the experts; None for this rank alone.
-        experts: Ranks that hold the same experts.
-        lane: Where reductions travel.
-        apart: Parameters that another reduction sums.
+    ``dense`` are the ranks that hold the same parameters outside the experts, ``experts`` the ranks that hold the same
+    experts; None for this rank alone. Another reduction sums the parameters ``apart``.
     """
 
     def __init__(
@@ -85,17 +81,11 @@ class Reducer(Reduction):
         while self._order and self._order[-1] in self._ready:
             place = self._order.pop()
             for parameters, group in self._sums[place]:
-                last = dict.fromkeys(p for p in parameters if self._summed_at[p] == place)
-                launched += self._reduce(self._ready[place], list(last), group)
-        return launched
-
-    def _reduce(
-        self, node: Node, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-    ) -> list[Flight[list[Tensor]]]:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(_own_gradient(parameter))
-        launched = [self.lane.launch(node, self._all_reduce(grads, group)) for grads in by_dtype.values()]
+                by_dtype: dict[torch.dtype, list[Tensor]] = {}
+                for parameter in dict.fromkeys(p for p in parameters if self._summed_at[p] == place):
+                    by_dtype.setdefault(parameter.dtype, []).append(_own_gradient(parameter))
+                for grads in by_dtype.values():
+                    launched.append(self.lane.launch(self._ready[place], self._all_reduce(grads, group)))
         self._flights += launched
         return launched
 

@@ -30,10 +30,7 @@ class TensorGradients(Reduction):
     other the placements of each gradient in the first step in which one of them has it, since a rank may lack it. The
     gradient of an embedding whose rows are split is whole on every rank; here each keeps its rows.
 
-    Args:
-        stages: Stages of this rank, by number.
-        mesh: Ranks of the engine.
-        sharded: FSDP2's reduction, which may sum gradients beside ``.grad``.
+    FSDP2's reduction, ``sharded``, may sum gradients beside ``.grad``.
     """
 
     def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, sharded: ShardedReducer | None) -> None:
@@ -79,8 +76,8 @@ class TensorGradients(Reduction):
                 if placements == parameter.placements:
                     continue
                 if grad is None:
-                    options = {"device_mesh": parameter.device_mesh, "placements": placements}
-                    grad = zeros(*parameter.shape, dtype=dtype, **options)
+                    over = parameter.device_mesh
+                    grad = zeros(*parameter.shape, dtype=dtype, device_mesh=over, placements=placements)
                 grad = grad.redistribute(placements=parameter.placements)
                 if self.sharded is None:
                     parameter.grad = grad

@@ -21,13 +21,7 @@ class TiedReduction(Reduction):
     """Sums the gradients of tied parameters over the stages, after every other reduction.
 
     Stages have copies of their own, or stages of one rank the same object. Equal gradients, and an optimizer that
-    treats the copies alike, keep them equal.
-    All ranks of the engine must make it.
-
-    Args:
-        ties: Tied parameters of this rank's stages.
-        placement: Which rank holds which stage.
-        mesh: Ranks of the engine.
+    treats the copies alike, keep them equal. All ranks of the engine must make it.
 
     Raises:
         ValueError: A tied parameter is a DTensor or has two names, or has other shapes on other stages, or is frozen on
@@ -37,19 +31,17 @@ class TiedReduction(Reduction):
     def __init__(self, ties: Ties, placement: Placement, mesh: Mesh) -> None:
         super().__init__()
         self.ties = ties
-        self.parameters = {name: p for tied in ties.values() for name, p in tied.items()}
+        self.parameters: dict[str, nn.Parameter] = {}
         """Tied parameters of this rank by name; stages of the rank hold equal copies."""
         names: dict[nn.Parameter, str] = {}
-        for name, parameter in ((name, p) for tied in ties.values() for name, p in tied.items()):
-            if isinstance(parameter, DTensor):
+        mine: dict[tuple[str, int], str] = {}
+        for stage, name, p in ((stage, name, p) for stage, tied in ties.items() for name, p in tied.items()):
+            if isinstance(p, DTensor):
                 raise ValueError(f"{name} is tied over stages and a DTensor; allowed: no FSDP2 around tied parameters")
-            if names.setdefault(parameter, name) != name:
-                raise ValueError(f"a parameter is tied as {names[parameter]} and as {name}; allowed: one name")
-        mine = {
-            (name, stage): f"{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
-            for stage, tied in ties.items()
-            for name, p in tied.items()
-        }
+            if names.setdefault(p, name) != name:
+                raise ValueError(f"a parameter is tied as {names[p]} and as {name}; allowed: one name")
+            self.parameters[name] = p
+            mine[name, stage] = f"{list(p.shape)}{'' if p.requires_grad else ' frozen'}"
         shapes: dict[str, dict[int, str]] = {}
         for (name, stage), shape in sorted(entry for table in mesh.every(mine).values() for entry in table.items()):
             shapes.setdefault(name, {})[stage] = shape
