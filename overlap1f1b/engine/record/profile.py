@@ -83,8 +83,7 @@ class Profile:
         if self.tool == "nsys":
             tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
         else:
-            devices = [ProfilerActivity.CUDA] if gpu else []
-            activities = [ProfilerActivity.CPU, *devices]
+            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
             tracing = self._profiler = profile(activities=activities, acc_events=True)  # else torch 2.11 warns
         with tracing:
             yield

@@ -213,16 +213,17 @@ class Recorder:
         ``flight`` and ``wait``, and on a GPU ``device``: the node's time by the device's clock, which begins when the
         host begins to play nodes, since no work of an earlier step is left then.
         """
-        steps = [
-            {
-                "step": step.number,
-                "seconds": step.seconds,
-                "spans": [
-                    [kind, str(node), start - step.begun, end - step.begun] for kind, node, start, end in _rows(step)
-                ],
-            }
-            for step in self.steps
-        ]
+        steps = []
+        for step in self.steps:
+            at = step.begun
+            rows = [
+                [span.range.kind, str(span.range.node), span.start - at, span.end - at]
+                for span in step.spans
+                if isinstance(span.range, NodeRange)
+            ]
+            for node, start, end in () if step.device is None else step.device():
+                rows.append(["device", str(node), step.played + start - at, step.played + end - at])
+            steps.append({"step": step.number, "seconds": step.seconds, "spans": rows})
         content = {"format": FORMAT, "version": VERSION, "rank": self.rank, "mesh": self.mesh, "steps": steps}
         Path(path).write_text(json.dumps(content))
 
@@ -250,22 +251,14 @@ class Recorder:
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
 
 
-def _rows(step: RecordedStep) -> Iterator[tuple[str, Node, float, float]]:
-    for span in step.spans:
-        if isinstance(span.range, NodeRange):
-            yield span.range.kind, span.range.node, span.start, span.end
-    for node, start, end in () if step.device is None else step.device():
-        yield "device", node, step.played + start, step.played + end
-
-
 _EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
 
 
 def _actions_of(program: Program) -> dict[tuple[Kind, int, int, int], Action]:
     """Return actions by (kind, stage, microbatch, pipe) of their nodes; the nodes of a B are I and W."""
-    found: dict[tuple[Kind, int, int, int], Action] = {}
-    for rank in range(program.placement.ranks):
-        for action in program.actions(rank):
-            for kind in (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,):
-                found[(kind, *action[1:])] = action
-    return found
+    return {
+        (kind, *action[1:]): action
+        for rank in range(program.placement.ranks)
+        for action in program.actions(rank)
+        for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
+    }
