@@ -35,17 +35,11 @@ Fingerprint = dict[str, int]
 
 
 class Contents(NamedTuple):
-    """Content of a ``config.json``.
-
-    Args:
-        step: Number of training steps.
-        files: Size and CRC-32 of every other file, by file name.
-        added: Data of the writer.
-    """
+    """Content of a ``config.json``."""
 
     step: int
-    files: dict[str, Fingerprint]
-    added: dict[str, Any]
+    files: dict[str, Fingerprint]  # size and CRC-32 of every other file, by file name
+    added: dict[str, Any]  # data of the writer
 
 
 def name_of(step: int) -> str:
@@ -97,10 +91,7 @@ def publish(
     """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 
     Args:
-        unfinished: Folder of :func:`begin`.
-        step: Number of training steps.
         config: JSON values that a run must share to resume from this checkpoint.
-        keep: Number of checkpoints that stay in the directory.
         files: Known fingerprints, by file name; the other files are read here.
         added: JSON to keep beside the configuration.
 
@@ -140,8 +131,12 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise ValueError(f"checkpoint {checkpoint} does not exist")
     if not checkpoint.is_dir():
         raise damaged(checkpoint, "it is not a folder")
+    path = checkpoint / CONFIG
     try:
-        content = _json(checkpoint / CONFIG)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
+            raise ValueError
+        content = json.loads(path.read_text())
         step, there, files, added = (content[key] for key in ("step", "config", "files", "added"))
         if not isinstance(there, dict) or not isinstance(added, dict):
             raise TypeError
@@ -194,16 +189,6 @@ def write_durably(path: Path, content: bytes) -> None:
 def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:
     """Return size and CRC-32 of files in ``folder``, by file name."""
     return {name: _fingerprint(folder / name) for name in names}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
-        raise ValueError("it is not a file of such a size")
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise TypeError
-    return content
 
 
 def _check_listed(checkpoint: Path, files: Any) -> None:

@@ -62,9 +62,8 @@ def with_random(states: States | None) -> dict[str, Stateful | None]:
             raise ValueError(f"state has the name {quoted(name)}; allowed: a letter, then letters, digits and _")
         if state is not None and not isinstance(state, Stateful):
             kind = type(state).__name__
-            raise ValueError(
-                f"state[{name!r}] is of type {kind}; allowed: an object with state_dict and load_state_dict"
-            )
+            allowed = "an object with state_dict and load_state_dict"
+            raise ValueError(f"state[{name!r}] is of type {kind}; allowed: {allowed}")
     return {RANDOM: RandomState()} | dict(states or {})
 
 
@@ -113,10 +112,7 @@ def choose_files(
 
     Random numbers are left out if they are missing or of another layout: ranks with data of their own draw others.
 
-    Args:
-        number: This rank's number in the order of the mesh's dimensions.
-        layout: Sizes of the mesh's dimensions.
-        stored_layout: Sizes with which the checkpoint was written.
+    ``number`` is this rank's in the order of the mesh's dimensions. A layout has the sizes of the dimensions.
 
     Raises:
         ValueError: A state is not there, is not expected, or each rank of another layout has one of its own.

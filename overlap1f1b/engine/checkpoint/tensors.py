@@ -72,12 +72,9 @@ def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
 
 
 class Slice(Tensor):
-    """A whole tensor; this rank has one of its equal slices along dimension 0. It computes nothing.
+    """A whole tensor, of which this rank has slice number ``rank`` of ``ranks`` equal slices along dimension 0.
 
-    Args:
-        tensor: This rank's slice, a DTensor perhaps. The whole shares its memory.
-        rank: Number of the slice.
-        ranks: Number of slices.
+    It computes nothing, and shares the memory of the slice, ``tensor``, which may be a DTensor.
     """
 
     @staticmethod
@@ -104,9 +101,9 @@ class Slice(Tensor):
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
             )
             for chunk in self.__create_chunk_list__()
         ]
