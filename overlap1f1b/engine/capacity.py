@@ -26,29 +26,18 @@ class CapacityOverflowError(RuntimeError):
 
 
 class Dropped(NamedTuple):
-    """Rows of one call of experts that found no room.
+    """Rows of one call of experts that found no room."""
 
-    Args:
-        where: Name of the block, and number of the microbatch.
-        rows: Dropped rows of each expert, int64 ``[E]``, perhaps on a GPU that has not computed it yet.
-        counts: Sent rows of each expert, int64 ``[E]``.
-        room: Rows that can be sent to each rank.
-    """
-
-    where: str
-    rows: Tensor
-    counts: Tensor
-    room: int
+    where: str  # name of the block, and number of the microbatch
+    rows: Tensor  # dropped rows of each expert, int64 [E], perhaps on a GPU that has not computed it yet
+    counts: Tensor  # sent rows of each expert, int64 [E]
+    room: int  # rows that can be sent to each rank
 
 
 class Capacity:
     """The room for rows in a step's exchanges, and the rows that found none.
 
-    Args:
-        factor: Room as a multiple of an even share; None for exchanges of exact sizes.
-        overflow: See :data:`Overflow`.
-        stages: Stages of this rank.
-        mesh: Ranks that play a step together.
+    ``factor`` is the room as a multiple of an even share; None for exchanges of exact sizes.
 
     Raises:
         ValueError: An unknown ``factor`` or ``overflow``; in a step, ranks along "ep" with other numbers of tokens.

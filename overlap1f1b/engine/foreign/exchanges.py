@@ -271,8 +271,9 @@ def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
             stages[number].functions[trial.form] = known._replace(tried=tried)
         standing = sorted(values for values, alone in tried.items() if not alone)
         if trial.exchanges and (standing or not tried):
+            besides = f" with {', '.join(standing[0])}" if standing and standing[0] else ""
             warnings.warn(
-                f"{text}{_besides(standing)} exchanges rows where it stands, and is not hidden; allowed: one "
+                f"{text}{besides} exchanges rows where it stands, and is not hidden; allowed: one "
                 "all_to_all_single and no more, forward and backward, whose sizes are given as arguments, two for both "
                 "ways, and besides these no tensors or objects, and in each call the same values on all ranks",
                 stacklevel=2,
@@ -285,10 +286,6 @@ def _of_all(tables: Sequence[Mapping[tuple[str, ...], bool]]) -> dict[tuple[str,
     """Return the verdicts that hold on all ranks; none if a form is no all-to-all on some rank."""
     every = set().union(*tables) if all(tables) else set[tuple[str, ...]]()
     return {values: all(table.get(values, True) for table in tables) for values in every}
-
-
-def _besides(standing: Sequence[tuple[str, ...]]) -> str:
-    return f" with {', '.join(standing[0])}" if standing and standing[0] else ""
 
 
 def check_back(splits: Splits, earlier: Splits, where: str) -> None:
