@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from datetime import timedelta
@@ -203,8 +204,7 @@ def _names(block: nn.Module) -> Any:
     return (name for name, _ in block.named_parameters())
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
-@pytest.mark.parametrize("what", [*OPTIONS, *OTHERS])
+@pytest.mark.parametrize(("what", "culprit"), zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False))
 def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, culprit: int) -> None:
     name = f"rank pp {culprit // 2}, ep {culprit % 2}"
     for said in ranks4.run(_differing, what, culprit, timeout=3 * LIMIT):

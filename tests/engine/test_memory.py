@@ -21,7 +21,7 @@ from tests import models
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
-STEPS = 60
+STEPS = 40
 
 
 def _held() -> tuple[int, int, int, int]:
