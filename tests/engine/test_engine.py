@@ -27,7 +27,7 @@ from tests.ranks import Ranks
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3]
-MICROBATCHES = [1, 2, 3, 4, 7]
+MICROBATCHES = [1, 2, 4, 7]
 
 
 def programs(microbatches: int) -> list[Program]:
@@ -47,11 +47,11 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
 @pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
 def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: int) -> None:
     """Of four microbatches with every overlap, and with a parameter that is tied, where autograd sums one call."""
-    tied = (seams, microbatches) == (1, 4)
+    most = tied = (seams, microbatches) == (1, 4)
     data, reference = models.batch(microbatches), None
     losses, expected = models.plain_gradients(models.build(seams=seams, tied=tied), *data, microbatches)
     for number, program in enumerate((*programs(microbatches), build_schedule("zb_h1", microbatches=microbatches))):
-        for overlap in overlaps_of(number, microbatches == 4):
+        for overlap in overlaps_of(number, most):
             model = models.build(seams=seams, tied=tied)
             engine, result = step(model, program, overlap, data)
             where, found = (program.name, overlap, engine.plan.order), models.gradients(model)
@@ -200,7 +200,7 @@ def _mesh(size: int) -> DeviceMesh:
 def _compare(rank: int, size: int, microbatches: int, double: bool) -> list[str]:
     """Programs and overlaps on all ranks, against plain autograd on the whole model in this process.
 
-    Of seven microbatches every program with every overlap.
+    Of five microbatches every program with every overlap.
     """
     torch.set_default_dtype(torch.float64 if double else torch.float32)
     try:
@@ -221,7 +221,7 @@ def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str
     for number, program in enumerate(programs(microbatches)):
         model = models.build(group)
         engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, exchange=exchange, timeout=20)
-        for overlap in overlaps_of(number, microbatches == 7):
+        for overlap in overlaps_of(number, microbatches == 5):
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             model.zero_grad()
             result = engine.step(data[rank][0], target=data[rank][1])
@@ -244,15 +244,15 @@ def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str
     return problems
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
     assert ranks2.run(_compare, microbatches, False) == [[], []]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 4])  # ranks that share experts see no others than those of two ranks
-def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks, microbatches: int) -> None:
-    assert ranks4.run(_compare, microbatches, False, timeout=120) == [[]] * 4
+def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks) -> None:
+    """Ranks that share experts see no others than those of two ranks."""
+    assert ranks4.run(_compare, 4, False, timeout=120) == [[]] * 4
 
 
 def test_two_ranks_in_double_precision(ranks2: Ranks) -> None:
