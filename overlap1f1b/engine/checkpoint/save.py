@@ -141,12 +141,12 @@ def save_checkpoint(
         together = Together(engine.mesh, failed)
         writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, model)
         writing.accept(together.each(writing.describe))
-        writing.begin(together.first(lambda: begin(directory, step)))
-        plans = together.each(writing.plan)
+        folder = together.first(lambda: begin(directory, step))
+        plans = together.each(lambda: writing.plan(folder))
         writing.own = together.first(lambda: writing.merge(plans))[together.rank]
         if not background:
             return _finish(writing, together)
-        together.each(writing.copy)
+        together.each(lambda: writing.planner.copy(writing.own))  # before the next step changes the tensors
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
     device = engine.boundary.device
@@ -288,18 +288,14 @@ class _Writing:
         if self.model != "all":
             self._added["model"] = self.model
 
-    def begin(self, folder: Path) -> None:
-        """Prepare to write into ``folder``."""
-        self.folder = folder
-        self._planner, self._writer = _Copies(), FileSystemWriter(folder)
-
-    def plan(self) -> SavePlan:
-        """Return DCP's plan of all tensors that this rank could write."""
+    def plan(self, folder: Path) -> SavePlan:
+        """Return DCP's plan of all tensors that this rank could write into a folder."""
+        self.folder, self.planner, self._writer = folder, _Copies(), FileSystemWriter(folder)
         first, rank = self.together.rank == 0, self.together.rank
         stored = self.tensors | self._state_tensors()
-        self._planner.set_up_planner(stored, storage_meta=self._writer.storage_meta(), is_coordinator=first)
+        self.planner.set_up_planner(stored, storage_meta=self._writer.storage_meta(), is_coordinator=first)
         self._writer.set_up_storage_writer(first, rank=rank, use_collectives=True)
-        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+        return self._writer.prepare_local_plan(self.planner.create_local_plan())
 
     def _state_tensors(self) -> dict[str, Tensor]:
         # For sliced parameters every rank stores its rows; the rank with the most updates stores everything else.
@@ -321,16 +317,12 @@ class _Writing:
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the first rank: divide the tensors that several ranks hold, and keep the index for :meth:`publish`."""
-        every, self._index = self._planner.create_global_plan(plans)
+        every, self._index = self.planner.create_global_plan(plans)
         return self._writer.prepare_global_plan(every)
-
-    def copy(self) -> None:
-        """Copy what this rank writes, before the next step changes it."""
-        self._planner.copy(self.own)
 
     def write(self) -> tuple[list[WriteResult], dict[str, Fingerprint]]:
         """Write this rank's files; return DCP's results and the fingerprints of the files."""
-        results = self._writer.write_data(self._planner.finish_plan(self.own), self._planner)
+        results = self._writer.write_data(self.planner.finish_plan(self.own), self.planner)
         results.wait()
         names = [path.name for path in self.folder.glob(f"__{self.together.rank}_*")]
         for name, content in self._packed.items():
