@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from overlap1f1b.engine.foreign.watched import Watched, or_world, sizes_of
+from overlap1f1b.engine.foreign.watched import Watched, group_named, sizes_of
 from overlap1f1b.transport.calls import Splits, splits_of
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.streams import is_queued
@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     def of(self, args: Sequence[Any]) -> tuple[Tensor, Any, Any, dist.ProcessGroup]:
         """Return tensor, sizes to send, sizes to receive, and group of a call."""
         send, receive, group = (None if at is None else args[at] for at in (self.send, self.receive, self.group))
-        return args[self.tensor], sizes_of(send), sizes_of(receive), or_world(group)
+        return args[self.tensor], sizes_of(send), sizes_of(receive), group_named(group)
 
     @property
     def is_behind(self) -> bool:

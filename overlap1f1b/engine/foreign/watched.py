@@ -57,7 +57,7 @@ def watched(
     async_op: bool = False,
 ) -> Watched:
     """Return a call of ``all_to_all_single``."""
-    return Watched(output, input, output_split_sizes, input_split_sizes, or_world(group), async_op)
+    return Watched(output, input, output_split_sizes, input_split_sizes, group_named(group), async_op)
 
 
 def watched_functional(output: Tensor, input: Tensor, receive: Any, send: Any, group_name: Any) -> Watched:
@@ -72,12 +72,7 @@ def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = F
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
     if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
         return None
-    return Watched(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], or_world(group))
-
-
-def or_world(group: Any) -> dist.ProcessGroup:
-    """Return a process group that is given as itself, by its name, or as None for all ranks."""
-    return group_named(dist.group.WORLD if group is None else group)
+    return Watched(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], group_named(group))
 
 
 def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:
@@ -89,9 +84,10 @@ def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:
 
 
 def group_named(group: Any) -> dist.ProcessGroup:
-    """Return a process group that is given as itself or by its name."""
+    """Return a process group that is given as itself, by its name, or as None for all ranks."""
     if isinstance(group, str):
         known: Any = dist.distributed_c10d
         group = known._resolve_process_group(group)
+    group = dist.group.WORLD if group is None else group
     assert isinstance(group, dist.ProcessGroup)
     return group
