@@ -72,15 +72,12 @@ class PlayedStep(NamedTuple):
 
 def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Player) -> StepResult:
     """Return the result of a step that was played, with the microbatches that ended on this rank."""
-    losses = tuple(_whole(outputs[0]) for m in ended if (outputs := m.outputs) is not None)
+    losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
+    # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
+    losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
     kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
     return StepResult(losses, tuple(weights), kept, player.measured(), player.peak_activations, player.peak_held)
-
-
-def _whole(loss: Tensor) -> Tensor:
-    """Return a loss that is a DTensor, as under ``loss_parallel``, as a tensor that all ranks have."""
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
