@@ -66,13 +66,14 @@ LAYOUTS = {
     "ep x cp in a ring": Layout({"ep": 2, "cp": 2}, ring=True),
     "pp x cp in a ring": Layout({"pp": 2, "cp": 2}, ring=True),
     "cp x tp": Layout({"cp": 2, "tp": 2}),
-    "cp x tp in a ring": Layout({"cp": 2, "tp": 2}, ring=True),
 }
 
 
-def data_of(mesh: DeviceMesh | None, number: int) -> tuple[Tensor, Tensor]:
-    """This rank's part of a batch: its own sequences, and of them its own tokens."""
+def data_of(mesh: DeviceMesh | None, number: int, counted: bool = False) -> tuple[Tensor, Tensor]:
+    """This rank's part of a batch: its own sequences, and of them its own tokens; perhaps only some count."""
     inputs, target = models.batch(MICROBATCHES, rows=2, sequence=tensors.S, seed=number)
+    if counted:
+        target = target.where(torch.rand(target.shape, generator=torch.Generator().manual_seed(7)) < 0.6, -100)
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return inputs, target
     at, size = mesh.get_local_rank("cp"), mesh["cp"].size()
@@ -88,30 +89,46 @@ def number_of(mesh: DeviceMesh) -> tuple[int, int]:
     return number, count
 
 
-def wrapped(mesh: DeviceMesh, layout: Layout) -> nn.Sequential:
-    model = tensors.build(mesh, sequence=layout.sequence, ring=layout.ring)
+def wrapped(mesh: DeviceMesh, layout: Layout, layers: int = 2) -> nn.Sequential:
+    model = tensors.build(mesh, sequence=layout.sequence, ring=layout.ring, layers=layers)
     if layout.sharded:
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
     return model
 
 
-def engine_over(mesh: DeviceMesh, name: str, *, schedule: str = "combined_1f1b", **options: Any) -> Engine:
+def engine_over(
+    mesh: DeviceMesh, name: str, *, schedule: str = "combined_1f1b", layers: int = 2, **options: Any
+) -> Engine:
     layout = LAYOUTS[name]
     program = build_schedule(schedule, ranks=layout.mesh.get("pp", 1), microbatches=MICROBATCHES)
-    model = wrapped(mesh, layout)
+    model = wrapped(mesh, layout, layers)
     options = {"costs": COSTS, "loss_fn": models.loss_fn, "timeout": 30} | options
     if layout.sequence:
         options["experts_over"] = ("ep", "tp")
     return Engine(model, program, mesh=mesh, **options)
 
 
+def labels(target: Tensor) -> int:
+    return int((target >= 0).sum())
+
+
+def engine_of(model: nn.Module, mesh: DeviceMesh, over: Sequence[str] = ("ep", "tp")) -> Engine:
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    options: dict[str, Any] = {"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 30, "experts_over": over}
+    return Engine(model, program, mesh=mesh, **options)
+
+
 @cache
-def expected(count: int) -> tuple[dict[str, Tensor], Tensor]:
+def expected(count: int, counted: bool = False, layers: int = 2) -> tuple[dict[str, Tensor], Tensor]:
     """Gradients and their norm of one process with all data."""
-    model = tensors.build()
-    for number in range(count):
-        models.plain_gradients(model, *data_of(None, number), MICROBATCHES, 1 / count)
+    model, data = tensors.build(layers=layers), [data_of(None, number, counted) for number in range(count)]
+    for x, y in data:
+        if counted:
+            loss = cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+            (loss / sum(labels(target) for _, target in data)).backward()
+        else:
+            models.plain_gradients(model, x, y, MICROBATCHES, 1 / count)
     gradients = models.gradients(model)
     return gradients, clip_grad_norm_(model.parameters(), 1e9)
 
@@ -141,13 +158,16 @@ def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e
 
 
 def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, Any]) -> list[str]:
-    """A step that overlaps; behind a serial one, where that finds the exchanges that blocks make by themselves."""
-    sizes = LAYOUTS[name].mesh
+    """A step that overlaps; behind a serial one, where that finds the exchanges that blocks make by themselves.
+
+    If labels are ``counted``, their numbers are uneven, and ranks along "cp" and "ep" have their own.
+    """
+    sizes, counted = LAYOUTS[name].mesh, options.pop("counted", False)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     number, count = number_of(mesh)
-    wanted, norm = expected(count)
-    engine = engine_over(mesh, name, **options)
-    inputs, target = data_of(mesh, number)
+    wanted, norm = expected(count, counted, options.get("layers", 2))
+    engine = engine_over(mesh, name, count_tokens=labels if counted else None, **options)
+    inputs, target = data_of(mesh, number, counted)
     problems = []
     played: list[Overlap] = ["serial", last] if "cp" in sizes else [last]
     for overlap in played:
@@ -164,22 +184,20 @@ def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, An
 
 
 CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
-    ("tp", 3, {}),
-    ("tp with sequences", "pairs", {"schedule": "zb_h1"}),
+    ("tp", 3, {"layers": 1}),
+    ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
     ("cp", "pairs", {}),
-    ("ep x tp", 3, {}),
-    ("ep x tp with sequences", 3, {"recompute": "block", "parts": 2}),
-    ("ep x tp with sequences", "pairs", {"recompute": "attention", "capacity": 8.0}),
-    ("dp x tp with sequences", 3, {}),
-    ("pp x tp", "pairs", {"schedule": "zb_v"}),
+    ("ep x tp", 3, {"layers": 1}),
+    ("ep x tp with sequences", 3, {"recompute": "block", "capacity": 8.0, "counted": True}),
+    ("dp x tp with sequences", "pairs", {"recompute": "attention", "parts": 2, "layers": 1}),
     ("pp x tp with sequences", 3, {"schedule": "dualpipev"}),
-    ("FSDP2 x tp with sequences", 3, {}),
+    ("FSDP2 x tp with sequences", 3, {"layers": 1}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
-    ("ep x cp in a ring", "pairs", {"recompute": "attention", "parts": 2}),
+    ("ep x cp", "pairs", {"recompute": "attention", "parts": 2, "counted": True}),
     ("pp x cp in a ring", "pairs", {}),
-    ("cp x tp", 3, {}),
+    ("cp x tp", 3, {"counted": True}),
 ]
-"""Layouts that are not here stand in tests of labels, measured plans and checkpoints."""
+"""Layouts that are not here stand in tests of measured plans and checkpoints."""
 
 
 @pytest.mark.parametrize(("name", "overlap", "options"), CASES, ids=str)
@@ -195,11 +213,11 @@ def _measured(rank: int, size: int, name: str) -> list[str]:
     layout = LAYOUTS[name]
     mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
     number, count = number_of(mesh)
-    wanted, norm = expected(count)
-    engine = engine_over(mesh, name, costs=None)
+    wanted, norm = expected(count, layers=1)
+    engine = engine_over(mesh, name, costs=None, layers=1)
     inputs, target = data_of(mesh, number)
     problems, plans = [], [engine.plan]
-    for step in range(4):
+    for step in range(3):
         assert isinstance(engine.model, nn.Sequential)
         engine.model.zero_grad()
         with pauses(rank):
@@ -219,40 +237,10 @@ def _measured(rank: int, size: int, name: str) -> list[str]:
     return problems
 
 
-def _counted(rank: int, size: int, name: str) -> list[str]:
-    """Uneven numbers of labels, of which ranks along "cp" and "ep" have their own; gradients of two steps."""
-
-    def labels(target: Tensor) -> Tensor:
-        kept = torch.rand(target.shape, generator=torch.Generator().manual_seed(7)) < 0.6
-        return target.where(kept, -100)
-
-    layout = LAYOUTS[name]
-    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
-    number, count = number_of(mesh)
-    model, data = tensors.build(), [data_of(None, n) for n in range(count)]
-    total = sum(int((labels(y) >= 0).sum()) for _, y in data)
-    for x, y in data:
-        loss = cross_entropy(model(x).flatten(0, 1), labels(y).flatten(), reduction="sum") / total
-        (2 * loss).backward()  # two steps
-    engine = engine_over(mesh, name, loss_fn=models.loss_fn, count_tokens=lambda y: int((y >= 0).sum()))
-    x, y = data[number][0], labels(data[number][1])
-    if "cp" in layout.mesh:
-        x, y = (part.chunk(layout.mesh["cp"], 1)[mesh.get_local_rank("cp")].contiguous() for part in (x, y))
-    for _ in range(2):
-        with pauses(rank):
-            engine.step(x, target=y)
-    return differences(engine, models.gradients(model))
-
-
-@pytest.mark.parametrize("name", ["ep x cp", "ep x tp with sequences", "cp x tp in a ring"])
-def test_labels_count_once(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_counted, name) == [[]] * 4
-
-
 @cache
 def plain_loss(count: int) -> float:
     """The mean loss of one process over the data of all ranks."""
-    model, losses = tensors.build(), []
+    model, losses = tensors.build(layers=1), []
     for number in range(count):
         inputs, target = data_of(None, number)
         parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
@@ -275,7 +263,7 @@ def _saved(rank: int, size: int, folder: Path) -> list[float]:
     for number, name in enumerate(SAVED):
         sizes = LAYOUTS[name].mesh
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        engine = engine_over(mesh, name)
+        engine = engine_over(mesh, name, layers=1)
         optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05 if number else 0.01)
         inputs, target = data_of(mesh, 0)
 
@@ -316,16 +304,19 @@ class Run:
         layout = LAYOUTS[name]
         mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
         torch.manual_seed(5)  # ranks of a tensor group must draw the same
-        blocks = wrapped(mesh, layout)
+        blocks = wrapped(mesh, layout, layers=1)
         model = nn.Sequential(blocks[0], nn.Dropout(0.1), *blocks[1:])
         options: dict[str, Any] = {"experts_over": ("ep", "tp")} if layout.sequence else {}
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
         self.engine = Engine(
             model, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, overlap=3, timeout=30, **options
         )
+        self.data = data_of(mesh, number_of(mesh)[0])
+        self.begin()
+
+    def begin(self) -> None:
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=0.05, foreach=False)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        self.data = data_of(mesh, number_of(mesh)[0])
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -343,17 +334,21 @@ class Run:
 
 
 def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
-    """Whether a resumed run ends with the bits of one that went on."""
-    whole = Run(name)
-    whole.train(1)
-    path = save_checkpoint(whole.engine, folder, 1, whole.optimizer, state={"scheduler": whole.scheduler})
-    whole.train(1)
-    resumed = Run(name)
-    state = {"scheduler": resumed.scheduler}
-    assert load_checkpoint(resumed.engine, path.parent, resumed.optimizer, state=state) == 1
-    resumed.train(1)
-    assert resumed.scheduler.get_last_lr() == whole.scheduler.get_last_lr()
-    return all(map(torch.equal, resumed.tensors(), whole.tensors()))
+    """Whether a run that has lost its weights, optimizer and random numbers ends with the bits of one that went on."""
+    run = Run(name)
+    run.train(1)
+    path = save_checkpoint(run.engine, folder, 1, run.optimizer, state={"scheduler": run.scheduler})
+    run.train(1)
+    wanted, rates = run.tensors(), run.scheduler.get_last_lr()
+    run.begin()
+    torch.manual_seed(100 + rank)
+    with torch.no_grad():
+        for parameter in run.engine.parameters():
+            parameter.zero_()
+    assert load_checkpoint(run.engine, path.parent, run.optimizer, state={"scheduler": run.scheduler}) == 1
+    run.train(1)
+    assert run.scheduler.get_last_lr() == rates
+    return all(map(torch.equal, run.tensors(), wanted))
 
 
 @pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
@@ -371,9 +366,7 @@ def _another_layout(rank: int, size: int, folder: Path) -> list[str]:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="allowed") as caught:
         load_checkpoint(other.engine, folder, other.optimizer, state=mine)
-    third = Run("tp 4")
-    torch.manual_seed(100 + rank)
-    load_checkpoint(third.engine, folder, third.optimizer, state={"loader": None})
+    load_checkpoint(other.engine, folder, other.optimizer, state={"loader": None})
     return [str(caught.value), str(torch.equal(before, torch.get_rng_state()))]
 
 
@@ -392,15 +385,13 @@ def _mixed(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = tensors.build(mesh, sequence=True).float()
+    model = tensors.build(mesh, sequence=True, layers=1).float()
     for block in model:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"costs": COSTS, "overlap": 3, "experts_over": ("ep", "tp"), "timeout": 30}
-    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    engine = engine_of(model, mesh)
     with pauses(rank):
         engine.step(inputs, target=target)
-    return differences(engine, expected(2)[0], 0.05)
+    return differences(engine, expected(2, layers=1)[0], 0.05)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
@@ -413,14 +404,7 @@ def _order(rank: int, size: int, folder: Path) -> bool:
     whole = tensors.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     model = tensors.build(mesh, sequence=True)
-    engine = Engine(
-        model,
-        build_schedule("combined_1f1b", microbatches=2),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        experts_over=("ep", "tp"),
-        timeout=30,
-    )
+    engine = engine_of(model, mesh)
     save_checkpoint(engine, folder, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
     if rank == 0:
         consolidate(folder, folder / "whole")
@@ -477,13 +461,9 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = []
     for over in (("ep",), ("ep", "tp")):
-        model = tensors.build(mesh, sequence=len(over) > 1)
-        program = build_schedule("1f1b", microbatches=MICROBATCHES)
-        options: dict[str, Any] = {"experts_over": over, "timeout": 30, "costs": COSTS}
-        with Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options) as engine:
-            feed = feed_batch(
-                engine.stages, program, engine.mesh, Loss(models.loss_fn, None, 1.0), *data_of(None, 0), keep=False
-            )
+        with engine_of(tensors.build(mesh, sequence=len(over) > 1, layers=1), mesh, over) as engine:
+            loss = Loss(models.loss_fn, None, 1.0)
+            feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), keep=False)
             found.append(float(feed.auxiliary or 0.0))
     return found
 
@@ -495,13 +475,11 @@ def test_auxiliary_losses_count_tokens_once(ranks2: Ranks) -> None:
 def _compared(rank: int, size: int, case: str) -> str:
     """What the first step says of ranks of a tensor group that differ."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tensors.build(mesh, sequence=True)
+    model = tensors.build(mesh, sequence=True, layers=1)
     if case == "copy" and rank:
         gate: Any = model[1].gate
         gate.weight.data.to_local().mul_(2)
-    program = build_schedule("1f1b", microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
-    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    engine = engine_of(model, mesh)
     inputs, target = data_of(None, rank if case == "batch" else 0)
     with pytest.raises(ValueError, match="allowed: the same on all ranks") as caught:
         engine.step(inputs, target=target)
@@ -535,21 +513,15 @@ def _wrong(rank: int, size: int, case: str) -> bool:
     """Whether the first step refuses tokens that do not fit the layout."""
     options, message = WRONG[case]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tensors.build(mesh, **options)
+    model = tensors.build(mesh, layers=1, **options)
     if case == "a router with other tokens":
-        for block in (model[1], model[3]):
-            assert isinstance(block, tensors.Block)
-            block.gate.weight = nn.Parameter(torch.tensor(block.gate.weight.full_tensor()))  # type: ignore[operator]
-    engine = Engine(
-        model,
-        build_schedule("1f1b", microbatches=MICROBATCHES),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        costs=COSTS,
-        timeout=30,
-        experts_over=options.get("over", ("ep", "tp")),
-    )
+        block = model[1]
+        assert isinstance(block, tensors.Block)
+        block.gate.weight = nn.Parameter(torch.tensor(block.gate.weight.full_tensor()))  # type: ignore[operator]
+    engine = engine_of(model, mesh, options.get("over", ("ep", "tp")))
     inputs, target = data_of(None, 0)
+    if case == "experts that are shared, with the same tokens":
+        engine.evaluate(inputs, target=target)  # its tokens are not compared
     with pytest.raises(ValueError, match=f"^{message}.*allowed: "):
         engine.step(inputs, target=target)
     return True
@@ -561,38 +533,19 @@ def test_tokens_that_do_not_fit_the_layout_are_refused(case: str) -> None:
     assert run(_wrong, 2, case) == [True] * 2
 
 
-def _wrong_after_evaluation(rank: int, size: int) -> str:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tensors.build(mesh, sequence=False, over=("ep", "tp"))
-    program = build_schedule("1f1b", microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
-    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
-    inputs, target = data_of(None, 0)
-    engine.evaluate(inputs, target=target)
-    with pytest.raises(ValueError, match="with the same tokens on all ranks of a tensor group") as caught:
-        engine.step(inputs, target=target)
-    return str(caught.value)
-
-
-def test_tokens_are_compared_in_the_first_step_behind_an_evaluation() -> None:
-    assert len(run(_wrong_after_evaluation, 2)) == 2
-
-
 def _left_unreduced(rank: int, size: int, policy: MixedPrecisionPolicy) -> list[str]:
     """Two steps of FSDP2 over a tensor group, the first without a reduction."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = tensors.build(mesh, sequence=True)
+    model = tensors.build(mesh, sequence=True, layers=1)
     for block in model:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
-    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
-    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    engine = engine_of(model, mesh)
     inputs, target = data_of(None, 0)
     for reduces in (False, True):
         for block in model:
             block.set_requires_gradient_sync(reduces)
         engine.step(inputs, target=target)
-    return differences(engine, {name: 2 * grad for name, grad in expected(1)[0].items()})
+    return differences(engine, {name: 2 * grad for name, grad in expected(1, layers=1)[0].items()})
 
 
 @pytest.mark.parametrize("reduced", [None, torch.float64], ids=str)
@@ -606,14 +559,11 @@ def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
 def _alike(rank: int, size: int) -> bool:
     """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = tensors.build(mesh, sequence=True)
+    model = tensors.build(mesh, sequence=True, layers=1)
     assert isinstance(model[0], tensors.Embedding)
     nn.init.zeros_(model[0].positions.weight)
-    program = build_schedule("1f1b", microbatches=MICROBATCHES)
-    options: dict[str, Any] = {"experts_over": ("ep", "tp"), "timeout": 30, "costs": COSTS}
-    engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, **options)
     inputs, target = data_of(None, 0)
-    engine.step(torch.zeros_like(inputs), target=target)
+    engine_of(model, mesh).step(torch.zeros_like(inputs), target=target)
     return True
 
 
