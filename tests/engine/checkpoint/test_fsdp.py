@@ -20,11 +20,12 @@ from overlap1f1b.engine import consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.checkpoint.test_resuming import OPTIMIZERS
+from tests.engine.checkpoint.test_resuming import Run as PlainRun
 from tests.engine.reduce.test_fsdp import engine_over, sliced, wrapped
 from tests.ranks import Ranks
 
 
-class Run:
+class Run(PlainRun):
     """Training under FSDP2, or without if ``wrap`` is empty, on the same rows in every layout."""
 
     def __init__(self, wrap: str, layout: dict[str, int], optimizer: str = "AdamW", *, lr: float = 0.02) -> None:
@@ -45,21 +46,6 @@ class Run:
             {"params": [p for p in every if (p.ndim > 1) == wide], "lr": lr * (1 + wide)} for wide in (True, False)
         ]
         self.optimizer = OPTIMIZERS[optimizer](split)
-
-    def train(self, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            tokens, target = (rows.chunk(self.shards)[self.shard] for rows in models.batch(8))
-            losses.append(self.engine.mean_loss(self.engine.step(tokens, target=target)))
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return losses
-
-    def save(self, folder: Path, **options: Any) -> Any:
-        return save_checkpoint(self.engine, folder, 2, self.optimizer, **options)
-
-    def load(self, folder: Path) -> int:
-        return load_checkpoint(self.engine, folder, self.optimizer)
 
     def whole(self) -> list[Tensor]:
         """This rank's parts of everything."""
@@ -87,7 +73,7 @@ def _goes_round(rank: int, size: int, wrap: str, name: str, others: list[int], f
 
     Of one way to wrap it is written in the background, and the files only when two more steps are done.
     """
-    run = Run(wrap, FOUR, name)
+    back = run = Run(wrap, FOUR, name)
     run.train(1)
     saved, write, trained = run.whole(), FileSystemWriter.write_data, threading.Event()
 
@@ -101,12 +87,13 @@ def _goes_round(rank: int, size: int, wrap: str, name: str, others: list[int], f
         trained.set()
         if wrap == "hybrid":
             saving.result()
-    back = Run(wrap, FOUR, name, lr=3.0)
-    back.train(1)
+    ended = back.whole()
+    for group in back.optimizer.param_groups:
+        group["lr"] = 3.0
     assert back.load(folder) == 2
     assert equal(back.whole(), saved)
     assert back.train(2) == found[0]
-    assert equal(back.whole(), run.whole())
+    assert equal(back.whole(), ended)
     source = folder
     for number in others:
         wrapped, layout = LAYOUTS[number]
@@ -119,11 +106,10 @@ def _goes_round(rank: int, size: int, wrap: str, name: str, others: list[int], f
 
 
 CASES = [  # with the layouts over which the checkpoint goes, by their places
-    ("blocks", "AdamW", [0, 1, 2, 3]),
-    ("blocks", "step", [2]),
+    ("blocks", "AdamW", [0, 2]),
     ("hybrid", "momentum", [3]),
     ("replicate", "AdamW", [1]),
-    ("some", "AdamW", [0]),
+    ("some", "step", [0]),
 ]
 
 
