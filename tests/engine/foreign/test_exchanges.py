@@ -252,8 +252,10 @@ def _compare(rank: int, size: int, cases: Sequence[tuple[Sequence[str], str, Any
     return problems
 
 
+OTHERS = [way for way in WAYS if way != KEPT]
 CASES: list[tuple[Sequence[str], str, Any, Any]] = [
-    *[(pair, "blocks", 3, "none") for pair in zip([*WAYS][::2], [*WAYS][1::2], strict=True)],
+    *[(pair, "blocks", 3, "none") for pair in zip(OTHERS[::2], [*OTHERS[1::2], OTHERS[0]], strict=True)],
+    ((KEPT,) * 2, "blocks", 3, "none"),
     (("exchange",) * 2, "probabilities", 3, "block"),
     (("a Function of its own",) * 2, "one block", 3, "none"),
     (("functional",) * 2, "one block", 2, "attention"),
