@@ -204,7 +204,7 @@ def _names(block: nn.Module) -> Any:
     return (name for name, _ in block.named_parameters())
 
 
-@pytest.mark.parametrize(("what", "culprit"), zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False))
+@pytest.mark.parametrize(("what", "culprit"), list(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False)))
 def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, culprit: int) -> None:
     name = f"rank pp {culprit // 2}, ep {culprit % 2}"
     for said in ranks4.run(_differing, what, culprit, timeout=3 * LIMIT):
