@@ -36,7 +36,7 @@ def _plays(rank: int, size: int, name: str, kind: str, pp: int) -> tuple[list[li
     world = World(pp)
     with dualpipe.double(), _locked():
         problems = world.run(_steps, name, kind)
-    return problems, [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=pp)]
+    return problems, [f"{setting}: {waits}" for setting, waits in stuck(world.logs)]
 
 
 @pytest.mark.parametrize(("name", "kind", "pp"), [("dualpipe", "own", 4), ("dualpipev", "mixed", 2)])

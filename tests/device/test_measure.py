@@ -41,7 +41,7 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
 def _problems(rank: int, size: int) -> list[str]:
     world = World(LAYOUT.size)
     found = world.run(_measured)
-    problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs, seed=7)]
+    problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs)]
     steps, costs, fingerprint, launched, *_ = found[0]
     if steps != WARM_STEPS + 1:
         problems.append(f"measured in step {steps}")
