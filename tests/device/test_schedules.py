@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,10 +31,7 @@ def problems_of(name: str, layout: Layout, **options: Any) -> tuple[list[str], W
     On four stages schedules take turns with the overlaps.
     """
     (pp, ep), program = layout, program_of(name, layout.pp)
-    _, plain = played(program_of("sequential", pp, program.microbatches), layout, ("serial",), **options)
-    wanted: list[dict[str, torch.Tensor]] = [{} for _ in range(ep)]  # of all stages, by rank along "ep"
-    for number, ((gradients,), _) in enumerate(plain):
-        wanted[number % ep] |= gradients
+    wanted = _sequential(layout, program.microbatches, **options)
     turn = 1 + [*SCHEDULES, AUTO].index(name) % 2
     overlaps = OVERLAPS if pp < 4 else (OVERLAPS[0], OVERLAPS[turn])
     world, found = played(program, layout, overlaps, **options)
@@ -47,6 +45,16 @@ def problems_of(name: str, layout: Layout, **options: Any) -> tuple[list[str], W
             if not (close if name in TWO_PIPES else torch.equal(gradient, like)):
                 problems.append(f"rank {number}: {label} differs from sequential")
     return problems, world
+
+
+@cache
+def _sequential(layout: Layout, microbatches: int, **options: Any) -> list[dict[str, torch.Tensor]]:
+    """Gradients of all stages in the order without a schedule, by rank along "ep"."""
+    _, plain = played(program_of("sequential", layout.pp, microbatches), layout, ("serial",), **options)
+    wanted: list[dict[str, torch.Tensor]] = [{} for _ in range(layout.ep)]
+    for number, ((gradients,), _) in enumerate(plain):
+        wanted[number % layout.ep] |= gradients
+    return wanted
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
