@@ -139,8 +139,7 @@ def _places(rank: int, size: int, setting: str) -> list[dict[str, Counter[str]]]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact sizes": {},
-    "capacity": {"capacity": 8.0},
-    "tokens": {"count_tokens": lambda target: (target >= 0).sum()},
+    "capacity and tokens": {"capacity": 8.0, "count_tokens": lambda target: (target >= 0).sum()},
 }
 
 
@@ -155,13 +154,11 @@ def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None
         assert dispatches
         expected = {name: Counter(dict.fromkeys(listed, 1)) for name, listed in AFTER.items()}
         expected["step"] = Counter(dict.fromkeys(STEP, 1))
-        if setting == "capacity":
-            expected["step"] += Counter(dict.fromkeys(CAPACITY, 1))
-        else:
+        if setting == "exact sizes":
             reads, arrives = EXACT
             expected["step"] += Counter({reads: dispatches, arrives: 2 * dispatches})
-        if setting == "tokens":
-            expected["step"] += Counter(dict.fromkeys(TOKENS, 1))
+        else:
+            expected["step"] += Counter(dict.fromkeys(CAPACITY, 1)) + Counter(dict.fromkeys(TOKENS, 1))
         if rank < LAYOUT.ep:  # the first stage
             del expected["mean_loss"]["engine/result.py mean_loss"], expected["step"]["engine/batch.py _shares"]
         assert places == expected
