@@ -56,8 +56,7 @@ def halved_saves() -> AbstractContextManager[Any]:
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": bfloat16_autocast,
     "saved_tensors_hooks": halved_saves,
-    "function_mode": Doubling,
-    "dispatch_mode": Counting,
+    "modes": lambda: _together(Doubling(), Counting()),
     "no_grad": torch.no_grad,
     "all": lambda: _together(bfloat16_autocast(), halved_saves(), Doubling(), Counting()),
 }
