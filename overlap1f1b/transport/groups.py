@@ -172,14 +172,11 @@ def free_later(aborted: Sequence[Group]) -> None:
     ``TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC``, by default a minute. Whoever frees the group waits for this thread.
     """
     seconds = FREED_S + 4e-3 * float(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC") or 15_000)
-
-    def free(groups: Sequence[Group]) -> None:
-        time.sleep(seconds)
-
     if aborted:
-        thread = threading.Thread(target=free, args=(aborted,), name="overlap1f1b-frees", daemon=True)
+        timer = threading.Timer(seconds, list(aborted).clear)
+        timer.name, timer.daemon = "overlap1f1b-frees", True
         with suppress(RuntimeError):  # there are too many threads now
-            thread.start()
+            timer.start()
 
 
 def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:
