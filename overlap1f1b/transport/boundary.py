@@ -172,7 +172,7 @@ class Boundary:
         tensor_mesh: DeviceMesh | None = None,
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
-        self._stamp, self._between = stamp, between or _seconds_between
+        self._stamp, self._between = stamp, between or (lambda begun, ended: ended - begun)
         self.placement, self.device, self._dynamic, self.timeout = placement, device, dynamic, timeout
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
@@ -355,10 +355,6 @@ class Boundary:
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
 
-def _seconds_between(begun: float, ended: float) -> float:
-    return ended - begun
-
-
 def _directions(placement: Placement) -> set[tuple[int, int]]:
     """Return the set of (source rank, destination rank) between which tensors travel."""
     pairs = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
@@ -381,13 +377,10 @@ def _key(node: Node) -> _Key:
     return node.op, node.kind, node.stage, node.microbatch
 
 
-def _without_gradient(spec: Spec) -> bool:
-    return spec.dtype.is_floating_point and not spec.differentiable
-
-
 def _text(specs: Specs) -> str:
-    kinds = (
-        "None" if s == _ABSENT else f"{str(s.dtype)[6:]}{list(s.shape)}{' without a gradient' * _without_gradient(s)}"
-        for s in specs
-    )
+    kinds = []
+    for spec in specs:
+        lacks = spec.dtype.is_floating_point and not spec.differentiable
+        text = f"{str(spec.dtype)[6:]}{list(spec.shape)}{' without a gradient' * lacks}"
+        kinds.append("None" if spec == _ABSENT else text)
     return ", ".join(kinds) or "nothing"

@@ -58,11 +58,7 @@ LibraryFunction = Callable[..., tuple[Any, ...]]
 
 
 class LibrarySplits(Splits):
-    """Sizes of an exchange that a library carries out: the library alone knows them.
-
-    Args:
-        function: The library's exchange.
-    """
+    """Sizes of an exchange that a library carries out: the library alone knows them."""
 
     def __init__(self, function: LibraryFunction) -> None:
         super().__init__([], [])

@@ -32,9 +32,6 @@ class LostRankError(RuntimeError):
 class Store:
     """The process group's store. Its calls may fail but not hang, although the rank that holds it may be stopped.
 
-    Args:
-        prefix: Prefix of all keys.
-
     Attributes:
         gone: Whether a call failed or had no answer; from then on no other call is made.
     """

@@ -130,11 +130,6 @@ class Flight(Generic[T]):
         if self._error is not None:
             self._raise(self._error)
 
-    def settle(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the transfer to end. Its result can still be taken."""
-        if self._arrived is not None:
-            self._arrived.wait(seconds)
-
     def order(self) -> None:
         """Order all later computation on a device after the transfer. Its result can still be taken."""
         if self.lane.stamp is not None and self._transfer is not None:
@@ -142,7 +137,8 @@ class Flight(Generic[T]):
 
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
-        self.settle(seconds)
+        if self._arrived is not None:
+            self._arrived.wait(seconds)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
             with suppress(Exception):
@@ -244,12 +240,7 @@ class Lane:
         """Let the threads end after the transfers launched so far."""
 
     def launch(self, node: Node, post: Post[T]) -> Flight[T]:
-        """Start a transfer after all that were launched before, and return its flight.
-
-        Args:
-            node: The plan's node that the transfer carries out.
-            post: Function that starts it.
-        """
+        """Start a transfer after all that were launched before, and return its flight."""
         flight: Flight[T] = Flight(node, self)
         if self.background:
             flight.watch()

@@ -124,13 +124,7 @@ class SideStream(Protocol):
 
 
 class CudaMark:
-    """Mark of a job between two CUDA events.
-
-    Args:
-        device: The device.
-        begun: Event before the job.
-        ended: Event behind the job.
-    """
+    """Mark of a job between two CUDA events."""
 
     def __init__(self, device: torch.device, begun: Any, ended: Any) -> None:
         self.device, self.begun, self.ended = device, begun, ended
@@ -160,7 +154,6 @@ class CudaStream:
     """A CUDA stream.
 
     Args:
-        device: Device of the tensors.
         priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
     """
 
