@@ -32,7 +32,7 @@ from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Us
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
-from overlap1f1b.engine.run.model import CarriedState, MicrobatchBlock
+from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op
@@ -130,8 +130,7 @@ class BlockRun:
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                reached = self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode)
-                return reached if self._state is None else self._left(self._state, reached)
+                return self._left(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return self._run_module(*given)
@@ -152,16 +151,16 @@ class BlockRun:
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            reached = self.forward.resume(tuple(given), self._thread(), mode=mode)
-            return reached if self._state is None else self._left(self._state, reached)
+            return self._left(self.forward.resume(tuple(given), self._thread(), mode=mode))
 
     def _thread(self) -> ThreadState:
         """Return the thread's present state: between nodes it is the same in the whole step."""
         return self.stage.thread
 
-    def _left(self, state: CarriedState, reached: Reached) -> Reached:
-        carried = state.leave()
-        self._carried = carried if isinstance(reached, list) else None
+    def _left(self, reached: Reached) -> Reached:
+        if self._state is not None:
+            carried = self._state.leave()
+            self._carried = carried if isinstance(reached, list) else None
         return reached
 
     def _open(self) -> Segment:
@@ -201,7 +200,7 @@ class BlockRun:
             ValueError: It is another one than in the first step.
         """
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found, allowed = kinds_of(call.tensors), None
+        found = kinds_of(call.tensors)
         if forms_of(found) != wanted.forms:
             raise ValueError(
                 f"{where} has tensors of dtypes and dimensions {list(forms_of(found))}; "
@@ -211,11 +210,11 @@ class BlockRun:
             earlier = self.segments[wanted.back_of].sent[0]
             check_back(call.splits, earlier.call.splits, where)
             allowed = wanted.behind(earlier.layout.kinds)
-        if allowed is not None and found != allowed:
-            raise ValueError(
-                f"{where} has rows of {list(found)}; allowed: {list(allowed)}, which follows from the rows of exchange "
-                f"{wanted.back_of} as in the first step"
-            )
+            if allowed is not None and found != allowed:
+                raise ValueError(
+                    f"{where} has rows of {list(found)}; allowed: {list(allowed)}, which follows from the rows of "
+                    f"exchange {wanted.back_of} as in the first step"
+                )
         following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
         if following is not None and following.back_of == number:
             kinds = following.behind(found)
@@ -358,10 +357,8 @@ class BlockRun:
         Raises:
             ValueError: They do not.
         """
-        for out in outs:
-            if out.requires_grad:
-                return
-        if any(entry is not None for entry in self.segments[0].received):
+        differs = any(out.requires_grad for out in outs)
+        if not differs and any(entry is not None for entry in self.segments[0].received):
             raise ValueError(
                 f"the outputs of {self.name} require no gradient although its input does; "
                 "allowed: outputs that depend on the input"
@@ -497,10 +494,8 @@ class BlockRun:
 
     def _standing_before(self, args: Sequence[Any]) -> int | None:
         """Return which plain call a Function takes up, whose arguments these are; None if none."""
-        for number, (call, _) in enumerate(self.standing):
-            if any(argument is call.output for argument in args):
-                return number
-        return None
+        taken = (number for number, (call, _) in enumerate(self.standing) if any(a is call.output for a in args))
+        return next(taken, None)
 
     def stood(self, call: Watched) -> None:
         """Note in the first step a plain call of ``all_to_all_single``, outside of any Function.
