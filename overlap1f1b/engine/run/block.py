@@ -365,9 +365,9 @@ class BlockRun:
             )
 
     # ---------------------------------------------------------------------------------------------- entering
+    # Methods without a docstring have it in :class:`~overlap1f1b.engine.run.crossing.Replaces`.
 
     def entered(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or what enters the running segment in its place."""
         node = tensor.grad_fn
         if node is None:
             return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
@@ -420,7 +420,6 @@ class BlockRun:
         )
 
     def used_apart(self, weight: Parameter) -> None:
-        """Note that a layer uses a weight whose gradient it leaves to the segment's queue."""
         self.uses.leaves(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
@@ -476,7 +475,6 @@ class BlockRun:
         )
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        """Note a call of a Function in the first step, with the calls of ``all_to_all_single`` in it."""
         foreign, turn = self.stage.foreign, (self.block, self.microbatch.index, self.met)
         before = None if calls else self._standing_before(args)
         if before is not None:
@@ -498,17 +496,13 @@ class BlockRun:
         return next(taken, None)
 
     def stood(self, call: Watched) -> None:
-        """Note in the first step a plain call of ``all_to_all_single``, outside of any Function.
-
-        A Function behind it may be there for its backward, and take up its rows.
-        """
+        # A Function behind it may be there for its backward, and take up its rows.
         assert self.seen is not None
         if self.stage.foreign.number_of([call]):
             self.standing.append((call._replace(plain=True), len(self.seen[self.microbatch.index])))
             self._note((call.input,), call.splits, NOT_YET)
 
     def taken_up(self, output: Tensor) -> Tensor | None:
-        """Return the rows of a hidden plain call, which a Function behind it takes up; None if there is none."""
         for at, (landed, rows) in enumerate(self.landed):
             if landed is output:
                 del self.landed[at]
