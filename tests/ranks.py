@@ -42,7 +42,7 @@ from tests.plan.tries import few_tries
 LEAVE = b""  # to a worker: the call is over on all ranks
 NOT_JOINED = "did not join: "
 LEAVE_S = 10.0
-THREADS = 150
+THREADS = 60
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
@@ -290,10 +290,12 @@ def _leave(rank: int, size: int) -> int:
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:  # its caches hold meshes, and the names of groups that are gone
         from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _redistribute.clear_redistribute_planner_cache()
+        MeshTopoInfo.build_from_mesh.cache_clear()
     gc.collect()  # engines and meshes hold groups
     gc.freeze()  # what stays is modules and caches: the next collections do not look at it
     return psutil.Process().num_threads()

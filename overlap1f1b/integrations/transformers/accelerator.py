@@ -33,6 +33,11 @@ class ShardedAccelerator(Accelerator):
             self._group, self._shards, self._shard = data.get_group(), data.size(), data.get_local_rank()
 
     @property
+    def device(self) -> torch.device:
+        """The rank's device: losses that move a batch there get the same tensors."""
+        return unnumbered(super().device)
+
+    @property
     def num_processes(self) -> int:
         """Number of ranks with data of their own."""
         return self._shards
@@ -75,6 +80,8 @@ class ShardedAccelerator(Accelerator):
             return tensor
         size = list(tensor.shape)
         size[dim] = int(self._reduced(torch.tensor(size[dim], device=tensor.device), "max")) - size[dim]
+        if not size[dim]:
+            return tensor
         added = tensor.new_full(size, value)
         return torch.cat((added, tensor) if first else (tensor, added), dim)
 
@@ -95,3 +102,8 @@ class ShardedAccelerator(Accelerator):
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss
+
+
+def unnumbered(device: torch.device) -> torch.device:
+    """Return the CPU without the number that a launcher gives it: moving a tensor to "cpu:1" would copy it."""
+    return torch.device("cpu") if device.type == "cpu" else device

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils.operations import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +24,7 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
-from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator
+from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
 from overlap1f1b.integrations.transformers.built import BuiltModel
@@ -98,8 +97,6 @@ class Overlapped(Trainer):
         sizes = parallel.sizes(args.world_size)
         parallel.program(args.gradient_accumulation_steps)
         args._n_gpu = min(1, args.n_gpu)  # as Trainer does where the model manages its devices
-        if args.device.type == "cpu":  # without accelerate's number: moving a batch to "cpu:0" would copy it
-            vars(args)["_setup_devices"] = PartialState().device = torch.device("cpu")
         super().create_accelerator_and_postprocess()
         if args.world_size > 1:
             self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
@@ -142,8 +139,8 @@ class Overlapped(Trainer):
         if self._model_built is None or self._model_built.given is not self.model:
             if self._model_built is not None:
                 self._model_built.engine.close()
-            program = parallel.program(count)
-            self._model_built = BuiltModel(self.model, program, self._mesh, parallel, self.args.device)
+            device = unnumbered(self.args.device)
+            self._model_built = BuiltModel(self.model, parallel.program(count), self._mesh, parallel, device)
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
         return self._model_built
@@ -229,6 +226,10 @@ class Overlapped(Trainer):
             self._last = built.engine.play(make_feed).result
         total = built.engine.mean_loss(self._last) * built.engine.program.microbatches
         return torch.tensor(total, device=self.args.device)
+
+    def _prepare_input(self, data: Any) -> Any:
+        # Moving a tensor to a CPU with a number would copy it.
+        return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
     def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
@@ -370,11 +371,11 @@ class Overlapped(Trainer):
         if number not in ahead.steps:
             self._play_forwards(model, ahead, prediction_loss_only, ignore_keys)
             ahead.at(number)
-        step = ahead.steps.pop(number)
+        step, device = ahead.steps.pop(number), unnumbered(self.args.device)
         if self.overlap_args.pp > 1:
             every = self.engine.mesh.gathered("pp", send_to_device(step, "cpu"))
             step = step or next(one for one in every if one is not None)
-        return send_to_device(step, self.args.device)
+        return send_to_device(step, device)
 
     def _play_forwards(
         self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
@@ -393,9 +394,7 @@ class Overlapped(Trainer):
 
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
-        batches: dict[int, Any] = {
-            slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)
-        }
+        batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
         with self.accelerator.autocast():
             built.engine.play(partial(self._feed, built, batches, compute, 1.0), grad=False)
 
