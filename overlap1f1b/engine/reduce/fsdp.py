@@ -164,7 +164,8 @@ class Sharding:
     def _reach(self, number: int, *_: Any) -> None:
         """Start the gathers up to a module's, and the next few; a hook of the module, before FSDP2's own."""
         last = len(self._modules) if self.ahead is None else number + 1 + self.ahead
-        self._handles += [module.unshard(async_op=True) for module in self._modules[len(self._handles) : last]]
+        for module in self._modules[len(self._handles) : last]:
+            self._handles.append(module.unshard(async_op=True))  # one by one: a later one may fail
 
     def gather_rest(self) -> None:
         """Start all gathers that no forward has asked for, before something else uses their groups."""
@@ -368,7 +369,8 @@ class ShardedReducer(Reduction):
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient of any parameter, wherever it is summed."""
-        beside = getattr(self._beside.get(parameter), "unsharded_accumulated_grad", None)
+        held = self._beside.get(parameter)
+        beside: Tensor | None = None if held is None else held.unsharded_accumulated_grad
         return parameter.grad if beside is None else beside
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor) -> None:

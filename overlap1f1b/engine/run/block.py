@@ -357,8 +357,9 @@ class BlockRun:
         Raises:
             ValueError: They do not.
         """
-        differs = any(out.requires_grad for out in outs)
-        if not differs and any(entry is not None for entry in self.segments[0].received):
+        if any(out.requires_grad for out in outs):
+            return
+        if any(entry is not None for entry in self.segments[0].received):
             raise ValueError(
                 f"the outputs of {self.name} require no gradient although its input does; "
                 "allowed: outputs that depend on the input"

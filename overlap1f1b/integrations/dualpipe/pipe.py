@@ -40,8 +40,11 @@ class Pipeline(nn.Module):
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
         expert_group: The ranks that share the experts of the modules, each in a separate pipeline.
-        overlap: See :class:`~overlap1f1b.engine.Engine`, also for ``costs``, ``dynamic_shapes`` and ``timeout``.
+        overlap: See :class:`~overlap1f1b.engine.Engine`.
+        costs: Seconds of every node, instead of measuring them in the first steps.
         weight_store: The ``WeightGradStore`` to which the modules defer weight gradients. The modules then run whole.
+        dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
+        timeout: Limit in seconds of every wait for another rank.
 
     Raises:
         ValueError: There are not two modules, the ranks do not fit the schedule, or the groups do not form a grid.

@@ -54,20 +54,28 @@ def pipelining_fn(
 
     >>> spec = dataclasses.replace(spec, pipelining_fn=o1.integrations.torchtitan.pipelining_fn)  # of a Trainer.Config
 
-    torchtitan's trainer calls it with its own configs and loss. The options are given beforehand, by
-    ``functools.partial(pipelining_fn, overlap=2)``; ``overlap``, ``costs``, ``dynamic_shapes`` and ``timeout`` are as
-    of :class:`~overlap1f1b.engine.Engine`.
+    torchtitan's trainer calls it with its own keyword arguments. The options are given beforehand, by
+    ``functools.partial(pipelining_fn, overlap=2)``.
 
     Args:
         model: The whole model, on the device "meta".
         parallel_dims: torchtitan's mesh.
+        training: Its ``TrainingConfig``.
+        parallelism: Its ``ParallelismConfig``.
+        compile_config: Its ``CompileConfig``.
+        ac_config: Its activation checkpointing.
+        loss_fn: Its loss.
         split: The model's own ``pipelining_fn``, which cuts it; by default torchtitan's ``pipeline_llm``.
         schedule: Name of a program, see :func:`build_schedule`, in place of the one in ``SCHEDULES``. It must put the
             same stages on each rank.
+        overlap: See :class:`~overlap1f1b.engine.Engine`.
         extra_warmup: See :func:`build_schedule`.
         recompute: See :class:`~overlap1f1b.engine.Engine`, in place of ``ac_config``. By default ``"block"`` if there
             is an ``ac_config`` and ranks share experts, since torchtitan's would exchange rows a second time; else
             torchtitan's own is applied.
+        costs: Seconds of every node, instead of measuring them.
+        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank.
         others: Further arguments of torchtitan's, for ``split``.
 
     Returns:

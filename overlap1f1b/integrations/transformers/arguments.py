@@ -21,8 +21,18 @@ class OverlapArguments:
     >>> arguments.program(microbatches=4).name
     'combined_1f1b'
 
-    Ranks along ``ep`` and ``dp`` have data of their own. The microbatches of the schedule are the
-    ``gradient_accumulation_steps``. ``overlap``, ``recompute`` and ``parts`` are those of :class:`Engine`.
+    Args:
+        pp: Pipeline ranks, each with equally many layers.
+        ep: Ranks that share the experts, each with data of its own; 0 for all that ``pp`` and ``dp`` leave.
+        dp: Copies of this, each with data of its own.
+        schedule: Name of the schedule that is played in every optimizer step; its microbatches are the
+            ``gradient_accumulation_steps``.
+        overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
+        recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
+        parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
+        pretrained: Folder of the weights of a model on the meta device; each rank reads its part.
+        adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
+        timeout: Limit in seconds of every wait for another rank.
     """
 
     pp: int = field(default=1, metadata={"help": "Pipeline ranks, each with equally many layers."})
