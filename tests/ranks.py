@@ -42,7 +42,7 @@ from tests.plan.tries import few_tries
 LEAVE = b""  # to a worker: the call is over on all ranks
 NOT_JOINED = "did not join: "
 LEAVE_S = 10.0
-THREADS = 60
+THREADS = 150
 GRACE_S = 1.0  # after a first failure, how long the other ranks may take to report theirs
 
 
