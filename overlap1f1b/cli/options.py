@@ -233,10 +233,7 @@ def check_run(options: RunOptions) -> None:
     if options.hf_config is None:
         _check_model(options)
     else:
-        for name, value in vars(options.model).items():
-            if value != getattr(ModelOptions, name):
-                option = f"--{name.replace('_', '-')} {value}"
-                raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
+        _check_default_sizes(options.model)
     if isinstance(options, BenchOptions):
         _check_bench(options)
     if isinstance(options, TrainOptions):
@@ -263,6 +260,14 @@ def check_timeout(timeout: float) -> None:
     """Raise ``ValueError`` for a ``--timeout`` that no wait can have."""
     if not 0 < timeout <= LONGEST:
         raise ValueError(f"--timeout {timeout}; allowed: more than 0, at most {LONGEST}")
+
+
+def _check_default_sizes(model: ModelOptions) -> None:
+    defaults = vars(ModelOptions())
+    for name, value in vars(model).items():
+        if value != defaults[name]:
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
 
 
 def _check_model(options: RunOptions) -> None:

@@ -63,8 +63,9 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     of this rank's part. ``ties`` have the names that all stages use.
     """
     number, count = mesh.expert_slice
+    of_slice = f" of slice {number} of the experts" if count > 1 else ""
     held = [
-        (f"parameter {name} of {where}{f' of slice {number} of the experts' if expert and count > 1 else ''}", p)
+        (f"parameter {name} of {where}{of_slice if expert else ''}", p)
         for name, where, p, expert in parameters_of(stages)
     ]
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
@@ -176,12 +177,12 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
     """
     if mesh.group("tp") is None:
         return
-    grads = {
-        f"parameter {name} of {where}": _sampled(grad)
+    copies = {
+        f"parameter {name} of {where}": p
         for name, where, p, expert in parameters_of(stages)
         if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh)
-        if (grad := main_grad(p) if p.grad is None else p.grad) is not None
     }
+    grads = {place: _sampled(grad) for place, p in copies.items() if (grad := _gradient(p)) is not None}
     rows = {
         (number, call): first.double().cpu()
         for number, stage in stages.items()
@@ -190,7 +191,7 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
     for stage in stages.values():
         stage.first_rows = None
     ranks = mesh.gathered("tp", (grads, rows))
-    _check_gradients([found for found, _ in ranks], mesh)
+    _check_gradients(copies, [found for found, _ in ranks], mesh)
     if rows and all(_are_the_same([found[call] for _, found in ranks]) for call in rows):
         raise ValueError(
             f"experts_over={mesh.experts_over!r} with the same tokens on all ranks of a tensor group, "
@@ -198,9 +199,8 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
         )
 
 
-def _check_gradients(grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
-    places = dict.fromkeys(place for found in grads for place in found)
-    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in places}
+def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
+    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in copies}
     largest = max(map(_longest, sampled.values()), default=0.0)
     for place, each in sampled.items():
         apart, norm = _longest(each - each[0]), _longest(each)
@@ -210,6 +210,10 @@ def _check_gradients(grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
                 f"{apart / norm:.1%}; allowed: the same tokens and random numbers on each, or a DTensor whose gradient "
                 "has placements Partial where each has other tokens"
             )
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor | None:
+    return main_grad(parameter) if parameter.grad is None else parameter.grad
 
 
 def _is_copied(tensor: Tensor, mesh: Mesh) -> bool:
@@ -230,7 +234,7 @@ def _sampled(tensor: Tensor) -> Tensor:
 
 def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:
     """Return ``[ranks, entries]``, with zeros for ranks that have no gradient."""
-    known = next(grad for grad in grads if grad is not None)
+    known = next((grad for grad in grads if grad is not None), torch.zeros(0, device="cpu"))
     return torch.stack([torch.zeros_like(known) if grad is None else grad for grad in grads])
 
 

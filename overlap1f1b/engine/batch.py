@@ -31,7 +31,8 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
     ([0, 1], [2, 3])
 
     Args:
-        batch: The batch; a list has one of ``count`` entries for each microbatch, of any sizes.
+        batch: The batch; a list has one entry a microbatch, of any sizes.
+        count: Number of microbatches.
         name: Of the batch, for messages.
         names: Of its tensors in order, if the model names them.
 
@@ -135,17 +136,20 @@ def feed_batch(
     *,
     keep: bool,
 ) -> Feed:
-    """Return the feed of a batch, which may ``keep`` outputs. With ``count_tokens`` all ranks must call this.
+    """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
+
+    Args:
+        keep: Whether outputs are kept beside the loss.
 
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else lambda _: ()
+    part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
     if last in stages and loss.function is None:
         raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")
-    target_of = split_batch(target, count, "target") if last in stages else lambda _: ()
+    target_of = split_batch(target, count, "target") if last in stages else _nothing
     shares = _shares(program, mesh, loss, target_of)
 
     def given(stage: int, microbatch: int) -> dict[str, Any]:
@@ -160,6 +164,10 @@ def feed_batch(
         return arguments
 
     return Feed(given, shares, loss.scale / (count * mesh.token_ranks))
+
+
+def _nothing(index: int) -> Tensors:
+    return ()
 
 
 def _of_no_token(*given: Tensor) -> Tensor:

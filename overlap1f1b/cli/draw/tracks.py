@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from overlap1f1b.schedule import Pair, actions_of
-from overlap1f1b.simulation import PlanTimeline, ProgramTimeline, SlotSpan
+from overlap1f1b.schedule import Pair, Slot, actions_of
+from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
 from overlap1f1b.simulation.drawing import LANES, rows_of, stacked, staged, style_of, text_of
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
         return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
     program = timeline.program
     chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
-
-    def cell(span: SlotSpan) -> Cell:  # F5 or B0‖F5, with the stage in front if a rank holds several: 4F5, 6B0‖0F4
-        text = "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(span.slot))
-        return Cell(text, span.start, span.end, "pair" if isinstance(span.slot, Pair) else span.slot.kind.value)
-
-    return [Track(f"rank {rank}", list(map(cell, spans))) for rank, spans in enumerate(timeline.ranks)]
+    return [
+        Track(
+            f"rank {rank}",
+            [Cell(_text(span.slot, chunked), span.start, span.end, _style(span.slot)) for span in spans],
+        )
+        for rank, spans in enumerate(timeline.ranks)
+    ]
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
@@ -82,6 +83,15 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
         ]
         tracks.append(Track(f"rank {rank} {LANES[resource] if resource else 'host'}", cells))
     return tracks
+
+
+def _text(slot: Slot, chunked: bool) -> str:
+    """Return ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
+    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
+
+
+def _style(slot: Slot) -> str:
+    return "pair" if isinstance(slot, Pair) else slot.kind.value
 
 
 def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:

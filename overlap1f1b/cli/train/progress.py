@@ -65,6 +65,7 @@ class Board:
     """Writer of each step's figures for TensorBoard.
 
     ``folder`` may have files of earlier runs, whose scalars of steps after ``start`` are dropped; None writes nothing.
+    ``tokens`` are of a step over all ranks, and ``start`` steps were done before.
     """
 
     def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
