@@ -105,7 +105,7 @@ def every_setting(
     """Lazy and eager communicators; a sync at single nodes; random maps of streams to eight queues; and the worst.
 
     The worst is one queue for all streams and a sync before every node: it waits wherever any other setting waits, so
-    what ends in it ends in all of them. The others say which condition an error needs: the campaign plays many.
+    what ends in it ends in all of them. The others say which condition an error needs.
     """
     source = random.Random(seed)
     places = [(rank, node) for rank, log in enumerate(logs) for node in range(nodes_of(log))]
@@ -119,7 +119,7 @@ def every_setting(
             yield f"{kind}, map {number} of {seed}", Setting(lazy, _mapped(f"{seed} {number}"))
 
 
-def stuck(logs: Sequence[Sequence[Entry]], seed: int = 0, *, maps: int = 0, syncs: int = 0) -> list[tuple[str, Stuck]]:
+def stuck(logs: Sequence[Sequence[Entry]], seed: int, *, maps: int = 2, syncs: int = 2) -> list[tuple[str, Stuck]]:
     """The first rank that hangs, for every setting in which one does."""
     return [
         (name, found[0])

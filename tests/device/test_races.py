@@ -37,7 +37,7 @@ from tests.ranks import Ranks
 
 def _step(rank: int, size: int) -> None:
     """Two stages, two ranks that share experts: rows, counts, stages and reductions; then an optimizer's step."""
-    layout, program = Layout(2, 2), program_of("combined_1f1b", 2, 2)
+    layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
     engine, _ = engine_of(program, layout)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)

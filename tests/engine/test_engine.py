@@ -46,7 +46,7 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
 
 @pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
 def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: int) -> None:
-    """Of four microbatches with every overlap, and with a parameter that is tied, where autograd sums one call."""
+    """Four microbatches with one call a layer: every overlap, and a tied parameter, where autograd sums one call."""
     most = tied = (seams, microbatches) == (1, 4)
     data, reference = models.batch(microbatches), None
     losses, expected = models.plain_gradients(models.build(seams=seams, tied=tied), *data, microbatches)
@@ -251,7 +251,6 @@ def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches:
 
 @pytest.mark.slow
 def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks) -> None:
-    """Ranks that share experts see no others than those of two ranks."""
     assert ranks4.run(_compare, 4, False, timeout=120) == [[]] * 4
 
 

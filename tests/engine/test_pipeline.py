@@ -218,7 +218,7 @@ def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v"])
+@pytest.mark.parametrize("name", SORTS)
 def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
 

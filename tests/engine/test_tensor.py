@@ -66,6 +66,7 @@ LAYOUTS = {
     "ep x cp in a ring": Layout({"ep": 2, "cp": 2}, ring=True),
     "pp x cp in a ring": Layout({"pp": 2, "cp": 2}, ring=True),
     "cp x tp": Layout({"cp": 2, "tp": 2}),
+    "cp x tp in a ring": Layout({"cp": 2, "tp": 2}, ring=True),
 }
 
 
@@ -73,7 +74,7 @@ def data_of(mesh: DeviceMesh | None, number: int, counted: bool = False) -> tupl
     """This rank's part of a batch: its own sequences, and of them its own tokens; perhaps only some count."""
     inputs, target = models.batch(MICROBATCHES, rows=2, sequence=tensors.S, seed=number)
     if counted:
-        target = target.where(torch.rand(target.shape, generator=torch.Generator().manual_seed(7)) < 0.6, -100)
+        target = target.where(torch.rand(target.shape, generator=torch.Generator().manual_seed(7 + number)) < 0.6, -100)
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return inputs, target
     at, size = mesh.get_local_rank("cp"), mesh["cp"].size()
@@ -190,12 +191,14 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
     ("ep x tp", 3, {"layers": 1}),
     ("ep x tp with sequences", 3, {"recompute": "block", "capacity": 8.0, "counted": True}),
     ("dp x tp with sequences", "pairs", {"recompute": "attention", "parts": 2, "layers": 1}),
+    ("pp x tp", "pairs", {"schedule": "zb_v"}),
     ("pp x tp with sequences", 3, {"schedule": "dualpipev"}),
     ("FSDP2 x tp with sequences", 3, {"layers": 1}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
     ("ep x cp", "pairs", {"recompute": "attention", "parts": 2, "counted": True}),
     ("pp x cp in a ring", "pairs", {}),
-    ("cp x tp", 3, {"counted": True}),
+    ("cp x tp", 3, {}),
+    ("cp x tp in a ring", "pairs", {"counted": True}),
 ]
 """Layouts that are not here stand in tests of measured plans and checkpoints."""
 
@@ -496,12 +499,13 @@ def test_ranks_of_a_tensor_group_that_differ_are_refused(case: str, what: str) -
         assert message.startswith(f"the sum of bits of {what} is ")
 
 
+SHARED = "experts that are shared, with the same tokens"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "experts that are copied, with other tokens": (
         {"sequence": True, "over": ("ep",)},
         "the gradient of parameter experts",
     ),
-    "experts that are shared, with the same tokens": (
+    SHARED: (
         {"over": ("ep", "tp")},
         r"experts_over=\('ep', 'tp'\) with the same tokens on all ranks of a tensor group, \[0, 1\]",
     ),
@@ -509,7 +513,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _wrong(rank: int, size: int, case: str) -> bool:
+def _wrong(rank: int, size: int, case: str, evaluates: bool) -> bool:
     """Whether the first step refuses tokens that do not fit the layout."""
     options, message = WRONG[case]
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -520,17 +524,17 @@ def _wrong(rank: int, size: int, case: str) -> bool:
         block.gate.weight = nn.Parameter(torch.tensor(block.gate.weight.full_tensor()))  # type: ignore[operator]
     engine = engine_of(model, mesh, options.get("over", ("ep", "tp")))
     inputs, target = data_of(None, 0)
-    if case == "experts that are shared, with the same tokens":
+    if evaluates:
         engine.evaluate(inputs, target=target)  # its tokens are not compared
     with pytest.raises(ValueError, match=f"^{message}.*allowed: "):
         engine.step(inputs, target=target)
     return True
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_tokens_that_do_not_fit_the_layout_are_refused(case: str) -> None:
+@pytest.mark.parametrize(("case", "evaluates"), [*((case, False) for case in WRONG), (SHARED, True)])
+def test_tokens_that_do_not_fit_the_layout_are_refused(case: str, evaluates: bool) -> None:
     """Else experts or routers would learn wrong gradients in silence; in processes of their own, as above."""
-    assert run(_wrong, 2, case) == [True] * 2
+    assert run(_wrong, 2, case, evaluates) == [True] * 2
 
 
 def _left_unreduced(rank: int, size: int, policy: MixedPrecisionPolicy) -> list[str]:

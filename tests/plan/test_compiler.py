@@ -131,7 +131,7 @@ def test_work_of_compiling_checking_and_playing_grows_linearly(name: str) -> Non
         return [count / sum(map(len, plans[0].ranks)) for count in works]
 
     few = of_each_node(2, 4, 1)
-    for sizes in ((2, 8, 1), (4, 8, 1), (2, 4, 2)):
+    for sizes in ((2, 12, 1), (4, 8, 1), (2, 4, 3)):
         for more, less in zip(of_each_node(*sizes), few, strict=True):
             assert less / 2 < more < 1.15 * less, sizes
 

@@ -141,7 +141,7 @@ def test_work_of_generating_checking_and_playing_grows_linearly(name: str) -> No
         return [work(part) / count for part in parts]
 
     few = of_each_action(4, 16)
-    for sizes in ((4, 32), (12, 32)):
+    for sizes in ((4, 64), (12, 64)):
         for more, less in zip(of_each_action(*sizes), few, strict=True):
             assert less / 2 < more < 1.1 * less, sizes
 

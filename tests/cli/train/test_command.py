@@ -150,6 +150,7 @@ def test_under_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_p
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     whole = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    whole["TORCHELASTIC_RUN_ID"] = "none"
     args = ("--text", text, *STEPS, "--json", tmp_path / "json")
     runs = [Run("train", *args, RANK=rank, LOCAL_RANK=rank, **whole) for rank in ("0", "1")]
     for status, _, err in [run.wait() for run in runs]:

@@ -47,7 +47,10 @@ def differing(one: Found, other: Found) -> list[str]:
     return ["losses"] * (one[0] != other[0]) + ["evaluation"] * (one[2] != other[2]) + models.equal(one[1], other[1])
 
 
-@pytest.mark.parametrize(("options", "size"), [("plain", "uneven"), *zip(OPTIONS, cycle(reversed(SIZES)))])
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [("plain", "uneven"), ("weights in the activation", "uneven"), *zip(OPTIONS, cycle(reversed(SIZES)))],
+)
 def test_the_same_as_one_part(options: str, size: str) -> None:
     """Routing is uneven, and experts are without tokens."""
     torch.set_default_dtype(torch.float64)
