@@ -119,8 +119,8 @@ def every_setting(
             yield f"{kind}, map {number} of {seed}", Setting(lazy, _mapped(f"{seed} {number}"))
 
 
-def stuck(logs: Sequence[Sequence[Entry]], seed: int, *, maps: int = 2, syncs: int = 2) -> list[tuple[str, Stuck]]:
-    """The first rank that hangs, for every setting in which one does."""
+def stuck(logs: Sequence[Sequence[Entry]], seed: int = 1, *, maps: int = 1, syncs: int = 1) -> list[tuple[str, Stuck]]:
+    """The first rank that hangs, for every setting in which one does; ``seed`` draws the random ones."""
     return [
         (name, found[0])
         for name, setting in every_setting(logs, seed, maps=maps, syncs=syncs)
