@@ -64,7 +64,8 @@ def mutant(program: Program, rng: random.Random) -> Program:  # noqa: PLR0912  a
             case "stray" if not isinstance(step, Pair):
                 row.insert(b, changed(step, rng))
             case "change" if isinstance(step, Pair):
-                row[a] = step._replace(forward=changed(step.forward, rng))
+                member = rng.choice(step._fields)
+                row[a] = step._replace(**{member: changed(getattr(step, member), rng)})
             case "change":
                 row[a] = changed(step, rng)
             case "split" if isinstance(step, Pair):

@@ -493,8 +493,10 @@ class BlockRun:
 
     def _standing_before(self, args: Sequence[Any]) -> int | None:
         """Return which plain call a Function takes up, whose arguments these are; None if none."""
-        taken = (number for number, (call, _) in enumerate(self.standing) if any(a is call.output for a in args))
-        return next(taken, None)
+        for number, (call, _) in enumerate(self.standing):
+            if any(argument is call.output for argument in args):
+                return number
+        return None
 
     def stood(self, call: Watched) -> None:
         # A Function behind it may be there for its backward, and take up its rows.

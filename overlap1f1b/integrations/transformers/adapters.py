@@ -116,7 +116,10 @@ def within(module: Any) -> Any:
 
 def around(model: nn.Module, name: str) -> str:
     """Return the name of the outermost wrapper of parameters around a module; its own name without one."""
-    while name and is_wrapper(model.get_submodule(parent := name.rpartition(".")[0])):
+    while name:
+        parent = name.rpartition(".")[0]
+        if not is_wrapper(model.get_submodule(parent)):
+            return name
         name = parent
     return name
 

@@ -105,7 +105,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ddp_bucket_cap_mb": ((None,), "None, the engine sums gradients"),
     "ddp_broadcast_buffers": ((None,), "None, the engine sums gradients"),
     "ddp_static_graph": ((None,), "None, the engine sums gradients"),
-    "debug": (("", []), "none"),
+    "debug": ((None, "", []), "none"),
 }
 """Arguments of Trainer and SFTTrainer that cannot be honoured: their values that change nothing, and what to use."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
@@ -329,11 +329,7 @@ def _fill_buffers(model: Any, stages: Collection[LanguageModelStage], device: to
             value._is_hf_initialized = True  # transformers does not initialise such tensors again
         for label in labels:
             module._buffers[label] = torch.empty_like(getattr(module, label), device=device)
-        path = name.split(".")
-        around = (model.get_submodule(".".join(path[:length])) for length in reversed(range(len(path))))
-        # Models may hold other models: the innermost one initialises it.
-        if initialize := next((own for holder in around if (own := getattr(holder, "_init_weights", None))), None):
-            initialize(module)
+        _initializer(model, name)(module)
 
 
 @torch.no_grad()
@@ -364,6 +360,16 @@ def _begin_adapters(model: Any, added: Mapping[str, _Slot], device: torch.device
             whole = slot.value
             slot.put(old)
             slot.fill(slot.cut(whole), device)
+
+
+def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
+    """Return ``_init_weights`` of the innermost model around a module: models may hold other models."""
+    while name:
+        name = name.rpartition(".")[0]
+        own = getattr(model.get_submodule(name), "_init_weights", None)
+        if own is not None:
+            return own
+    return lambda module: None
 
 
 # -------------------------------------------------------------------------------------------------------------- saving

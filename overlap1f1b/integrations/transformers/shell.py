@@ -39,7 +39,8 @@ class Call(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        return tree_leaves(tuple(self))
+        """The values in the arguments."""
+        return tree_leaves((self.args, self.kwargs))
 
     def filled(self, values: Mapping[Handed, Tensor | None]) -> Call:
         """Return the arguments with the values that earlier layers have returned."""
@@ -68,9 +69,8 @@ class Shell:
     """
 
     def __init__(self, model: Any, found: Found) -> None:
-        self.model = model
-        self.owner, self.attribute, self.prefix, self.layers, _ = found
-        self.owner_name = type(self.owner).__name__  # for messages
+        self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
+        self.prefix = found.prefix
         self.config = model.config.get_text_config()
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
@@ -167,6 +167,11 @@ class Shell:
             f"{type(self.model).__name__}'s own forward fails with input_ids alone{without} ({why}); allowed: {allowed}"
         )
 
+    @property
+    def owner_name(self) -> str:
+        """Class name of the module that calls the layers, for messages."""
+        return type(self.owner).__name__
+
     def routers(self, number: int) -> list[tuple[nn.Module, int]]:
         """Return modules of a layer that compute router logits, with the logits' index in each module's outputs."""
         specs = (getattr(self.owner, "_can_record_outputs", None) or {}).get("router_logits", [])
@@ -252,7 +257,7 @@ class Shell:
         for module in self.before.values():
             inside = module.modules() if is_adapter(module) else (module,)
             embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
-            yield vars(module), "forward", (lambda x, *_, **__: x) if embedding is None else embedded(embedding)
+            yield vars(module), "forward", _same if embedding is None else embedded(embedding)
 
 
 MOST_RETURNED = 3
@@ -327,3 +332,7 @@ class _StandIn(nn.Module):
         hidden = walk.visit(number, args, dict(kwargs))
         more = [Handed(number, index) for index in range(1, walk.shell.returned)]
         return (hidden, *more) if more else hidden
+
+
+def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x

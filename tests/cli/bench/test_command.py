@@ -13,7 +13,7 @@ from rich.console import Console
 
 from overlap1f1b.cli.bench.command import doubts, show
 from tests.cli.inside import Verb
-from tests.cli.run import Run, refused
+from tests.cli.run import COMMAND, Run, refused
 
 SMALL = ("--microbatches", 2, "--batch", 2, "--rounds", 1)
 KEYS = {
@@ -48,7 +48,9 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
 ) -> None:
     options = ("--ranks", ranks, "--compute", compute, "--recompute", recompute)
     options += ("--parts", "auto", "--layers", 1) if ranks > 1 else ()
-    status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-", WORLD_SIZE="4").wait()
+    command = COMMAND if ranks > 1 else None  # once as a user starts it
+    run = Run("bench", "--text", text, *SMALL, *options, "--json", "-", command=command, WORLD_SIZE="4")
+    status, out, err = run.wait()
     assert status == 0, err
     assert "profiler" not in err
     result = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
