@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.engine.bits import sum_of_bits
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.schedule import Program
@@ -24,7 +25,6 @@ from overlap1f1b.transport.mesh import Mesh, lines_of
 
 Facts = dict[str, object]
 _NUMBER = re.compile(r"\d+")
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def options(program: Program, **others: object) -> Facts:
@@ -70,7 +70,7 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     ]
     held += [(f"tied parameter {name}", p) for name, p in ties.items()]
     parts = [(place, part.detach()) for place, part in _parts(held, mesh) if not part.is_meta]
-    return _places(stages) | {f"the sum of bits of {place}": f"{_sum_of_bits(part):x}" for place, part in parts}
+    return _places(stages) | {f"the sum of bits of {place}": f"{int(sum_of_bits(part)):x}" for place, part in parts}
 
 
 def _places(stages: Mapping[int, Blocks]) -> Facts:
@@ -103,7 +103,7 @@ def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
     if mesh.group("tp") is None or not every:
         return {}
     at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
-    return {f"the sum of bits of {name} on {at}": "+".join(f"{_sum_of_bits(part):x}" for part in every)}
+    return {f"the sum of bits of {name} on {at}": "+".join(f"{int(sum_of_bits(part)):x}" for part in every)}
 
 
 def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
@@ -116,7 +116,7 @@ def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
     ranks = mesh.gathered(
         "pp",
         {
-            name: [(part.shape, _sum_of_bits(part, ordered=True)) for part in _tensors_in(batch)]
+            name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
             for name, batch in given.items()
         },
     )
@@ -148,15 +148,6 @@ def parameters_of(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.P
             for name, parameter in block.named_parameters():
                 expert = id(parameter) in experts or stage.is_slice(parameter)
                 yield name, f"{stage.names[index]} of stage {number}", parameter, expert
-
-
-def _sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> int:
-    """Return the sum over all elements, as whole numbers; if it is ``ordered``, each times its position."""
-    whole: Any = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    bits: Tensor = whole.contiguous().view(_INTEGERS[whole.element_size()]).flatten()
-    if ordered:
-        bits = bits * torch.arange(1, len(bits) + 1, device=bits.device)
-    return int(bits.sum(dtype=torch.int64))
 
 
 MOST_APART, SMALL = 0.125, 2**-5

@@ -45,6 +45,7 @@ from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
+from overlap1f1b.engine.verify import Verification
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
 from overlap1f1b.schedule import Program
@@ -119,6 +120,8 @@ class Engine:
             there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
+        verify: Whether the first step of every plan that opens several actions is compared with a serial step of the same
+            batch: see :class:`~overlap1f1b.engine.verify.Verification`. It takes one more step.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum, and over a
             tensor group batches, gradients and the tokens at the experts. With ``reduce=False`` nothing is compared.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
@@ -164,13 +167,14 @@ class Engine:
         count_tokens: Callable[..., int | Tensor] | None = None,
         dynamic_shapes: bool = False,
         timeout: float = DEFAULT_LIMIT_S,
+        verify: bool = True,
         check_parameters: bool = True,
         exchange: Exchange | None = None,
         ctas: int = 2 * DEFAULT_CTAS,
         carveout: bool = False,
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
-        _check_kinds(program, costs, plan, exchange, timeout, tries, loss_fn=loss_fn, count_tokens=count_tokens)
+        _check_kinds(program, costs, plan, exchange, timeout, tries, verify, loss_fn=loss_fn, count_tokens=count_tokens)
         limit = timedelta(seconds=float(timeout))
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
@@ -203,6 +207,7 @@ class Engine:
                     reduce=reduce,
                     count_tokens=None if count_tokens is None else "a function",
                     dynamic_shapes=dynamic_shapes,
+                    verify=verify,
                     check_parameters=check_parameters,
                     exchange=None if exchange is None else type(exchange).__name__,
                     ctas=ctas,
@@ -277,6 +282,7 @@ class Engine:
                 carveout=carveout,
             )
             self._plans = self._new_plans(costs)
+            self.verification = Verification(self.stages, self.mesh, self.player) if verify else None
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
             if plan is not None:
@@ -484,7 +490,7 @@ class Engine:
                 self.player.position = None
                 self._plans.agree(plan)
                 with self.sharding.gathered():
-                    return self._play_in_room(plan, make_feed, grad=False)
+                    return self._play_verified(plan, make_feed, grad=False)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring, first = self.plan, self._plans.measuring, not self._steps
@@ -492,7 +498,6 @@ class Engine:
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
         with (
             self.guarded(lambda: self._at(plan)),
-            contextlib.nullcontext() if self.player.recorder is None else self.player.recorder.step(),
             choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
         ):
             # 1. All ranks have the same plan and the same parameters.
@@ -511,7 +516,7 @@ class Engine:
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
-            played = self._play_in_room(plan, make_feed, grad=True)
+            played = self._play_verified(plan, make_feed, grad=True)
             # 3. All ranks have scaled alike, and called experts alike.
             if not same():  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
@@ -578,6 +583,41 @@ class Engine:
         if shapes != self.shapes or self._cut_plan is not None:
             self.shapes = shapes
             self._plans = self._new_plans(self._plans.costs, self._cut_plan)
+
+    def _play_verified(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
+        """Play a step; if its plan opens several actions and was not played before, compare it with a serial step."""
+
+        def play() -> PlayedStep:
+            with self.player.recorder.step() if grad and self.player.recorder is not None else contextlib.nullcontext():
+                return self._play_in_room(plan, make_feed, grad=grad)
+
+        def rehearse(order: Plan) -> PlayedStep:
+            with self._unobserved():
+                return self._play_in_room(order, make_feed, grad=grad)
+
+        checked = self.verification
+        if checked is None or plan.fingerprint in checked.plans:
+            return play()
+        serial = self._plans.serial(plan)
+        if serial.fingerprint == plan.fingerprint:
+            return play()
+        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
+        plain = plan.program.placement.ranks == 1 or not checked.plans
+        return checked.play(plan, self._plans.serial(plan, plain=True) if plain else serial, rehearse, play)
+
+    @contextlib.contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        """Play without a recorder, and without what stands around nodes."""
+        player, recorder, around = self.player, self.player.recorder, self.player.around
+        player.recorder = player.around = None
+        for lane in self.lanes:
+            lane.recorder = None
+        try:
+            yield
+        finally:
+            player.recorder, player.around = recorder, around
+            for lane in self.lanes:
+                lane.recorder = recorder
 
     def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
@@ -724,13 +764,22 @@ class Engine:
 
 
 def _check_kinds(
-    program: object, costs: object, plan: object, exchange: object, timeout: object, tries: object, **functions: object
+    program: object,
+    costs: object,
+    plan: object,
+    exchange: object,
+    timeout: object,
+    tries: object,
+    verify: object,
+    **functions: object,
 ) -> None:
     check_kind("program", program, Program)
     check_kind("costs", costs, NodeCosts, None)
     check_kind("plan", plan, Plan, None)
     check_kind("exchange", exchange, Exchange, None)
     check_size("tries", tries, 0)
+    if not isinstance(verify, bool):
+        raise ValueError(f"verify={quoted(verify)}; allowed: True or False")
     if not isinstance(timeout, SupportsFloat) or not 0 < float(timeout) <= MOST_S:
         raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
     for name, function in functions.items():

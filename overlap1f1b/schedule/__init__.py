@@ -17,7 +17,7 @@ from overlap1f1b.schedule.generators.interleaved import (
     zb_h1,
     zb_h2,
 )
-from overlap1f1b.schedule.generators.plain import afab, forward_only, forwards_of, sequential
+from overlap1f1b.schedule.generators.plain import afab, forward_only, forwards_of, one_by_one, sequential
 from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
@@ -46,6 +46,7 @@ __all__ = [
     "forward_only",
     "forwards_of",
     "interleaved_1f1b",
+    "one_by_one",
     "one_f_one_b",
     "parse_slot",
     "peaks_of",

@@ -8,7 +8,7 @@ from functools import cached_property
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.play.trials import Trials, Tried, worth_trying
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape
-from overlap1f1b.schedule import Program, forwards_of
+from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.simulation import found_orders
 from overlap1f1b.transport.mesh import Mesh
 
@@ -131,13 +131,23 @@ class Plans:
     def of_evaluation(self) -> Plan:
         """Plan of the forwards alone."""
         if self._evaluation is None:
-            costs = self._costs or NodeCosts()
             # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
             # them from other collectives.
             shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-            program = self.program if self._plan is None else self._plan.program
-            self._evaluation = self._compiled(forwards_of(program), shapes, costs, self.overlap)
+            program = forwards_of(self.program if self._plan is None else self._plan.program)
+            self._evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
         return self._evaluation
+
+    def serial(self, plan: Plan, *, plain: bool = False) -> Plan:
+        """Return the plan of the same step in which actions follow one another.
+
+        Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
+        """
+        program = plan.program
+        if plain:
+            program = one_by_one(program.microbatches, program.placement)
+            program = forwards_of(program) if plan.program.forward_only else program
+        return self._compiled(program, plan.shapes, NodeCosts(), "serial")
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)

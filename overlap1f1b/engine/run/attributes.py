@@ -38,6 +38,11 @@ class ModuleAttributes:
         self._carried: dict[Key, Any] = {}  # what the forward had set in earlier segments
         self._outside: dict[Key, Any] = {}  # what was there instead
 
+    def tables(self) -> list[dict[str, Any]]:
+        """Return all tables of attributes."""
+        self._places = self._places or _places(self._block)
+        return self._places
+
     def begin(self, seed: int | None) -> None:
         """Note what is there before a forward."""
         if not self._places:

@@ -48,7 +48,7 @@ def auto(
     return Program(
         AUTO,
         microbatches,
-        tuple(map(tuple, one_by_one(microbatches, placement))),
+        one_by_one(microbatches, placement).ranks,
         peaks,
         placement,
         search_seconds=float(seconds),

@@ -20,21 +20,22 @@ def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
 
     Over several ranks only one of them works at a time. Peak: ``chunks`` stages of one microbatch.
     """
-    placement = Placement.loop(ranks, chunks)
-    return program_of("sequential", microbatches, placement, one_by_one(microbatches, placement))
+    return one_by_one(microbatches, Placement.loop(ranks, chunks))
 
 
-def one_by_one(microbatches: int, placement: Placement) -> list[list[Action]]:
-    """Return the rows of ``sequential`` over a placement with one pipe."""
-    return [
+def one_by_one(microbatches: int, placement: Placement) -> Program:
+    """Return ``sequential`` over a placement: one microbatch after another, whatever its pipe."""
+    rows = [
         [
-            Action(kind, stage, m)
+            Action(kind, stage, m, pipe)
             for m in range(microbatches)
             for kind in (Kind.F, Kind.B)
-            for _, stage in placement.places(rank)[:: 1 if kind is Kind.F else -1]
+            for pipe, stage in placement.places(rank)[:: 1 if kind is Kind.F else -1]
+            if m in placement.microbatches(pipe, microbatches)
         ]
         for rank in range(placement.ranks)
     ]
+    return program_of("sequential", microbatches, placement, rows)
 
 
 def forward_only(microbatches: int) -> Program:

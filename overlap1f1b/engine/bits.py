@@ -1,0 +1,33 @@
+"""Sums over the bits of tensors, which tell whether two tensors are equal without keeping both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_AT_ONCE = 1 << 20  # elements, whose positions take 8 bytes each
+
+
+def sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:
+    """Return the sum of all elements' bits as whole numbers; if it is ``ordered``, each times its position.
+
+    The result is an int64 ``[]`` on the tensor's device, modulo 2⁶⁴. No order of summation changes it. Of a DTensor it
+    is the sum of this rank's part.
+    """
+    whole: Any = tensor.detach()
+    whole = whole.to_local() if isinstance(whole, DTensor) else whole
+    if whole.layout is not torch.strided:
+        return sum_of_bits(whole.to_dense(), ordered=ordered)
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    bits: Tensor = whole.contiguous().view(_INTEGERS[whole.element_size()]).flatten()
+    if not ordered:
+        return bits.sum(dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), _AT_ONCE):
+        part = bits[first : first + _AT_ONCE]
+        total += (part * torch.arange(first + 1, first + len(part) + 1, device=bits.device)).sum()
+    return total

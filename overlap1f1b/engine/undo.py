@@ -1,0 +1,139 @@
+"""Take a step back: all that it changes beside its result is as before it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from overlap1f1b.engine.graph.autograd import main_grad
+from overlap1f1b.engine.run.replaced import ABSENT, put
+
+Restore = Callable[[], None]
+
+
+class Undo:
+    """What a step changes, kept as it is now; a call puts it back.
+
+    It keeps gradients (``.grad`` and ``main_grad``), torch's random numbers, and the entries of tables, such as the
+    attributes and buffers of modules: their values, and the contents of tensors, generators and containers among them.
+    Gradients that are all zero need no copy; of others there is one in host memory.
+
+    Args:
+        parameters: Whose gradients the step changes.
+        tables: Dictionaries whose entries it may change.
+        generators: Generators of random numbers that it draws from.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        tables: Iterable[dict[str, Any]],
+        generators: Iterable[torch.Generator],
+    ) -> None:
+        seen: set[int] = set()
+        self._restores = [_gradient_of(parameter) for parameter in dict.fromkeys(parameters)]
+        self._restores += [_entries_of(table, seen) for table in tables]
+        self._restores += _contents_of_all(generators, seen)
+        self._python = random.getstate()
+        self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
+
+    def __call__(self) -> None:
+        """Put everything back but the numbers of Python's and NumPy's own generators."""
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+
+    def global_random(self) -> None:
+        """Put back the states of Python's and NumPy's own generators."""
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def _gradient_of(parameter: nn.Parameter) -> Restore:
+    grad, main = parameter.grad, main_grad(parameter)
+    if grad is not None and grad.layout is not torch.strided:
+        return partial(setattr, parameter, "grad", grad.clone())
+    held = [_local(tensor) for tensor in (grad, main) if tensor is not None]
+    before = [(tensor, tensor.to("cpu", copy=True) if tensor.any() else None) for tensor in held]
+
+    def restore() -> None:
+        parameter.grad = grad
+        for tensor, copy in before:
+            if copy is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(copy)
+
+    return restore
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _entries_of(table: dict[str, Any], seen: set[int]) -> Restore:
+    before = dict(table)
+    contents = _contents_of_all(before.values(), seen)
+
+    def restore() -> None:
+        for name in table.keys() | before.keys():
+            if table.get(name, ABSENT) is not (value := before.get(name, ABSENT)):
+                put(table, name, value)
+        for one in contents:
+            one()
+
+    return restore
+
+
+def _contents_of_all(values: Iterable[Any], seen: set[int]) -> list[Restore]:
+    return [restore for value in values if (restore := _contents_of(value, seen)) is not None]
+
+
+def _contents_of(value: Any, seen: set[int]) -> Restore | None:
+    """Return what puts back the contents of a tensor, a generator or a container; None for anything else."""
+    if id(value) in seen:
+        return None
+    if isinstance(value, torch.Generator):
+        return partial(_set_state, value, value.get_state())
+    if isinstance(value, Tensor):
+        if isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta:
+            return None
+        seen.add(id(value))
+        tensor = _local(value)
+        return partial(_copy_back, tensor, tensor.clone())
+    if isinstance(value, dict):
+        seen.add(id(value))
+        return _entries_of(value, seen)
+    if isinstance(value, list | set | deque):
+        seen.add(id(value))
+        before = list(value)
+        return partial(_refill, value, before, _contents_of_all(before, seen))
+    return None
+
+
+def _set_state(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
+
+
+def _copy_back(tensor: Tensor, copy: Tensor) -> None:
+    if not torch.equal(tensor, copy):
+        tensor.copy_(copy)
+
+
+def _refill(container: Any, before: list[Any], contents: list[Restore]) -> None:
+    now = list(container)
+    if len(now) != len(before) or not all(map(is_, now, before)):
+        container.clear()
+        (container.update if isinstance(container, set) else container.extend)(before)
+    for restore in contents:
+        restore()

@@ -1,0 +1,204 @@
+"""Compare the first step of every plan with a serial step of the same batch.
+
+Gradients of any order are equal to the serial step's to the bit. So a forward that keeps state where the engine does
+not look, and finds another microbatch's there, is noticed on the user's own model and data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from overlap1f1b.engine.agreement import parameters_of
+from overlap1f1b.engine.bits import sum_of_bits
+from overlap1f1b.engine.graph.autograd import main_grad
+from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.result import PlayedStep
+from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.undo import Undo
+from overlap1f1b.engine.witness import Witness
+from overlap1f1b.plan import Plan
+from overlap1f1b.transport.mesh import Mesh
+
+NOISE = 4.0
+"""Largest difference from the serial step, as a multiple of that of two serial steps."""
+RANDOM = 0.05
+"""Difference of two serial steps, as a part of a tensor's largest entry, above which nothing can be compared."""
+ALLOWED = (
+    "allowed: an input or output of the block in its place, an attribute of a module of the block, "
+    "o1.carried(block, holder, name), overlap='serial', or verify=False"
+)
+
+Rehearse = Callable[[Plan], PlayedStep]
+Outcome = Iterator[tuple[str, Tensor]]
+Tables = Callable[[], Iterable[dict[str, Any]]]
+
+
+class VerificationError(RuntimeError):
+    """A step in an order with several open actions differs from the serial step; gradients are as before it."""
+
+
+class Difference(NamedTuple):
+    """The first difference that a rank has found: its place in the serial order, and a text."""
+
+    when: tuple[float, ...]
+    text: str
+
+
+class Verification:
+    """Compares a step with a serial one, once for each plan.
+
+    Args:
+        stages: The stages of this rank.
+        mesh: Ranks that play together; all of them compare.
+        player: Plays the nodes.
+
+    Attributes:
+        plans: Fingerprints of the plans that were compared, and were equal.
+        tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
+    """
+
+    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, player: Player) -> None:
+        self._stages, self._mesh, self._player = stages, mesh, player
+        self.plans: set[str] = set()
+        self.tables: Tables = tuple
+
+    def play(self, plan: Plan, twin: Plan, rehearse: Rehearse, play: Callable[[], PlayedStep]) -> PlayedStep:
+        """Play a step of a plan for the first time; return it if it is equal to the serial step.
+
+        Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
+        step is played once more, since it can be compared only without these sums.
+
+        Args:
+            plan: Plan of the step.
+            twin: Plan of one microbatch after another.
+            rehearse: Plays the batch by a plan, without a recorder and without sums from outside.
+            play: Plays the batch by ``plan``.
+
+        Raises:
+            VerificationError: It differs, or two serial steps differ.
+        """
+        undo, summed_outside = self._undo(), self._player.around is not None
+
+        def anew(what: Callable[[], PlayedStep]) -> PlayedStep:
+            undo()
+            undo.global_random()
+            return what()
+
+        serial = _bits(self._outcome(rehearse(twin)))
+        played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
+        if self._mesh.sums(_bits(self._outcome(played)) != serial)[0]:
+            self._judge(plan, twin, rehearse, undo)
+            played = anew(play)
+        elif summed_outside:
+            played = anew(play)
+        self.plans.add(plan.fingerprint)
+        return played
+
+    def _undo(self) -> Undo:
+        stages = self._stages.values()
+        return Undo(
+            (parameter for stage in stages for block in stage.blocks for parameter in block.parameters()),
+            [*(table for stage in stages for state in stage.attributes for table in state.tables()), *self.tables()],
+            dict.fromkeys(generator for stage in stages for generator in stage.generators),
+        )
+
+    def _outcome(self, played: PlayedStep) -> Outcome:
+        """Yield what a step has left, by name: gradients, buffers and losses."""
+        for name, where, parameter, _ in parameters_of(self._stages):
+            grad = main_grad(parameter) if parameter.grad is None else parameter.grad
+            if grad is not None:
+                yield f"the gradient of {name} of {where}", grad
+        for number, stage in self._stages.items():
+            for block, where in zip(stage.blocks, stage.names, strict=True):
+                for name, buffer in block.named_buffers():
+                    yield f"the buffer {name} of {where} of stage {number}", buffer
+        for at, loss in enumerate(played.result.losses):
+            yield f"loss {at}", loss
+
+    def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo) -> None:
+        """Find out why a step differs; return if it does so by no more than serial steps do. All ranks must call this.
+
+        Raises:
+            VerificationError: It differs by more.
+        """
+        # 1. Two serial steps, the second with other numbers of Python's and NumPy's generators; then the plan's.
+        undo()
+        undo.global_random()
+        copies, seen = list[dict[str, Tensor]](), list[Witness]()
+        for order in (twin, twin, plan):
+            with Witness(self._stages, self._player) as witness:
+                copies.append({name: _copied(tensor) for name, tensor in self._outcome(rehearse(order))})
+            seen.append(witness)
+            undo()
+        undo.global_random()
+        # 2. Where serial steps differ, a step may differ as much.
+        spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
+        of_serial = self._largest(spread)
+        if of_serial > RANDOM:
+            raise VerificationError(self._first(_of_serial(spread)))
+        if 0 < self._largest(apart) <= NOISE * of_serial:
+            return
+        # 3. The first difference on any rank.
+        raise VerificationError(self._first(self._difference(plan, twin, apart, seen[0], seen[2])))
+
+    def _largest(self, apart: Mapping[str, float]) -> float:
+        return max(self._mesh.every(max(apart.values(), default=0.0)).values())
+
+    def _first(self, mine: Difference) -> str:
+        return min(self._mesh.every(mine).values()).text
+
+    def _difference(
+        self, plan: Plan, twin: Plan, apart: Mapping[str, float], serial: Witness, found: Witness
+    ) -> Difference:
+        nodes = enumerate(twin.ranks[self._mesh.rank("pp")])
+        first = next(((at, node) for at, node in nodes if serial.bits.get(node) != found.bits.get(node)), None)
+        names, where, when = [name for name, by in apart.items() if by], "", (math.inf,)
+        if first is not None:
+            (at, node), when = first, (first[0],)
+            place = f"{self._stages[node.stage].names[node.block]} of stage {node.stage}"
+            names.sort(key=lambda name: place not in name)
+            where = f"first in {node.name} of {place}, microbatch {node.microbatch}: "
+        by = f"{names[0]} by {apart[names[0]]:.2g} of its largest entry" if names else "not the same in each play"
+        changed = found.changed(None if first is None else first[1])
+        meanwhile = f"; changed by another microbatch meanwhile: {', '.join(changed)}" if changed else ""
+        return Difference(when, f"overlap {plan.order} differs from the serial step, {where}{by}{meanwhile}; {ALLOWED}")
+
+
+def _of_serial(spread: Mapping[str, float]) -> Difference:
+    name = max(spread, key=spread.__getitem__, default="")
+    return Difference(
+        (-spread.get(name, 0.0),),
+        f"two serial steps of one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: random "
+        "numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
+    )
+
+
+def _bits(outcome: Outcome) -> dict[str, int]:
+    sums = {name: sum_of_bits(tensor, ordered=True) for name, tensor in outcome}
+    return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    part = tensor.detach()
+    return (part.to_local() if isinstance(part, DTensor) else part).to("cpu", copy=True)
+
+
+def _apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the largest difference of each tensor, as a multiple of its largest entry."""
+    found = {}
+    for name in one | other:
+        a, b = (tensors.get(name) for tensors in (one, other))
+        if a is None or b is None or a.shape != b.shape:
+            found[name] = math.inf
+        elif a.numel():
+            a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a, b))
+            a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
+            by = 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float((a - b).abs().max() / a.abs().max())
+            found[name] = math.inf if math.isnan(by) else by
+    return found
