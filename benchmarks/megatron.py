@@ -213,7 +213,7 @@ class MegatronBench:
         program = build_schedule("combined_1f1b", microbatches=options.microbatches)
         engine = Engine(
             self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=OVERLAPS[-1], reduce=False,
-            exchange=self.recording, timeout=options.timeout, tries=0,
+            exchange=self.recording, timeout=options.timeout, tries=0, verify=False,
         )  # fmt: skip
         play = partial(engine.step, self.inputs, target=self.target)
         self.ours = Row("our layers", str(OVERLAPS[-1]), self.model, play, engine)
@@ -339,7 +339,7 @@ class MegatronBench:
         assert engine is not None
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
         if row is self.ours:
-            twin = Engine(self.model, engine.program, loss_fn=loss_fn, plan=engine.plan, exchange=answers)
+            twin = Engine(self.model, engine.program, loss_fn=loss_fn, plan=engine.plan, exchange=answers, verify=False)
             return Row(row.name, "", self.model, lambda: twin.step(self.inputs, target=self.target))
         found = self._drop_in(OVERLAPS[-1], answers)
         self.step(found)  # finds the exchanges

@@ -171,6 +171,7 @@ class Steps:
             costs=costs,
             plan=plan,
             tries=0,
+            verify=False,
             exchange=exchange,
             timeout=60,
         )

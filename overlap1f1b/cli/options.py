@@ -170,6 +170,8 @@ class TrainOptions(RunOptions):
     """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
     checkpoint_every: int = 50
     """Steps between checkpoints."""
+    verify: bool = True
+    """Compare the first step of every plan with a serial step of the same batch, bit by bit: one more step for each."""
     tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
     compare: bool = False

@@ -12,14 +12,19 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements, whose positions take 8 bytes each
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph; of a DTensor this rank's part."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
 def sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:
     """Return the sum of all elements' bits as whole numbers; if it is ``ordered``, each times its position.
 
     The result is an int64 ``[]`` on the tensor's device, modulo 2⁶⁴. No order of summation changes it. Of a DTensor it
     is the sum of this rank's part.
     """
-    whole: Any = tensor.detach()
-    whole = whole.to_local() if isinstance(whole, DTensor) else whole
+    whole: Any = local_part(tensor)
     if whole.layout is not torch.strided:
         return sum_of_bits(whole.to_dense(), ordered=ordered)
     whole = torch.view_as_real(whole) if whole.is_complex() else whole

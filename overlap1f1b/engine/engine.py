@@ -120,8 +120,8 @@ class Engine:
             there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
-        verify: Whether the first step of every plan that opens several actions is compared with a serial step of the same
-            batch: see :class:`~overlap1f1b.engine.verify.Verification`. It takes one more step.
+        verify: Whether the first step of every plan that opens several actions is compared, bit by bit, with a serial
+            step of the same batch: see :class:`~overlap1f1b.engine.verify.Verification`. It takes one more step.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum, and over a
             tensor group batches, gradients and the tokens at the experts. With ``reduce=False`` nothing is compared.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
@@ -282,7 +282,7 @@ class Engine:
                 carveout=carveout,
             )
             self._plans = self._new_plans(costs)
-            self.verification = Verification(self.stages, self.mesh, self.player) if verify else None
+            self.verification = Verification(self.stages, self.mesh, self.player, self.sharding) if verify else None
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
             if plan is not None:

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.graph.autograd import main_grad
+from overlap1f1b.engine.bits import local_part
 from overlap1f1b.engine.run.replaced import ABSENT, put
 
 Restore = Callable[[], None]
@@ -23,24 +22,24 @@ Restore = Callable[[], None]
 class Undo:
     """What a step changes, kept as it is now; a call puts it back.
 
-    It keeps gradients (``.grad`` and ``main_grad``), torch's random numbers, and the entries of tables, such as the
-    attributes and buffers of modules: their values, and the contents of tensors, generators and containers among them.
-    Gradients that are all zero need no copy; of others there is one in host memory.
+    It keeps gradients, torch's random numbers, and the entries of tables, such as the attributes and buffers of
+    modules: their values, and the contents of tensors, generators and containers among them. Gradients that are all
+    zero need no copy; of others there is one in host memory.
 
     Args:
-        parameters: Whose gradients the step changes.
+        gradients: Where gradients are, each an object and the name of its attribute.
         tables: Dictionaries whose entries it may change.
         generators: Generators of random numbers that it draws from.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        gradients: Iterable[tuple[Any, str]],
         tables: Iterable[dict[str, Any]],
         generators: Iterable[torch.Generator],
     ) -> None:
         seen: set[int] = set()
-        self._restores = [_gradient_of(parameter) for parameter in dict.fromkeys(parameters)]
+        self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in tables]
         self._restores += _contents_of_all(generators, seen)
         self._python = random.getstate()
@@ -59,26 +58,23 @@ class Undo:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def _gradient_of(parameter: nn.Parameter) -> Restore:
-    grad, main = parameter.grad, main_grad(parameter)
-    if grad is not None and grad.layout is not torch.strided:
-        return partial(setattr, parameter, "grad", grad.clone())
-    held = [_local(tensor) for tensor in (grad, main) if tensor is not None]
-    before = [(tensor, tensor.to("cpu", copy=True) if tensor.any() else None) for tensor in held]
+def _gradient_of(owner: Any, name: str) -> Restore:
+    grad = getattr(owner, name, None)
+    if grad is None:
+        return lambda: setattr(owner, name, None) if hasattr(owner, name) else None
+    if grad.layout is not torch.strided:
+        return partial(setattr, owner, name, grad.clone())
+    part = local_part(grad)
+    copy = part.to("cpu", copy=True) if part.any() else None
 
     def restore() -> None:
-        parameter.grad = grad
-        for tensor, copy in before:
-            if copy is None:
-                tensor.zero_()
-            else:
-                tensor.copy_(copy)
+        setattr(owner, name, grad)
+        if copy is None:
+            part.zero_()
+        else:
+            part.copy_(copy)
 
     return restore
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _entries_of(table: dict[str, Any], seen: set[int]) -> Restore:
@@ -105,11 +101,9 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
         return None
     if isinstance(value, torch.Generator):
         return partial(_set_state, value, value.get_state())
-    if isinstance(value, Tensor):
-        if isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta:
-            return None
+    if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta):
         seen.add(id(value))
-        tensor = _local(value)
+        tensor = local_part(value)
         return partial(_copy_back, tensor, tensor.clone())
     if isinstance(value, dict):
         seen.add(id(value))

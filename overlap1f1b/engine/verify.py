@@ -7,22 +7,23 @@ not look, and finds another microbatch's there, is noticed on the user's own mod
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 
 from overlap1f1b.engine.agreement import parameters_of
-from overlap1f1b.engine.bits import sum_of_bits
-from overlap1f1b.engine.graph.autograd import main_grad
+from overlap1f1b.engine.bits import local_part, sum_of_bits
 from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.result import PlayedStep
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.undo import Undo
 from overlap1f1b.engine.witness import Witness
 from overlap1f1b.plan import Plan
+from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.mesh import Mesh
 
 NOISE = 4.0
@@ -57,14 +58,15 @@ class Verification:
         stages: The stages of this rank.
         mesh: Ranks that play together; all of them compare.
         player: Plays the nodes.
+        sharding: FSDP2 around modules of the stages.
 
     Attributes:
         plans: Fingerprints of the plans that were compared, and were equal.
         tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
     """
 
-    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, player: Player) -> None:
-        self._stages, self._mesh, self._player = stages, mesh, player
+    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, player: Player, sharding: Sharding) -> None:
+        self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
         self.plans: set[str] = set()
         self.tables: Tables = tuple
 
@@ -92,28 +94,42 @@ class Verification:
 
         serial = _bits(self._outcome(rehearse(twin)))
         played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
-        if self._mesh.sums(_bits(self._outcome(played)) != serial)[0]:
-            self._judge(plan, twin, rehearse, undo)
+        if self._differs(_bits(self._outcome(played)), serial):
+            self._judge(plan, twin, rehearse, undo, serial)
             played = anew(play)
         elif summed_outside:
             played = anew(play)
         self.plans.add(plan.fingerprint)
         return played
 
+    def _gradients(self) -> Iterator[tuple[str, Any, str]]:
+        """Yield a name for every gradient, the object that has it, and the name of its attribute."""
+        held = Counter(p for stage in self._stages.values() for p in {p for b in stage.blocks for p in b.parameters()})
+        seen = set[nn.Parameter]()
+        for name, where, parameter, _ in parameters_of(self._stages):
+            if parameter in seen:
+                continue
+            seen.add(parameter)
+            # Stages of one rank that share a parameter add to it in the order of the plan.
+            shared = " by several stages" if held[parameter] > 1 else ""
+            for attribute in ("grad", "main_grad"):
+                yield f"the {attribute} of {name} of {where}{shared}", parameter, attribute
+        for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
+            yield f"{attribute} {number} of FSDP2", owner, attribute
+
     def _undo(self) -> Undo:
         stages = self._stages.values()
         return Undo(
-            (parameter for stage in stages for block in stage.blocks for parameter in block.parameters()),
+            ((owner, attribute) for _, owner, attribute in self._gradients()),
             [*(table for stage in stages for state in stage.attributes for table in state.tables()), *self.tables()],
             dict.fromkeys(generator for stage in stages for generator in stage.generators),
         )
 
     def _outcome(self, played: PlayedStep) -> Outcome:
         """Yield what a step has left, by name: gradients, buffers and losses."""
-        for name, where, parameter, _ in parameters_of(self._stages):
-            grad = main_grad(parameter) if parameter.grad is None else parameter.grad
-            if grad is not None:
-                yield f"the gradient of {name} of {where}", grad
+        for name, owner, attribute in self._gradients():
+            if (grad := getattr(owner, attribute, None)) is not None and not name.endswith("by several stages"):
+                yield name, grad
         for number, stage in self._stages.items():
             for block, where in zip(stage.blocks, stage.names, strict=True):
                 for name, buffer in block.named_buffers():
@@ -121,8 +137,13 @@ class Verification:
         for at, loss in enumerate(played.result.losses):
             yield f"loss {at}", loss
 
-    def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo) -> None:
+    def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+        return bool(self._mesh.sums(one != other)[0])
+
+    def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo, before: Mapping[str, int]) -> None:
         """Find out why a step differs; return if it does so by no more than serial steps do. All ranks must call this.
+
+        ``before`` is the outcome of the serial step that it was compared with.
 
         Raises:
             VerificationError: It differs by more.
@@ -133,7 +154,9 @@ class Verification:
         copies, seen = list[dict[str, Tensor]](), list[Witness]()
         for order in (twin, twin, plan):
             with Witness(self._stages, self._player) as witness:
-                copies.append({name: _copied(tensor) for name, tensor in self._outcome(rehearse(order))})
+                copies.append(
+                    {name: local_part(tensor).to("cpu", copy=True) for name, tensor in self._outcome(rehearse(order))}
+                )
             seen.append(witness)
             undo()
         undo.global_random()
@@ -142,7 +165,9 @@ class Verification:
         of_serial = self._largest(spread)
         if of_serial > RANDOM:
             raise VerificationError(self._first(_of_serial(spread)))
-        if 0 < self._largest(apart) <= NOISE * of_serial:
+        warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
+        by = self._largest(apart)
+        if by <= NOISE * of_serial and (by or warmed):
             return
         # 3. The first difference on any rank.
         raise VerificationError(self._first(self._difference(plan, twin, apart, seen[0], seen[2])))
@@ -160,13 +185,14 @@ class Verification:
         first = next(((at, node) for at, node in nodes if serial.bits.get(node) != found.bits.get(node)), None)
         names, where, when = [name for name, by in apart.items() if by], "", (math.inf,)
         if first is not None:
-            (at, node), when = first, (first[0],)
-            place = f"{self._stages[node.stage].names[node.block]} of stage {node.stage}"
-            names.sort(key=lambda name: place not in name)
+            at, node = first
+            back, place = node.kind is not Kind.F, f"{self._stages[node.stage].names[node.block]} of stage {node.stage}"
+            when = (node.microbatch, back, -node.stage if back else node.stage, at)
+            names.sort(key=lambda name: place not in name)  # those of this block first
             where = f"first in {node.name} of {place}, microbatch {node.microbatch}: "
         by = f"{names[0]} by {apart[names[0]]:.2g} of its largest entry" if names else "not the same in each play"
-        changed = found.changed(None if first is None else first[1])
-        meanwhile = f"; changed by another microbatch meanwhile: {', '.join(changed)}" if changed else ""
+        changed = found.changed()
+        meanwhile = f"; changed by another microbatch meanwhile: {changed}" if changed else ""
         return Difference(when, f"overlap {plan.order} differs from the serial step, {where}{by}{meanwhile}; {ALLOWED}")
 
 
@@ -174,8 +200,8 @@ def _of_serial(spread: Mapping[str, float]) -> Difference:
     name = max(spread, key=spread.__getitem__, default="")
     return Difference(
         (-spread.get(name, 0.0),),
-        f"two serial steps of one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: random "
-        "numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
+        f"two serial steps of one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: "
+        "random numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
     )
 
 
@@ -184,15 +210,10 @@ def _bits(outcome: Outcome) -> dict[str, int]:
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    part = tensor.detach()
-    return (part.to_local() if isinstance(part, DTensor) else part).to("cpu", copy=True)
-
-
 def _apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the largest difference of each tensor, as a multiple of its largest entry."""
     found = {}
-    for name in one | other:
+    for name in dict.fromkeys((*one, *other)):
         a, b = (tensors.get(name) for tensors in (one, other))
         if a is None or b is None or a.shape != b.shape:
             found[name] = math.inf

@@ -1,8 +1,10 @@
-"""Watch a step that is played to find out where it differs, and what microbatches have changed under each other."""
+"""Watch a step: where does it differ from another, and what have microbatches changed under each other?"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,13 +12,14 @@ from torch import Tensor
 
 from overlap1f1b.engine.bits import sum_of_bits
 from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.run.attributes import places
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Kind
 
-Mark = tuple[Any, object]
-"""A value, and what else tells whether it has changed: a tensor's version, or the contents of a container."""
+_MOST = 4  # places that a message names
 
 
 class Witness:
@@ -27,13 +30,15 @@ class Witness:
         player: Plays the nodes.
 
     Attributes:
-        bits: Sum over the bits of all that each compute node has handed on.
+        bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
     """
 
     def __init__(self, stages: Mapping[int, Blocks], player: Player) -> None:
         self._stages, self._player = stages, player
         self.bits: dict[Node, int] = {}
         self._sums: dict[Node, Tensor] = {}
+        self._left: dict[tuple[int, int], dict[str, _Value]] = {}  # by a microbatch in the places that it has changed
+        self._changed: dict[str, Node] = {}  # by another microbatch meanwhile, and where this was seen first
 
     def __enter__(self) -> Witness:
         self._compute, self._player.compute = self._player.compute, self._watched
@@ -42,24 +47,70 @@ class Witness:
     def __exit__(self, *_: object) -> None:
         self._player.compute = self._compute
         self.bits = {node: int(bits) for node, bits in self._sums.items()}
+        self._sums, self._left = {}, {}
+
+    def changed(self) -> str:
+        """Return the places that microbatches have changed under each other as text, the first ones first."""
+        names = list(self._changed)
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        return ", ".join(names[:_MOST]) + more
 
     def _watched(self, node: Node, microbatch: Microbatch, received: Mapping[Any, Any]) -> None:
-        self._compute(node, microbatch, received)
+        if node.kind is not Kind.F:
+            self._compute(node, microbatch, received)
+        else:
+            left = self._left.setdefault((node.stage, node.microbatch), {})
+            before = self._values(node)
+            for name, value in left.items():
+                if name in before and not before[name].is_as(value):
+                    self._changed.setdefault(name, node)
+            self._compute(node, microbatch, received)
+            for name, value in self._values(node).items():
+                if name in left or name not in before or not before[name].is_as(value):
+                    left[name] = value
         handed = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
         if handed:
             self._sums[node] = torch.stack(handed).sum()
 
-    def changed(self, node: Node | None) -> list[str]:
-        return []
+    def _values(self, node: Node) -> dict[str, _Value]:
+        """Return the values of all places that are not carried, of the blocks of a stage."""
+        stage = self._stages[node.stage]
+        return {
+            name: _Value(value)
+            for block, where, state in zip(stage.blocks, stage.names, stage.attributes, strict=True)
+            for name, value in places(block, where, state.known)
+        }
+
+
+class _Value:
+    """A value, with what else tells whether it has changed: how often a tensor has, or what a container holds."""
+
+    __slots__ = ("held", "inside")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.inside: Any = ()
+        if isinstance(held, Tensor):
+            self.inside = (version_of(held),)
+        elif isinstance(held, dict):
+            self.inside = tuple(held.values())
+        elif isinstance(held, list | set | deque):
+            self.inside = tuple(held)
+
+    def is_as(self, other: _Value) -> bool:
+        """Return whether nothing has changed."""
+        same = self.held is other.held or (isinstance(self.held, int | float | str | bytes) and self.held == other.held)
+        return same and len(self.inside) == len(other.inside) and all(map(is_, self.inside, other.inside))
 
 
 def _handed_on(node: Node, microbatch: Microbatch) -> Iterator[Tensor]:
     """Yield what a compute node has left for the next one: rows to send, activations, or gradients."""
-    if node.kind is Kind.W:
+    if node.kind is Kind.W or microbatch.finished:
         return
-    forward, run = node.kind is Kind.F, microbatch.runs.get(node.block)
+    run = microbatch.runs.get(node.block)
     for sent in () if run is None else run.sent.values():
         rows = sent.rows if isinstance(sent.rows, tuple | list) else (sent.rows,)
         yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
-    for tensors in (microbatch.activations, microbatch.outputs) if forward else (microbatch.output_grads, microbatch.input_grads):
+    forward = (microbatch.activations, microbatch.outputs)
+    for tensors in forward if node.kind is Kind.F else (microbatch.output_grads, microbatch.input_grads):
         yield from (tensor for tensor in tensors or () if tensor is not None)

@@ -10,13 +10,16 @@ from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from tests.campaign.places import PLACES
 
-Kind = Literal["engine", "combined", "dualpipe", "pipelining"]
-"""The engine, combined_forward_backward_step by hand, the drop-ins for DualPipe and torch.distributed.pipelining."""
+Kind = Literal["engine", "combined", "dualpipe", "pipelining", "hidden"]
+"""The engine, combined_forward_backward_step by hand, the drop-ins for DualPipe and torch.distributed.pipelining, and
+blocks that keep something in a hidden place."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SHARE = {"engine": 12, "combined": 3, "dualpipe": 3, "pipelining": 2}
+SHARE = {"engine": 12, "combined": 3, "dualpipe": 3, "pipelining": 2, "hidden": 3}
 RANKS: dict[Kind, tuple[int, ...]] = {
-    "engine": (1, 2, 3, 4), "combined": (1, 2, 3, 4), "dualpipe": (1, 2, 4), "pipelining": (1, 2, 4)
+    "engine": (1, 2, 3, 4), "combined": (1, 2, 3, 4), "dualpipe": (1, 2, 4), "pipelining": (1, 2, 4),
+    "hidden": (2,),
 }  # fmt: skip
 """Numbers of ranks that are drawn."""
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4, 5)
@@ -156,13 +159,34 @@ class Case(Drawn):
         return not self.model.dropout
 
 
-def draw(seed: int) -> Case:
+@dataclass(frozen=True, repr=False)
+class Hidden(Drawn):
+    """A step over blocks that keep something.
+
+    Args:
+        place: Where, a key of ``hidden.PLACES``; empty for nothing.
+        when: Who reads it: the block behind its exchange, a later block, or the backward.
+    """
+
+    seed: int
+    kind: Kind
+    ranks: int
+    place: str
+    when: Literal["behind", "later", "backward"]
+    schedule: str
+    layers: int
+    microbatches: int
+    overlap: Overlap
+    recompute: Recompute
+    parts: int
+    paused: bool = False
+
+
+def draw(seed: int) -> Case | Hidden:
     """The case of a seed."""
     random = Random(seed)
     kind = random.choices(KINDS, [SHARE[kind] for kind in KINDS])[0]
-    return {"engine": _engine, "combined": _combined, "dualpipe": _dualpipe, "pipelining": _pipelining}[kind](
-        seed, random
-    )
+    return _DRAW[kind](seed, random)
 
 
 def _engine(seed: int, random: Random) -> Case:
@@ -333,3 +357,33 @@ def _pipelining(seed: int, random: Random) -> Case:
         updates=(False,) * random.randint(1, 2),
         paused=random.random() < 0.3,
     )
+
+
+def _hidden(seed: int, random: Random) -> Hidden:
+    place = random.choice(("", *PLACES))
+    schedule = random.choice(("combined_1f1b", "combined_1f1b", "1f1b", "zb_h1", "afab", "dualpipev"))
+    when = random.choice(("behind", "behind", "later", "backward"))
+    recompute: Recompute = random.choice(("none", "none", "experts", "attention", "block"))
+    if place in ("a stack", "a queue"):  # what is taken off is there once
+        when, recompute = "behind", "none"
+    if schedule == "dualpipev" and when == "later":  # the block before is on another rank
+        when = "behind"
+    return Hidden(
+        seed,
+        "hidden",
+        2,
+        place,
+        when,
+        schedule,
+        layers=random.randint(1, 3) if schedule != "dualpipev" else random.randint(4, 6),
+        microbatches=random.randint(2, 6) if schedule != "dualpipev" else random.randint(4, 6),
+        overlap=random.choice(("pairs", 2, 3)),
+        recompute=recompute,
+        parts=random.choice((1, 1, 2)),
+        paused=random.random() < 0.3,
+    )
+
+
+_DRAW = {
+    "engine": _engine, "combined": _combined, "dualpipe": _dualpipe, "pipelining": _pipelining, "hidden": _hidden
+}  # fmt: skip

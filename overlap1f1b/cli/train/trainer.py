@@ -67,7 +67,12 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = engine_options(options) | {"loss_fn": loss, "weights": weights, "overlap": overlap}
+        given = engine_options(options) | {
+            "loss_fn": loss,
+            "weights": weights,
+            "overlap": overlap,
+            "verify": options.verify,
+        }
         self.engine = Engine(model, program, mesh=rank.mesh, **given)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built

@@ -212,6 +212,15 @@ class Sharding:
             _state(root)._state_ctx.manual_backward_finalization_active = False
             _state(root)._root_post_backward_final_callback()
 
+    def unreduced(self) -> Iterator[tuple[Any, str]]:
+        """Yield where gradients wait for their sum over ranks: objects, and names of their attributes."""
+        for group in self.groups:
+            yield group, "_partial_reduce_output"
+            for held in group.fsdp_params:
+                yield held, "unsharded_accumulated_grad"
+                if hasattr(held, "_unsharded_param"):
+                    yield held._unsharded_param, "grad"
+
     def forget(self) -> None:
         """Drop gradients that were not reduced."""
         for group in self.groups:

@@ -106,3 +106,9 @@ def _is_the_model_s(value: Any) -> bool:
     """Return whether a value is an object of the model's own, such as a dispatcher."""
     package = type(value).__module__.partition(".")[0]
     return package not in _OTHERS and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+
+
+def places(block: nn.Module, name: str, known: Any) -> Any:
+    for table in _places(block):
+        for key, value in table.items():
+            yield f"attribute {key} {id(table)} of {name}", value

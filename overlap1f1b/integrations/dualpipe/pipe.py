@@ -44,6 +44,7 @@ class Pipeline(nn.Module):
         costs: Seconds of every node, instead of measuring them in the first steps.
         weight_store: The ``WeightGradStore`` to which the modules defer weight gradients. The modules then run whole.
         dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
+        verify: See :class:`~overlap1f1b.engine.Engine`.
         timeout: Limit in seconds of every wait for another rank.
 
     Raises:
@@ -64,6 +65,7 @@ class Pipeline(nn.Module):
         costs: NodeCosts | None = None,
         weight_store: WeightStore | None = None,
         dynamic_shapes: bool = False,
+        verify: bool = True,
         timeout: float = DEFAULT_LIMIT_S,
     ) -> None:
         super().__init__()
@@ -72,6 +74,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
         self.batch_dim, self.overlap, self.costs = batch_dim, overlap, costs
         self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
+        self.verify = verify
         self.group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         size = self.group.size()
         order = list(range(size) if rank_mapping is None else rank_mapping)
@@ -160,6 +163,7 @@ class Pipeline(nn.Module):
             costs=self.costs,
             reduce=False,
             dynamic_shapes=self.dynamic_shapes,
+            verify=self.verify,
             timeout=self.timeout,
             exchange=next((other.exchange for other, _ in self._engines.values()), None),
         )

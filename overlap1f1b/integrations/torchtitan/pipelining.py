@@ -47,6 +47,7 @@ def pipelining_fn(
     recompute: Recompute | None = None,
     costs: NodeCosts | None = None,
     dynamic_shapes: bool = False,
+    verify: bool = True,
     timeout: float = DEFAULT_LIMIT_S,
     **others: Any,
 ) -> tuple[Schedule, list[nn.Module], bool, bool]:
@@ -75,6 +76,7 @@ def pipelining_fn(
             torchtitan's own is applied.
         costs: Seconds of every node, instead of measuring them.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        verify: See :class:`~overlap1f1b.engine.Engine`.
         timeout: Limit in seconds of every wait for another rank.
         others: Further arguments of torchtitan's, for ``split``.
 
@@ -125,6 +127,7 @@ def pipelining_fn(
             recompute=recompute,
             costs=costs,
             dynamic_shapes=dynamic_shapes,
+            verify=verify,
             timeout=timeout,
         )
 

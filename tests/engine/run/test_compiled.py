@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_plain_model_and_come_once(compiled: Compile,
         calls: list[int] = []
         model[1].mix.weight.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(1))
         if compiles:
-            engine = engine_of(compiled(model, "aot_eager"), recompute=recompute)
+            engine = engine_of(compiled(model, "aot_eager"), recompute=recompute, verify=False)
             engine.step(data[0], target=data[1])
         else:
             models.plain_gradients(model, *data, MICROBATCHES)

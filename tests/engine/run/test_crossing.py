@@ -318,7 +318,7 @@ def _failing(rank: int, size: int) -> list[str]:
             calls.append(1)
             return y @ torch.ones(HIDDEN + 3, HIDDEN) if len(calls) > late else ex(y)
 
-        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), wrong)), mesh, timeout=10)
+        engine = engine_of(nn.Sequential(Block(mesh.get_group("ep"), wrong)), mesh, timeout=10, verify=False)
         data = batch(rank)
         for _ in range(late // MICROBATCHES):
             engine.step(data[0], target=data[1])
@@ -590,7 +590,7 @@ def test_full_backward_hooks_fire_once_and_an_input_may_be_changed(overlap: Over
     _, grads = models.plain_gradients(plain, *data, 4)
     model, fired = built()
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap)
+    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, verify=False)
     for _ in range(3):
         model.zero_grad()
         fired.clear()

@@ -104,7 +104,7 @@ def test_hooks_fire_once_a_microbatch() -> None:
     model, fired = models.build(block=Hooked), []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
-    step(model, build_schedule("combined_1f1b", microbatches=3), 3, models.batch(3), recompute="block")
+    step(model, build_schedule("combined_1f1b", microbatches=3), 3, models.batch(3), recompute="block", verify=False)
     assert len(Hooked.grads) == 2 * 3  # blocks and microbatches
     assert {name: fired.count(name) for name in fired} == {name: 3 for name, _ in model.named_parameters()}
 

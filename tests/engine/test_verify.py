@@ -1,0 +1,207 @@
+"""The first step of a plan is compared with a serial step, and leaves what one step leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.engine.verify import VerificationError
+from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.campaign.hidden import Block
+from tests.campaign.places import KEPT
+from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
+from tests.ranks import Ranks
+
+
+class Noted(nn.Module):
+    """Draws from every generator, counts in every way, and has buffers that change."""
+
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.moe = MoE(hidden, 16, RouterConfig(4, 2, score="sigmoid"))
+        self.norm, self.dropout = nn.BatchNorm1d(hidden), nn.Dropout(0.2)
+        self.generator, self.calls, self.seen = torch.Generator().manual_seed(3), 0, list[int]()
+        self.average = torch.zeros(hidden)
+        self.by_name = {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(len(x))
+        self.by_name["calls"] += 1
+        self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        random.random()
+        np.random.rand()  # noqa: NPY002  the global generator is meant
+        torch.rand(1, generator=self.generator)
+        y: Tensor = self.moe(self.dropout(self.norm(x)))
+        return x + y
+
+
+def _after(verify: bool, overlap: Overlap, *, grads: str) -> dict[str, Any]:
+    """Return all that two steps and an evaluation leave."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    model = nn.Sequential(Noted(), Noted())
+    for parameter in model.parameters():
+        if grads == "main_grad":
+            parameter.main_grad = torch.ones_like(parameter)  # type: ignore[attr-defined]
+        elif grads:
+            parameter.grad = torch.full_like(parameter, float(grads))
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    engine = Engine(model, program, loss_fn=loss_fn, overlap=overlap, costs=COSTS, verify=verify)
+    data = batch(0)
+    losses = [engine.step(data[0], target=data[1]).loss for _ in range(2)]
+    losses.append(engine.evaluate(data[0], target=data[1]).loss)
+    left: dict[str, Any] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    left |= {f"grad of {name}": p.grad for name, p in model.named_parameters()}
+    left |= {f"main_grad of {name}": getattr(p, "main_grad", None) for name, p in model.named_parameters()}
+    for number, block in enumerate(model):
+        left |= {f"{number} {name}": getattr(block, name) for name in ("calls", "seen", "average", "by_name")}
+        left[f"{number} generator"] = block.generator.get_state()
+    numbers = (torch.get_rng_state(), random.random(), np.random.rand())  # noqa: NPY002
+    return left | dict(zip(("torch", "python", "numpy"), numbers, strict=True)) | {"losses": torch.stack(losses)}
+
+
+@pytest.mark.parametrize("grads", ["", "0", "0.5", "main_grad"])
+def test_it_leaves_what_one_step_leaves(grads: str) -> None:
+    without, with_it = (_after(verify, 3, grads=grads) for verify in (False, True))
+    for name, value in without.items():
+        same = torch.equal(value, with_it[name]) if isinstance(value, Tensor) else value == with_it[name]
+        assert same, name
+
+
+def _refused(rank: int, size: int, place: str, when: str, overlap: Overlap, evaluates: bool) -> str:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    torch.manual_seed(5)
+    blocks = [Block(mesh.get_group("ep"), place, when) for _ in range(2)]
+    blocks[1].before = blocks[0].get
+    for parameter in (p for block in blocks for p in block.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.25)
+    engine = engine_of(nn.Sequential(*blocks), mesh, overlap=overlap)
+    data = torch.randn(2, 5 * MICROBATCHES, blocks[0].mix.in_features, generator=torch.Generator().manual_seed(rank))
+    with pytest.raises(VerificationError) as caught:
+        (engine.evaluate if evaluates else engine.step)(data[0], target=data[1])
+    assert all((p.grad == 0.25).all() for block in blocks for p in block.parameters()), "as before the step"
+    with pytest.raises(RuntimeError, match="failed before"):
+        engine.step(data[0], target=data[1])
+    return str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("place", "when", "overlap", "evaluates", "said"),
+    [
+        ("a closure", "behind", 2, False, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
+        ("a weak dict", "behind", 3, True, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
+        ("a tensor in place", "backward", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+        ("a function", "later", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+    ],
+)
+def test_a_difference_ends_the_step_in_one_line(
+    ranks2: Ranks, place: str, when: str, overlap: Overlap, evaluates: bool, said: str
+) -> None:
+    one, other = ranks2.run(_refused, place, when, overlap, evaluates)
+    assert one == other
+    assert "differs from the serial step" in one
+    assert said in one
+    assert "of its largest entry" in one
+    assert "allowed: " in one
+
+
+def _places_named(rank: int, size: int) -> str:
+    KEPT.clear()
+    return _refused(rank, size, "a tensor of the file", "behind", 3, False)
+
+
+class Counting(models.Block):
+    """Counts its forwards where nobody looks."""
+
+    calls = 0
+
+
+def _forwards(steps: Callable[[Engine], object], **options: Any) -> int:
+    """Return the calls of a block in some steps."""
+    calls: list[int] = []
+
+    def count(*_: object) -> None:
+        calls.append(1)
+
+    model = models.build(layers=1)
+    model[1].register_forward_pre_hook(count)
+    program = build_schedule("combined_1f1b", microbatches=4)
+    steps(Engine(model, program, loss_fn=models.loss_fn, costs=COSTS, **options))
+    return len(calls)
+
+
+def test_every_plan_is_compared_once() -> None:
+    inputs, target = models.batch(4)
+
+    def steps(engine: Engine) -> None:
+        for _ in range(3):
+            engine.step(inputs, target=target)
+        engine.costs = NodeCosts.uniform(attention=30, experts=4, dispatch=50, counts=0.4)
+        for _ in range(2):
+            engine.step(inputs, target=target)
+
+    assert _forwards(steps, overlap=3) == 4 * (5 + 2)
+    assert _forwards(steps, overlap=3, verify=False) == 4 * 5
+    assert _forwards(steps, overlap="serial") == 4 * 5
+
+
+@pytest.mark.parametrize(("size", "noise"), [(1e-6, "urandom"), (0.0, ""), (0.5, "urandom"), (0.5, "random")])
+def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
+    """A step may differ from the serial one as much as serial ones do; where that is a lot, nothing can be compared."""
+
+    class Noisy(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            drawn = random.random() if noise == "random" else int.from_bytes(os.urandom(4), "little") / 2**32
+            y: Tensor = super().forward(x * (1 + size * drawn))
+            return y
+
+    inputs, target = models.batch(4)
+    model = models.build(block=Noisy)
+    program = build_schedule("combined_1f1b", microbatches=4)
+    engine = Engine(model, program, loss_fn=models.loss_fn, costs=COSTS)
+    if size > 0.1:
+        with pytest.raises(VerificationError, match="two serial steps of one batch differ, .*allowed: random numbers"):
+            engine.step(inputs, target=target)
+    else:
+        engine.step(inputs, target=target)
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="verify='no'; allowed: True or False"):
+        Engine(models.build(), build_schedule("1f1b", microbatches=2), loss_fn=models.loss_fn, verify="no")  # type: ignore[arg-type]
+
+
+def test_what_stands_around_nodes_meets_the_step_alone() -> None:
+    """Who sums gradients outside the engine, as Megatron-Core's wrapper, sees the nodes of one step."""
+    inputs, target = models.batch(4)
+    model, seen = models.build(), list[object]()
+    engine = Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS)
+
+    class Around:
+        def __init__(self, node: object) -> None:
+            seen.append(node)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    engine.player.around = Around
+    engine.step(inputs, target=target)
+    assert len(seen) == len(set(seen))
+    _, expected = models.plain_gradients(models.build(), inputs, target, 4)
+    for name, grad in models.gradients(model).items():
+        torch.testing.assert_close(grad, expected[name])
