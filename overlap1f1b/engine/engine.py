@@ -595,15 +595,21 @@ class Engine:
             with self._unobserved():
                 return self._play_in_room(order, make_feed, grad=grad)
 
-        checked = self.verification
-        if checked is None or plan.fingerprint in checked.plans:
-            return play()
-        serial = self._plans.serial(plan)
-        if serial.fingerprint == plan.fingerprint:
+        if self.verification is None or not self._is_new(plan):
             return play()
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        plain = plan.program.placement.ranks == 1 or not checked.plans
-        return checked.play(plan, self._plans.serial(plan, plain=True) if plain else serial, rehearse, play)
+        plain = plan.program.placement.ranks == 1 or not self.verification.plans
+        return self.verification.play(plan, self._plans.serial(plan, plain=plain), rehearse, play)
+
+    def rehearses(self, *, grad: bool = True) -> bool:
+        """Return whether the next step, or evaluation, is compared with a serial one: its batch is read several times."""
+        plan = self.plan if grad else self._plans.of_evaluation
+        return self.verification is not None and self._is_new(plan)
+
+    def _is_new(self, plan: Plan) -> bool:
+        assert self.verification is not None
+        known = plan.fingerprint in self.verification.plans
+        return not known and self._plans.serial(plan).fingerprint != plan.fingerprint
 
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:

@@ -128,7 +128,10 @@ class Verification:
     def _outcome(self, played: PlayedStep) -> Outcome:
         """Yield what a step has left, by name: gradients, buffers and losses."""
         for name, owner, attribute in self._gradients():
-            if (grad := getattr(owner, attribute, None)) is not None and not name.endswith("by several stages"):
+            # Beside a gradient in main_grad hooks get one of no meaning.
+            elsewhere = attribute == "grad" and getattr(owner, "grad_added_to_main_grad", False)
+            grad = None if elsewhere or name.endswith("by several stages") else getattr(owner, attribute, None)
+            if grad is not None:
                 yield name, grad
         for number, stage in self._stages.items():
             for block, where in zip(stage.blocks, stage.names, strict=True):

@@ -20,7 +20,6 @@ from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.campaign.hidden import Block
-from tests.campaign.places import KEPT
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.ranks import Ranks
 
@@ -117,17 +116,6 @@ def test_a_difference_ends_the_step_in_one_line(
     assert said in one
     assert "of its largest entry" in one
     assert "allowed: " in one
-
-
-def _places_named(rank: int, size: int) -> str:
-    KEPT.clear()
-    return _refused(rank, size, "a tensor of the file", "behind", 3, False)
-
-
-class Counting(models.Block):
-    """Counts its forwards where nobody looks."""
-
-    calls = 0
 
 
 def _forwards(steps: Callable[[Engine], object], **options: Any) -> int:

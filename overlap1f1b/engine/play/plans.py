@@ -58,6 +58,7 @@ class Plans:
         self.given = False
         self._evaluation: Plan | None = None
         self._agreed: set[str] = set()
+        self._serials: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
         if plan is not None:
             self.of_step = plan
 
@@ -143,11 +144,14 @@ class Plans:
 
         Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
         """
-        program = plan.program
-        if plain:
-            program = one_by_one(program.microbatches, program.placement)
-            program = forwards_of(program) if plan.program.forward_only else program
-        return self._compiled(program, plan.shapes, NodeCosts(), "serial")
+        key = plan.fingerprint, plain
+        if key not in self._serials:
+            program = plan.program
+            if plain:
+                program = one_by_one(program.microbatches, program.placement)
+                program = forwards_of(program) if plan.program.forward_only else program
+            self._serials[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
+        return self._serials[key]
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)

@@ -29,7 +29,7 @@ from overlap1f1b.integrations.megatron.config import (
     limit_inner,
     size_of,
 )
-from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses
+from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
@@ -65,6 +65,7 @@ def get_forward_backward_func(
     overlap: Overlap = DEFAULT_OVERLAP,
     costs: NodeCosts | None = None,
     split_rank: int | None = None,
+    verify: bool = True,
     timeout: float = DEFAULT_LIMIT_S,
 ) -> ForwardBackward:
     """Return the function that runs the forwards and backwards of a step. Keep it: plans and costs end with it.
@@ -95,6 +96,8 @@ def get_forward_backward_func(
         costs: Seconds of every node, instead of measuring them.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
+        verify: See :class:`~overlap1f1b.engine.Engine`. Where ``no_sync_func`` or ``grad_sync_func`` act, a step that is
+            compared is played three times.
         timeout: Limit in seconds of every wait for another rank. The groups in which layers communicate ("tp", "cp",
             "ep", and the experts' groups of ``pg_collection``) get it, too, and keep it.
 
@@ -120,7 +123,7 @@ def get_forward_backward_func(
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(schedule, groups, vp_size, overlap, costs, split_rank, timeout)
+    return ForwardBackward(schedule, groups, vp_size, overlap, costs, split_rank, verify, timeout)
 
 
 @dataclass(eq=False, repr=False)
@@ -133,6 +136,7 @@ class ForwardBackward:
     overlap: Overlap
     costs: NodeCosts | None
     split_rank: int | None
+    verify: bool
     timeout: float
 
     def __post_init__(self) -> None:
@@ -296,6 +300,7 @@ class ForwardBackward:
             overlap=self.overlap,
             costs=agreed(self.costs, self.groups, limit),
             reduce=False,
+            verify=self.verify,
             dynamic_shapes=config.variable_seq_lengths,
             timeout=self.timeout,
             exchange=self._exchange,
@@ -364,6 +369,8 @@ class ChunkEngine:
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
         self.engine, self.chunks = engine, dict(chunks)
         engine.share = lambda measured: agreed(measured, groups, limit)
+        if engine.verification is not None:
+            engine.verification.tables = logged
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
@@ -378,7 +385,14 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
+        if engine.rehearses(grad=grad):
+            for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
+                step.data_iterator = iterator
+
         def feed() -> Feed:
+            for step in steps:
+                step.begin()
+
             def given(stage: int, _: int) -> dict[str, Any]:
                 # The last chunk computes the loss itself.
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,6 +129,21 @@ class Losses:
                 setattr(held, _SCALE, scale)
 
 
+def logged() -> Iterator[dict[str, Any]]:
+    """Yield the tables in which Megatron-Core tracks losses and random numbers beside the model: a forward changes them.
+
+    They are globals and class attributes whose names end in "tracker".
+    """
+    for name, module in list(sys.modules.items()):
+        held = list(vars(module).items()) if name.startswith("megatron.core") else []
+        held += [entry for _, kind in held if isinstance(kind, type) for entry in vars(kind).items()]
+        for label, tracker in held:
+            if label.lower().endswith("tracker") and not callable(tracker):
+                table = tracker if isinstance(tracker, dict) else getattr(tracker, "__dict__", None)
+                if isinstance(table, dict):
+                    yield table
+
+
 @dataclass
 class ChunkStep:
     """The arguments of one call that a chunk needs, and how many of its microbatches have begun."""
@@ -138,6 +154,38 @@ class ChunkStep:
     losses: Losses
     marks_first: bool
     begun: int = 0
+
+    def begin(self) -> None:
+        """Begin a play of the step: a step that is compared with a serial one is played several times."""
+        self.begun = 0
+        self.losses.tokens.zero_()
+        if isinstance(self.data_iterator, Rewound):
+            self.data_iterator.at = 0
+
+
+class Rewound(Iterator[Any]):
+    """A data iterator whose items can be read again from the first one on, each time as copies; see :meth:`of`.
+
+    It has the other attributes of the iterator.
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._items, self.at = iterator, list[Any](), 0
+
+    @classmethod
+    def of(cls, iterators: Sequence[Any]) -> list[Any]:
+        """Return what reads from these iterators; what is no iterator stays as it is."""
+        made = {id(one): cls(one) if isinstance(one, Iterator) else one for one in iterators}
+        return [made[id(one)] for one in iterators]
+
+    def __next__(self) -> Any:
+        if self.at == len(self._items):
+            self._items.append(next(self._iterator))
+        self.at += 1
+        return deepcopy(self._items[self.at - 1])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 class GradientSync:

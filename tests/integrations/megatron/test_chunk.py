@@ -235,7 +235,7 @@ def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> N
         ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
         return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
 
-    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining", verify=False)
     cut, reference = part(), part()
     fired: dict[str, int] = {}
     for name, parameter in cut.named_parameters():

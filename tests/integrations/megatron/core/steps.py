@@ -33,11 +33,11 @@ def serial_step(case: Case) -> list[Step]:
     return _train(case, own_func(), delayed=False)
 
 
-def our_step(case: Case, overlap: Overlap) -> list[Step]:
+def our_step(case: Case, overlap: Overlap, *, verify: bool = True) -> list[Step]:
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
     schedule = None if case.chosen else COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
     costs = None if case.measures else COSTS
-    function = get_forward_backward_func(schedule=schedule, overlap=overlap, costs=costs, timeout=30)
+    function = get_forward_backward_func(schedule=schedule, overlap=overlap, costs=costs, verify=verify, timeout=30)
     if case.chosen:
         from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
 

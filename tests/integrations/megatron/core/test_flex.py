@@ -24,7 +24,7 @@ def _callers(rank: int, size: int, name: str) -> list[str]:
     case = CASES[name]
     with models.init_parallel(ep=case.ep):
         flex.threads.clear()
-        our_step(case, 3)
+        our_step(case, 3, verify=False)
     once = 4 * case.layers * case.microbatches  # a dispatch and a combine, there and back
     assert len(flex.threads) == case.steps * once
     return [*sorted(set(flex.threads[:once])), *sorted(set(flex.threads[once:]))]
