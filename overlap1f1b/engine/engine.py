@@ -602,7 +602,7 @@ class Engine:
         return self.verification.play(plan, self._plans.serial(plan, plain=plain), rehearse, play)
 
     def rehearses(self, *, grad: bool = True) -> bool:
-        """Return whether the next step, or evaluation, is compared with a serial one: its batch is read several times."""
+        """Return whether the next step, or evaluation, is compared with a serial one, so that its batch is read again."""
         plan = self.plan if grad else self._plans.of_evaluation
         return self.verification is not None and self._is_new(plan)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -17,6 +17,7 @@ from overlap1f1b.engine.bits import local_part
 from overlap1f1b.engine.run.replaced import ABSENT, put
 
 Restore = Callable[[], None]
+Table = MutableMapping[Any, Any]
 
 
 class Undo:
@@ -28,19 +29,22 @@ class Undo:
 
     Args:
         gradients: Where gradients are, each an object and the name of its attribute.
-        tables: Dictionaries whose entries it may change.
+        tables: Of entries that it may change.
+        shared: The same of what other code uses, too: of its tensors no copies are made.
         generators: Generators of random numbers that it draws from.
     """
 
     def __init__(
         self,
         gradients: Iterable[tuple[Any, str]],
-        tables: Iterable[dict[str, Any]],
+        tables: Iterable[Table],
+        shared: Iterable[Table],
         generators: Iterable[torch.Generator],
     ) -> None:
-        seen: set[int] = set()
+        seen = set[int]()
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in tables]
+        self._restores += [_entries_of(table, seen, copies=False) for table in shared]
         self._restores += _contents_of_all(generators, seen)
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
@@ -77,9 +81,9 @@ def _gradient_of(owner: Any, name: str) -> Restore:
     return restore
 
 
-def _entries_of(table: dict[str, Any], seen: set[int]) -> Restore:
+def _entries_of(table: Table, seen: set[int], *, copies: bool = True) -> Restore:
     before = dict(table)
-    contents = _contents_of_all(before.values(), seen)
+    contents = _contents_of_all(before.values(), seen, copies=copies)
 
     def restore() -> None:
         for name in table.keys() | before.keys():
@@ -91,27 +95,27 @@ def _entries_of(table: dict[str, Any], seen: set[int]) -> Restore:
     return restore
 
 
-def _contents_of_all(values: Iterable[Any], seen: set[int]) -> list[Restore]:
-    return [restore for value in values if (restore := _contents_of(value, seen)) is not None]
+def _contents_of_all(values: Iterable[Any], seen: set[int], *, copies: bool = True) -> list[Restore]:
+    return [restore for value in values if (restore := _contents_of(value, seen, copies=copies)) is not None]
 
 
-def _contents_of(value: Any, seen: set[int]) -> Restore | None:
+def _contents_of(value: Any, seen: set[int], *, copies: bool) -> Restore | None:
     """Return what puts back the contents of a tensor, a generator or a container; None for anything else."""
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, nn.Parameter):
         return None
     if isinstance(value, torch.Generator):
         return partial(_set_state, value, value.get_state())
-    if isinstance(value, Tensor) and not (isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta):
+    if copies and isinstance(value, Tensor) and not (value.requires_grad or value.is_meta):
         seen.add(id(value))
         tensor = local_part(value)
         return partial(_copy_back, tensor, tensor.clone())
     if isinstance(value, dict):
         seen.add(id(value))
-        return _entries_of(value, seen)
+        return _entries_of(value, seen, copies=copies)
     if isinstance(value, list | set | deque):
         seen.add(id(value))
         before = list(value)
-        return partial(_refill, value, before, _contents_of_all(before, seen))
+        return partial(_refill, value, before, _contents_of_all(before, seen, copies=copies))
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ ALLOWED = (
 
 Rehearse = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
-Tables = Callable[[], Iterable[dict[str, Any]]]
+Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
 
 
 class VerificationError(RuntimeError):
@@ -119,10 +119,12 @@ class Verification:
 
     def _undo(self) -> Undo:
         stages = self._stages.values()
+        places = [place for stage in stages for state in stage.attributes for place in state.places]
         return Undo(
-            ((owner, attribute) for _, owner, attribute in self._gradients()),
-            [*(table for stage in stages for state in stage.attributes for table in state.tables()), *self.tables()],
-            dict.fromkeys(generator for stage in stages for generator in stage.generators),
+            gradients=((owner, attribute) for _, owner, attribute in self._gradients()),
+            tables=[*(place.table for place in places if not place.shared), *self.tables()],
+            shared=[place.table for place in places if place.shared],
+            generators=dict.fromkeys(generator for stage in stages for generator in stage.generators),
         )
 
     def _outcome(self, played: PlayedStep) -> Outcome:
@@ -186,7 +188,8 @@ class Verification:
     ) -> Difference:
         nodes = enumerate(twin.ranks[self._mesh.rank("pp")])
         first = next(((at, node) for at, node in nodes if serial.bits.get(node) != found.bits.get(node)), None)
-        names, where, when = [name for name, by in apart.items() if by], "", (math.inf,)
+        names, where = [name for name, by in apart.items() if by], ""
+        when: tuple[float, ...] = (math.inf,)
         if first is not None:
             at, node = first
             back, place = node.kind is not Kind.F, f"{self._stages[node.stage].names[node.block]} of stage {node.stage}"

@@ -224,8 +224,42 @@ _autograd: Any = torch._C._autograd
 _C: Any = torch._C
 
 
+def _precision() -> str | list[str]:
+    """Return the precision of products of float32 matrices, by the older name or by the newer ones."""
+    try:
+        older: str = _C._get_float32_matmul_precision()
+        return older
+    except RuntimeError:  # the newer ones were set
+        return [_C._get_fp32_precision_getter(*names) for names in _PRECISIONS]
+
+
+def _set_precision(precision: str | list[str]) -> None:
+    if isinstance(precision, str):
+        _C._set_float32_matmul_precision(precision)
+        return
+    for names, newer in zip(_PRECISIONS, precision, strict=True):
+        _C._set_fp32_precision_setter(*names, newer)
+
+
+_PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    *(
+        (getattr(_C, f"_get_{backend}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{backend}"))
+        for backend in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    ),
+    (_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_precision, _set_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+)
+"""Settings of the process: what shows each, and what sets it."""
+
+
 class ThreadState(NamedTuple):
-    """Grad mode, autocast, saved-tensor hooks and modes of the thread.
+    """Grad mode, autocast, saved-tensor hooks and modes of the thread, and torch's settings of the process.
 
     A switch between greenlets does not switch them: a forward that is suspended inside ``no_grad`` or ``autocast``
     would impose it on the code that runs next.
@@ -237,6 +271,8 @@ class ThreadState(NamedTuple):
     hooks: tuple[tuple[Any, Any], ...]
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
+    settings: list[Any]
+    """Of each of :data:`_SETTINGS`."""
     fixed: tuple[object, ...]
     """State that cannot be changed inside a running forward, of each of :data:`_FIXED`."""
 
@@ -254,6 +290,7 @@ class ThreadState(NamedTuple):
             () if _autograd._top_saved_tensors_default_hooks(True) is None else _saved_tensor_hooks(),
             tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
+            [show() for show, _ in _SETTINGS],
             (
                 torch.is_inference_mode_enabled(),
                 _C._functorch.peek_interpreter_stack() is not None,
@@ -291,10 +328,17 @@ class ThreadState(NamedTuple):
                 _autograd._pop_saved_tensors_default_hooks()
             for pack, unpack in self.hooks:
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)
+        if self.settings != now.settings:
+            self._swap_settings(now)
         if self.dispatch_modes != now.dispatch_modes:
             self._swap_dispatch_modes(now)
         for mode in self.function_modes:
             _C._push_on_torch_function_stack(mode)
+
+    def _swap_settings(self, now: ThreadState) -> None:
+        for (_, put), wanted, found in zip(_SETTINGS, self.settings, now.settings, strict=True):
+            if wanted != found:
+                put(wanted)
 
     def _swap_dispatch_modes(self, now: ThreadState) -> None:
         for _ in now.dispatch_modes:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from greenlet import greenlet
 from torch import Tensor, nn
+from torch.backends import cuda, cudnn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,6 +123,55 @@ def test_a_context_variable_is_seen_inside_and_not_outside() -> None:
     assert set(seen[::1]) == {"step", "inside"}
     assert seen.count("step") == seen.count("inside") == 6
     assert VARIABLE.get() == "step"
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[None]:
+    """Torch's settings of the process, as a model may set them around its layers."""
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    deterministic = torch.get_deterministic_debug_mode()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True), cudnn.flags(enabled=False):
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("medium")
+        torch.set_deterministic_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_deterministic_debug_mode(deterministic)
+
+
+@contextlib.contextmanager
+def newer_precision() -> Iterator[None]:
+    """The precision of products, by its newer name, after which the older one cannot be read."""
+    cuda.matmul.fp32_precision = "tf32"
+    try:
+        yield
+    finally:
+        cuda.matmul.fp32_precision = "ieee"
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("context", [settings, newer_precision])
+def test_settings_of_the_process_are_a_forwards_own(context: Any, overlap: Overlap) -> None:
+    seen, device = list[Any](), torch.device("cpu")
+
+    class Sets(models.Block):
+        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            outside = ThreadState.capture(device).settings
+            with context():
+                inside = ThreadState.capture(device).settings
+                y = experts(tokens, indices, weights)
+                seen.append((outside, inside, ThreadState.capture(device).settings))
+            return y
+
+    before = ThreadState.capture(device).settings
+    step(models.build(block=Sets), programs(4)[2], overlap, models.batch(4))
+    assert ThreadState.capture(device).settings == before
+    assert len(seen) == 8
+    for outside, inside, behind in seen:
+        assert outside == before != inside == behind
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch._C.DisableTorchFunctionSubclass])

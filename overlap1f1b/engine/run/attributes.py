@@ -1,114 +1,268 @@
-"""Attributes that a forward sets on its modules before an exchange, and may read behind it.
+"""Places in which a forward keeps something from before an exchange until behind it.
 
-Other microbatches run in between, and set the same attributes. So a suspended forward takes along what it has set
-itself, and finds it again where it goes on. What it has not set stays common to all, such as a counter's last value.
+Other microbatches run in between, and use the same places. So a suspended forward takes along what it has set itself,
+and finds it again where it goes on. What it has not set stays common to all, such as a counter's last value.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
+from types import MemberDescriptorType, ModuleType
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from overlap1f1b.engine.run.model import CarriedState
 from overlap1f1b.engine.run.replaced import ABSENT, put
 from overlap1f1b.moe.experts import Experts
 
-Key = tuple[int, str]
-"""Number of an object, and name of its attribute."""
+Key = tuple[int, Any]
+"""Number of a place's owner, and a name in the place."""
 
 _OTHERS = {"torch", "overlap1f1b", "builtins", "functools", "logging", "threading"}
+_LIBRARIES = _OTHERS | sys.stdlib_module_names  # whose class attributes and globals are not looked at
+_TORCHS = vars(nn.Module()).keys()  # parameters, hooks, submodules
+
+
+class Carried(NamedTuple):
+    """What a suspended forward takes along."""
+
+    values: dict[Key, Any]  # that it has set
+    starts: dict[Key, Any]  # what was there before it set them
+    own: Any = None  # of the block's own state
 
 
 class ModuleAttributes:
-    """Attributes that a block's forward sets on its modules, and on objects that the modules hold.
+    """The places that a block's forward changes before an exchange; their values travel with its microbatch.
 
-    It implements :class:`~overlap1f1b.engine.run.model.CarriedState`. While it learns which attributes change, it
-    compares all of them at every exchange; later only the attributes that have changed.
+    While it learns which places change, it compares all of them at every exchange; later only the ones that have
+    changed. Where a forward is suspended, what was there before is put back. The exception are values that stay when a
+    forward has ended, such as a counter: others see them at once.
+
+    Args:
+        block: The block.
+        own: State that it carries by itself.
 
     Attributes:
         learning: Whether it learns.
-        known: Attributes that have changed.
+        known: Tables of the values that have changed.
     """
 
-    def __init__(self, block: nn.Module) -> None:
-        self.learning, self.known = True, set[Key]()
-        self._block = block
-        self._places: list[dict[str, Any]] = []
-        self._before: dict[Key, Any] = {}  # at the begin of the running segment
-        self._carried: dict[Key, Any] = {}  # what the forward had set in earlier segments
+    def __init__(self, block: nn.Module, own: CarriedState | None = None) -> None:
+        self.learning, self.known = True, dict[Key, MutableMapping[Any, Any]]()
+        self._block, self._own = block, own
+        self._staying = set[Key]()
+        self._places: dict[int, Place] = {}
+        self._copies: dict[int, dict[Any, Any]] = {}  # of all places, at the begin of the running segment
+        self._before: dict[Key, Any] = {}  # known values, at the begin of the running segment
+        self._carried = Carried({}, {})  # what the forward had set in earlier segments
         self._outside: dict[Key, Any] = {}  # what was there instead
 
-    def tables(self) -> list[dict[str, Any]]:
-        """Return all tables of attributes."""
-        self._places = self._places or _places(self._block)
-        return self._places
+    @property
+    def carries(self) -> bool:
+        """Whether anything has to be carried, as far as is known."""
+        return self.learning or bool(self.known) or self._own is not None
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """All places, as far as they are known."""
+        if not self._places:
+            _walk([(self._block, "")], self._block, self._places)
+        return self._places.values()
 
     def begin(self, seed: int | None) -> None:
         """Note what is there before a forward."""
-        if not self._places:
-            self._places = _places(self._block)
-        self.enter({})
+        assert self.places
+        if self._own is not None:
+            self._own.begin(seed)
+        self._put_on(Carried({}, {}))
 
-    def enter(self, carried: dict[Key, Any]) -> None:
+    def enter(self, carried: Carried) -> None:
         """Put on what a forward has set."""
+        if self._own is not None:
+            self._own.enter(carried.own)
+        self._put_on(carried)
+
+    def _put_on(self, carried: Carried) -> None:
         self._carried = carried
-        self._outside = {(place, name): self._places[place].get(name, ABSENT) for place, name in carried}
-        for (place, name), value in carried.items():
-            put(self._places[place], name, value)
-        self._before = self._now()
+        self._outside = {key: self.known[key].get(key[1], ABSENT) for key in carried.values}
+        for key, value in carried.values.items():
+            put(self.known[key], key[1], value)
+        self._before = {key: table.get(key[1], ABSENT) for key, table in self.known.items()}
+        if self.learning:
+            self._copies = {number: dict(place.all) for number, place in self._places.items()}
 
     def look(self) -> None:
-        """Learn which attributes have changed since the forward began."""
-        self.known |= self._changes().keys()
+        """Learn which places have changed since the running segment began."""
+        made = []
+        for number, before in self._copies.items():
+            place = self._places[number]
+            if len(before) == len(place.all) and all(map(is_, before.values(), place.all.values())):
+                continue
+            for name in before.keys() | place.all.keys():
+                key, old, now = (number, name), before.get(name, ABSENT), place.all.get(name, ABSENT)
+                if now is not old and key not in self.known and not _is_pythons(name):
+                    self.known[key], self._before[key] = place.table, old
+                    made.append((now, ""))
+        _walk(made, self._block, self._places)  # objects that the forward has made
 
-    def leave(self) -> dict[Key, Any]:
-        """Return what the running forward has set; put back what was there, unless this segment has set it anew."""
-        changes = self._changes()
-        if self.learning:
-            self.known |= changes.keys()
-        for (place, name), value in self._outside.items():
-            if (place, name) not in changes:
-                put(self._places[place], name, value)
-        carried = {**self._carried, **changes}
-        self._before, self._carried, self._outside = {}, {}, {}
-        return carried
-
-    def _now(self) -> dict[Key, Any]:
-        if self.learning:
-            every = enumerate(self._places)
-            return {(place, name): value for place, attributes in every for name, value in attributes.items()}
-        return {(place, name): self._places[place].get(name, ABSENT) for place, name in self.known}
-
-    def _changes(self) -> dict[Key, Any]:
-        before, now = self._before, self._now()
-        return {
-            key: now.get(key, ABSENT)
-            for key in before.keys() | now.keys()
-            if now.get(key, ABSENT) is not before.get(key, ABSENT)
-        }
-
-
-def _places(block: nn.Module) -> list[dict[str, Any]]:
-    """Return the attributes of a block's modules, their buffers, and the attributes of objects that they hold."""
-    found: dict[int, dict[str, Any]] = {}
-    for module in block.modules():
-        waiting = [module.__dict__, module._buffers]
-        while waiting:
-            attributes = waiting.pop()
-            if id(attributes) not in found:
-                found[id(attributes)] = attributes
-                held = () if isinstance(module, Experts) else attributes.values()
-                waiting += [value.__dict__ for value in held if _is_the_model_s(value)]
-    return list(found.values())
+    def leave(self, *, ended: bool) -> Carried:
+        """Return what the running forward has set, and put back what was there, unless it has ended."""
+        if self.learning and not ended:
+            self.look()
+        known, outside, (values, starts, _) = self.known, self._outside, self._carried
+        now = {key: known[key].get(key[1], ABSENT) for key in self._before}
+        changes = {key: value for key, value in now.items() if value is not self._before[key]}
+        values, starts = {**values, **changes}, {**{key: self._before[key] for key in changes}, **starts}
+        for key, value in values.items():
+            if key in self._staying:
+                back = key not in changes  # others have seen it since it was set
+            else:
+                back = not ended
+                if ended and value is not starts[key]:
+                    self._staying.add(key)
+            if back:
+                put(known[key], key[1], outside.get(key, starts[key]))
+        self._copies, self._before, self._carried, self._outside = {}, {}, Carried({}, {}), {}
+        return Carried(values, starts, None if self._own is None else self._own.leave())
 
 
-def _is_the_model_s(value: Any) -> bool:
-    """Return whether a value is an object of the model's own, such as a dispatcher."""
-    package = type(value).__module__.partition(".")[0]
-    return package not in _OTHERS and not isinstance(value, nn.Module) and hasattr(value, "__dict__")
+# ------------------------------------------------------------------------------------------------------------- places
 
 
-def places(block: nn.Module, name: str, known: Any) -> Any:
-    for table in _places(block):
-        for key, value in table.items():
-            yield f"attribute {key} {id(table)} of {name}", value
+class Place(NamedTuple):
+    """A table of values that a forward may set, and what is said before and after one of its names."""
+
+    table: MutableMapping[Any, Any]
+    all: Mapping[Any, Any]  # the same, faster where all of it is read
+    before: str
+    after: str
+    shared: bool = False  # with whatever else uses a class or a file
+
+
+def places(block: nn.Module, name: str, known: Container[Key] = ()) -> Iterator[tuple[str, Any]]:
+    """Yield what a block's forward may set, as ``("attribute 'order' of Dispatcher in NAME.dispatcher", value)``.
+
+    Args:
+        block: The block.
+        name: Its name.
+        known: Places to be left out, see :class:`ModuleAttributes`.
+    """
+    found: dict[int, Place] = {}
+    _walk([(block, name)], block, found)
+    for number, place in found.items():
+        for key, value in place.all.items():
+            if not _is_pythons(key) and (number, key) not in known:
+                yield f"{place.before}{key}{place.after}", value
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """Attributes of a class, or those of an object that are in slots."""
+
+    def __init__(self, owner: object, names: Mapping[str, Any]) -> None:
+        self._owner, self._names = owner, names
+        self._kind: Any = type if isinstance(owner, type) else object
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._names[name]
+        try:
+            return value if self._kind is type else value.__get__(self._owner)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._kind.__setattr__(self._owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._kind.__delattr__(self._owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _walk(waiting: list[tuple[Any, str]], block: nn.Module, found: dict[int, Place]) -> None:
+    """Add the places of values, each with its name, and of what they hold: modules, objects, classes."""
+    seen: dict[int, Any] = {}
+    while waiting:
+        held, path = waiting.pop()
+        if id(held) in seen or not _may_hold(held) or (isinstance(held, nn.Module) and _is_around(held, block)):
+            continue
+        seen[id(held)] = held  # so that no other gets its number
+        inside: Iterable[tuple[Any, Any]] = ()
+        if isinstance(held, dict):
+            found.setdefault(id(held), Place(held, held, "entry ", f" of {path}"))
+            inside = held.items()
+        elif isinstance(held, list | tuple):
+            inside = enumerate(held)
+        elif isinstance(held, type):
+            waiting += _of_class(held, found)
+        else:
+            owned = _add_attributes(held, path, found)
+            waiting += [(kind, "") for kind in type(held).__mro__] if owned else []
+            if isinstance(held, nn.Module):
+                found.setdefault(id(held._buffers), Place(held._buffers, held._buffers, "buffer ", f" of {path}"))
+                waiting += [(module, f"{path}.{name}") for name, module in held._modules.items()]
+            for table in () if isinstance(held, Experts) else owned:
+                waiting += [(value, f"{path}.{name}") for name, value in table.items() if name not in _TORCHS]
+        for key, value in inside:
+            if _may_hold(value):
+                waiting.append((value, f"{path}[{key if isinstance(key, str | int) else type(key).__name__}]"))
+
+
+def _add_attributes(held: Any, path: str, found: dict[int, Place]) -> list[Mapping[str, Any]]:
+    """Add the attributes of an object; return the tables."""
+    owned, tables = getattr(held, "__dict__", None), list[Mapping[str, Any]]()
+    around = "attribute '", f"' of {type(held).__name__} in {path}"
+    if isinstance(owned, dict):
+        tables.append(owned)
+        found.setdefault(id(owned), Place(owned, owned, *around))
+    kinds = [kind for kind in reversed(type(held).__mro__) if "__slots__" in vars(kind)]
+    slots = {k: slot for kind in kinds for k, slot in vars(kind).items() if isinstance(slot, MemberDescriptorType)}
+    if slots:
+        table = _Attributes(held, slots)
+        tables.append(table)
+        found.setdefault(id(held), Place(table, table, *around))
+    return tables
+
+
+def _of_class(kind: type, found: dict[int, Place]) -> Iterator[tuple[Any, str]]:
+    """Add the attributes of a class and the globals of its file; yield what they hold, with its name."""
+    if all(_package(base) in _LIBRARIES for base in kind.__mro__):
+        return
+    attributes, file = vars(kind), sys.modules.get(kind.__module__)
+    found[id(kind)] = Place(_Attributes(kind, attributes), attributes, f"class attribute {kind.__name__}.", "", True)
+    yield from ((value, f"{kind.__name__}.{name}") for name, value in attributes.items() if not _is_pythons(name))
+    if file is None or _package(kind) in _LIBRARIES or id(vars(file)) in found:
+        return
+    name = os.path.basename(getattr(file, "__file__", None) or file.__name__)
+    found[id(vars(file))] = Place(vars(file), vars(file), "global ", f" of {name}", True)
+    for own, value in vars(file).items():
+        if isinstance(value, type):
+            yield from [(value, "")] if value.__module__ == kind.__module__ else []
+        elif _may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
+            _add_attributes(value, f"{own} of {name}", found)  # and nothing in it: a script's globals hold everything
+
+
+def _may_hold(value: Any) -> bool:
+    """Return whether a value is or holds something of the model's own, such as a dispatcher."""
+    if isinstance(value, dict | list | tuple | type | nn.Module):
+        return True
+    return _package(type(value)) not in _OTHERS and not isinstance(value, Tensor | ModuleType)
+
+
+def _package(kind: type) -> str:
+    return str(kind.__module__).partition(".")[0]
+
+
+def _is_around(module: nn.Module, block: nn.Module) -> bool:
+    return module is not block and any(inner is block for inner in module.modules())
+
+
+def _is_pythons(name: Any) -> bool:
+    return isinstance(name, str) and name.startswith("__")

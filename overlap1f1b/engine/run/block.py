@@ -29,7 +29,6 @@ from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accu
 from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
-from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
@@ -86,7 +85,7 @@ class BlockRun:
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
         self._state = stage.state_of(block)
-        self._carried: Any = None  # state of modules that the suspended forward has taken along
+        self._carried: Any = None  # what the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
@@ -159,8 +158,9 @@ class BlockRun:
 
     def _left(self, reached: Reached) -> Reached:
         if self._state is not None:
-            carried = self._state.leave()
-            self._carried = carried if isinstance(reached, list) else None
+            suspended = isinstance(reached, list)
+            carried = self._state.leave(ended=not suspended)
+            self._carried = carried if suspended else None
         return reached
 
     def _open(self) -> Segment:
@@ -469,7 +469,7 @@ class BlockRun:
 
     def _note(self, tensors: Sequence[Tensor], splits: Splits, call: Call | None = None) -> None:
         assert self.seen is not None
-        if isinstance(self._state, ModuleAttributes):
+        if self._state is not None:
             self._state.look()
         self.seen[self.microbatch.index].append(
             Seen(splits.send, splits.receive, kinds_of(tensors), call, isinstance(splits, LibrarySplits))

@@ -23,7 +23,6 @@ from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.engine.run.model import (
-    CarriedState,
     blocks_of,
     device_of,
     is_compiled,
@@ -136,8 +135,8 @@ class Blocks:
         self.made: list[tuple[int, int, int]] = []
         """First and last sequence number, which is excluded, of each segment in this step, and its microbatch."""
         self.foreign = Foreign()
-        self.attributes = [ModuleAttributes(block) for block in self.blocks]
-        """State that each block's forward keeps on modules."""
+        self.attributes = [ModuleAttributes(block, options_of(block).state) for block in self.blocks]
+        """What each block's forward keeps between its exchanges."""
         self.buffers = [Buffers(block) for block in self.blocks]
         """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
@@ -265,12 +264,10 @@ class Blocks:
         self.shape = tuple(shape._replace(parts=parts) if shape.seams else shape for shape in self.shape)
         self._find_exchanges()
 
-    def state_of(self, block: int) -> CarriedState | None:
-        """Return what a block's forward keeps on modules while it is suspended; None if it keeps nothing."""
-        state, attributes = options_of(self.blocks[block]).state, self.attributes[block]
-        if state is not None:
-            return state
-        return attributes if attributes.learning or attributes.known else None
+    def state_of(self, block: int) -> ModuleAttributes | None:
+        """Return what a block's forward keeps while it is suspended; None if it keeps nothing."""
+        attributes = self.attributes[block]
+        return attributes if attributes.carries else None
 
     def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
         """Note a call of experts and its sizes."""

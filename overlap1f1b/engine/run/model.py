@@ -14,7 +14,7 @@ from overlap1f1b.schedule.values import quoted
 
 
 class CarriedState(Protocol):
-    """State that a forward keeps on attributes of modules: a suspended forward must take it along."""
+    """State that a forward keeps somewhere: a suspended forward must take it along."""
 
     def begin(self, seed: int | None) -> None:
         """Prepare for a new forward, whose random numbers follow from a seed."""
@@ -36,7 +36,7 @@ class MicrobatchBlock(nn.Module):
     Attributes:
         input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
             names, in which None stands for an input that is not given. Any block may return None to pass it on.
-        state: State that the block keeps on its modules while a forward runs; it travels with a suspended forward.
+        state: State that a suspended forward takes along, beside the places that the engine learns.
         apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
         delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
         whole: Layers whose weight gradients are not computed apart, as their backward runs inside the forward.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-Replacement = tuple[dict[str, Any], str, Any]
+Replacement = tuple[MutableMapping[str, Any], str, Any]
 """A dictionary, such as an object's ``__dict__``, a key, and the value to put there."""
 
 ABSENT: Any = object()
 """The value of an entry that is not there."""
 
 
-def put(table: dict[str, Any], key: str, value: Any) -> None:
+def put(table: MutableMapping[str, Any], key: str, value: Any) -> None:
     """Set an entry, or remove it for :data:`ABSENT`."""
     if value is ABSENT:
         table.pop(key, None)

@@ -96,7 +96,7 @@ def get_forward_backward_func(
         costs: Seconds of every node, instead of measuring them.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
-        verify: See :class:`~overlap1f1b.engine.Engine`. Where ``no_sync_func`` or ``grad_sync_func`` act, a step that is
+        verify: See :class:`~overlap1f1b.engine.Engine`. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is
             compared is played three times.
         timeout: Limit in seconds of every wait for another rank. The groups in which layers communicate ("tp", "cp",
             "ep", and the experts' groups of ``pg_collection``) get it, too, and keep it.

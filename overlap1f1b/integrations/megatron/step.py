@@ -130,7 +130,7 @@ class Losses:
 
 
 def logged() -> Iterator[dict[str, Any]]:
-    """Yield the tables in which Megatron-Core tracks losses and random numbers beside the model: a forward changes them.
+    """Yield the tables in which Megatron-Core tracks losses and random numbers; a forward changes them.
 
     They are globals and class attributes whose names end in "tracker".
     """

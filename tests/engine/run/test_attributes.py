@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine.run.attributes import ModuleAttributes
+from overlap1f1b.engine.run.attributes import ModuleAttributes, places
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.transport.calls import exchange
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, compare
@@ -74,6 +80,136 @@ def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_own, timeout=60) == [[], []]
 
 
+@dataclass(slots=True)
+class Slots:
+    order: Tensor | None = None
+
+
+@dataclass
+class Plain:
+    order: Tensor | None = None
+
+
+class Recipe:
+    """What a block's file has beside the block."""
+
+    scale = 1.0
+
+
+ORDER: Tensor | None = None
+STATE = Slots()
+
+
+@contextmanager
+def scaled(value: float) -> Iterator[None]:
+    before, Recipe.scale = Recipe.scale, value
+    try:
+        yield
+    finally:
+        Recipe.scale = before
+
+
+class Somewhere(nn.Module):
+    """Keeps the order of its rows somewhere while they are exchanged, in a scale that it sets meanwhile."""
+
+    shared: Tensor | None = None
+    held: Any
+
+    def __init__(self, group: dist.ProcessGroup, kind: str, scale: float, *, foreign: bool) -> None:
+        super().__init__()
+        self.kind, self.scale, self.group = kind, scale, group
+        self.gate = nn.Linear(HIDDEN, 4)
+        if not foreign:
+            self.experts = GroupedExperts(4, HIDDEN, 8, group=group)
+            self.experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
+        self.held = {
+            "object": Plain(), "slots": Slots(), "list": [[Slots()]], "tuple": (1, Plain()),
+            "dictionary": {"a": Plain()}, "entry": {}, "unregistered": [nn.Identity()],
+        }.get(kind)  # fmt: skip
+
+    def keep(self, order: Tensor) -> None:
+        global ORDER  # noqa: PLW0603 - as models do
+        if self.kind == "global":
+            ORDER = order
+        elif self.kind == "class":
+            Somewhere.shared = order
+        elif self.kind == "entry":
+            self.held["order"] = order
+        elif self.kind == "late":  # makes its object in the first forward
+            self.held = self.held or Slots()
+            self.held.order = order
+        else:
+            self._object().order = order
+
+    def kept(self) -> Tensor:
+        if self.kind in ("global", "class", "entry"):
+            order = {"global": ORDER, "class": Somewhere.shared, "entry": (self.held or {}).get("order")}[self.kind]
+        else:
+            order = self._object().order
+        assert order is not None
+        return order
+
+    def _object(self) -> Any:
+        kinds = {"global object": lambda: STATE, "list": lambda: self.held[0][0], "tuple": lambda: self.held[1],
+                 "dictionary": lambda: self.held["a"], "unregistered": lambda: self.held[0]}  # fmt: skip
+        return kinds.get(self.kind, lambda: self.held)()
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert Recipe.scale == 1
+        with scaled(self.scale):
+            self.keep(x.detach()[:, 0].argsort())
+            rows = x[self.kept()]
+            if hasattr(self, "experts"):
+                weights, indices = self.gate(rows).softmax(-1).topk(2)
+                y = self.experts(rows, indices, weights)
+            else:
+                y = exchange(self.gate(exchange(rows, None, None, self.group)), None, None, self.group).repeat(1, 3)
+            return x + torch.empty_like(y).index_copy(0, self.kept(), y.tanh()) * Recipe.scale
+
+
+PLACES = (
+    "object", "slots", "list", "tuple", "dictionary", "entry", "unregistered", "global", "global object", "class"
+)  # fmt: skip
+
+
+def _somewhere(rank: int, size: int, foreign: bool) -> list[str]:
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    group = mesh.get_group("ep")
+
+    def build() -> nn.Sequential:
+        # Forwards that begin while the first one is open would make objects of their own: its step must be serial.
+        kinds = (*PLACES, "late") if foreign else PLACES
+        return nn.Sequential(*(Somewhere(group, k, 0.5 + n / 8, foreign=foreign) for n, k in enumerate(kinds)))
+
+    for overlap, recompute in ((2, "none"), (3, "none"), (3, "block")):
+        problems += compare(f"{overlap}, recompute {recompute}", build, mesh, overlap=overlap, recompute=recompute)
+    return problems + [f"scale {Recipe.scale}"] * (Recipe.scale != 1)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_what_is_kept_anywhere_goes_with_its_microbatch(ranks2: Ranks, foreign: bool) -> None:
+    assert ranks2.run(_somewhere, foreign, timeout=120) == [[], []]
+
+
+def test_every_place_has_a_name() -> None:
+    group = cast("dist.ProcessGroup", None)
+    blocks = {kind: Somewhere(group, kind, 1, foreign=True) for kind in PLACES}
+    names = {kind: dict(places(block, "block")) for kind, block in blocks.items()}
+    assert names["slots"]["attribute 'order' of Slots in block.held"] is None
+    assert "attribute 'order' of Slots in block.held[0][0]" in names["list"]
+    assert "attribute 'order' of Plain in block.held[a]" in names["dictionary"]
+    blocks["entry"].keep(torch.ones(1))
+    assert "entry order of block.held" in dict(places(blocks["entry"], "block"))
+    for name in (
+        "attribute 'training' of Linear in block.gate",
+        "class attribute Somewhere.shared",
+        "class attribute Recipe.scale",
+        "global ORDER of test_attributes.py",
+        "attribute 'order' of Slots in STATE of test_attributes.py",
+    ):
+        assert name in names["object"]
+
+
 class KeepingExperts(nn.Module):
     """Keeps its gate's weights on itself while the experts run."""
 
@@ -98,12 +234,14 @@ def test_experts_on_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_experts, timeout=60) == [[], []]
 
 
-def test_a_block_that_keeps_nothing_costs_nothing() -> None:
+def test_a_block_that_keeps_nothing_carries_nothing() -> None:
     block = nn.Linear(2, 2)
     attributes = ModuleAttributes(block)
     attributes.begin(None)
-    assert attributes.leave() == {}
+    assert attributes.leave(ended=False).values == {}
     attributes.begin(None)
     block.late = 1  # type: ignore[assignment]
-    assert list(attributes.leave().values()) == [1]
-    assert attributes.known
+    assert list(attributes.leave(ended=False).values.values()) == [1]
+    assert not hasattr(block, "late")
+    attributes.learning = False
+    assert attributes.carries
