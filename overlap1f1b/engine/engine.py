@@ -120,8 +120,8 @@ class Engine:
             there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
-        verify: Whether the first step of every plan that opens several actions is compared, bit by bit, with a serial
-            step of the same batch: see :class:`~overlap1f1b.engine.verify.Verification`. It takes one more step.
+        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
+            :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
         check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum, and over a
             tensor group batches, gradients and the tokens at the experts. With ``reduce=False`` nothing is compared.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
@@ -585,7 +585,7 @@ class Engine:
             self._plans = self._new_plans(self._plans.costs, self._cut_plan)
 
     def _play_verified(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
-        """Play a step; if its plan opens several actions and was not played before, compare it with a serial step."""
+        """Play a step; compare it with a plain loop if its plan has another order, and was not compared before."""
 
         def play() -> PlayedStep:
             with self.player.recorder.step() if grad and self.player.recorder is not None else contextlib.nullcontext():
@@ -602,14 +602,14 @@ class Engine:
         return self.verification.play(plan, self._plans.serial(plan, plain=plain), rehearse, play)
 
     def rehearses(self, *, grad: bool = True) -> bool:
-        """Return whether the next step, or evaluation, is compared with a serial one, so that its batch is read again."""
+        """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
         plan = self.plan if grad else self._plans.of_evaluation
         return self.verification is not None and self._is_new(plan)
 
     def _is_new(self, plan: Plan) -> bool:
         assert self.verification is not None
-        known = plan.fingerprint in self.verification.plans
-        return not known and self._plans.serial(plan).fingerprint != plan.fingerprint
+        known = plan.fingerprint in self.verification.plans or self._plans.measuring
+        return not known and self._plans.serial(plan, plain=True).fingerprint != plan.fingerprint
 
     @contextlib.contextmanager
     def _unobserved(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 import sys
 from collections import deque
@@ -46,6 +47,7 @@ class Undo:
         self._restores += [_entries_of(table, seen) for table in tables]
         self._restores += [_entries_of(table, seen, copies=False) for table in shared]
         self._restores += _contents_of_all(generators, seen)
+        self._context = contextvars.copy_context()
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
 
@@ -54,6 +56,8 @@ class Undo:
         with torch.no_grad():
             for restore in self._restores:
                 restore()
+        for variable, value in self._context.items():
+            variable.set(value)
 
     def global_random(self) -> None:
         """Put back the states of Python's and NumPy's own generators."""

@@ -1,6 +1,6 @@
-"""Compare the first step of every plan with a serial step of the same batch.
+"""Compare the first step of every plan with a plain loop over the same batch: one microbatch after another.
 
-Gradients of any order are equal to the serial step's to the bit. So a forward that keeps state where the engine does
+Gradients of any order are equal to the loop's to the bit. So a forward that keeps state where the engine does
 not look, and finds another microbatch's there, is noticed on the user's own model and data.
 """
 
@@ -27,12 +27,12 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.mesh import Mesh
 
 NOISE = 4.0
-"""Largest difference from the serial step, as a multiple of that of two serial steps."""
+"""Largest difference from a plain loop, as a multiple of that of two loops."""
 RANDOM = 0.05
-"""Difference of two serial steps, as a part of a tensor's largest entry, above which nothing can be compared."""
+"""Difference of two loops, as a part of a tensor's largest entry, above which nothing can be compared."""
 ALLOWED = (
     "allowed: an input or output of the block in its place, an attribute of a module of the block, "
-    "o1.carried(block, holder, name), overlap='serial', or verify=False"
+    "o1.carried(block, holder), overlap='serial' with schedule 'sequential', or verify=False"
 )
 
 Rehearse = Callable[[Plan], PlayedStep]
@@ -41,18 +41,18 @@ Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
 
 
 class VerificationError(RuntimeError):
-    """A step in an order with several open actions differs from the serial step; gradients are as before it."""
+    """A step differs from a plain loop over its microbatches; gradients are as before it."""
 
 
 class Difference(NamedTuple):
-    """The first difference that a rank has found: its place in the serial order, and a text."""
+    """The first difference that a rank has found: its place in the loop, and a text."""
 
     when: tuple[float, ...]
     text: str
 
 
 class Verification:
-    """Compares a step with a serial one, once for each plan.
+    """Compares a step with a plain loop, once for each plan.
 
     Args:
         stages: The stages of this rank.
@@ -71,7 +71,7 @@ class Verification:
         self.tables: Tables = tuple
 
     def play(self, plan: Plan, twin: Plan, rehearse: Rehearse, play: Callable[[], PlayedStep]) -> PlayedStep:
-        """Play a step of a plan for the first time; return it if it is equal to the serial step.
+        """Play a step of a plan for the first time; return it if it is equal to the loop's.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
         step is played once more, since it can be compared only without these sums.
@@ -83,7 +83,7 @@ class Verification:
             play: Plays the batch by ``plan``.
 
         Raises:
-            VerificationError: It differs, or two serial steps differ.
+            VerificationError: It differs, or two loops differ.
         """
         undo, summed_outside = self._undo(), self._player.around is not None
 
@@ -146,14 +146,14 @@ class Verification:
         return bool(self._mesh.sums(one != other)[0])
 
     def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo, before: Mapping[str, int]) -> None:
-        """Find out why a step differs; return if it does so by no more than serial steps do. All ranks must call this.
+        """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
 
-        ``before`` is the outcome of the serial step that it was compared with.
+        ``before`` is the outcome of the loop that it was compared with.
 
         Raises:
             VerificationError: It differs by more.
         """
-        # 1. Two serial steps, the second with other numbers of Python's and NumPy's generators; then the plan's.
+        # 1. Two loops, the second with other numbers of Python's and NumPy's generators; then the plan's order.
         undo()
         undo.global_random()
         copies, seen = list[dict[str, Tensor]](), list[Witness]()
@@ -165,14 +165,14 @@ class Verification:
             seen.append(witness)
             undo()
         undo.global_random()
-        # 2. Where serial steps differ, a step may differ as much.
+        # 2. Where loops differ, a step may differ as much.
         spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
-        of_serial = self._largest(spread)
-        if of_serial > RANDOM:
-            raise VerificationError(self._first(_of_serial(spread)))
+        of_loop = self._largest(spread)
+        if of_loop > RANDOM:
+            raise VerificationError(self._first(_of_loop(spread)))
         warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
         by = self._largest(apart)
-        if by <= NOISE * of_serial and (by or warmed):
+        if by <= NOISE * of_loop and (by or warmed):
             return
         # 3. The first difference on any rank.
         raise VerificationError(self._first(self._difference(plan, twin, apart, seen[0], seen[2])))
@@ -199,14 +199,15 @@ class Verification:
         by = f"{names[0]} by {apart[names[0]]:.2g} of its largest entry" if names else "not the same in each play"
         changed = found.changed()
         meanwhile = f"; changed by another microbatch meanwhile: {changed}" if changed else ""
-        return Difference(when, f"overlap {plan.order} differs from the serial step, {where}{by}{meanwhile}; {ALLOWED}")
+        what = f"{plan.program.name} with overlap {plan.order}"
+        return Difference(when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}")
 
 
-def _of_serial(spread: Mapping[str, float]) -> Difference:
+def _of_loop(spread: Mapping[str, float]) -> Difference:
     name = max(spread, key=spread.__getitem__, default="")
     return Difference(
         (-spread.get(name, 0.0),),
-        f"two serial steps of one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: "
+        f"two plain loops over one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: "
         "random numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
     )
 

@@ -102,7 +102,8 @@ class Forward:
         """
         self._grad = grad
         self._stack = stack = self._stacks.pop() if self._stacks else Stack()
-        stack.forward, stack.gr_context = self, contextvars.copy_context()
+        stack.forward, self._context = self, contextvars.copy_context()
+        stack.gr_context = self._context
         return self.resume(args, outside, mode=mode)
 
     def resume(self, result: Any, outside: ThreadState, *, mode: bool = False) -> Any:
@@ -112,6 +113,10 @@ class Forward:
         self._with_mode, self._given = mode and self.mode is not None, result
         del result
         self._stack.switch()
+        if self._stack is None:  # what it has set stays, as after a plain call
+            for variable, value in self._context.items():
+                if variable.get(None) is not value:
+                    variable.set(value)
         handed, self._handed = self._handed, None
         return handed
 

@@ -70,7 +70,7 @@ def _generator() -> tuple[Put, Get]:
 
     kept = keep()
     next(kept)
-    return lambda x: kept.send(x) and None, lambda: next(kept)
+    return kept.send, lambda: next(kept)
 
 
 def _global() -> tuple[Put, Get]:
@@ -132,7 +132,9 @@ PLACES: dict[str, Callable[[nn.Module], tuple[Put, Get]]] = {
     "a stack": lambda block: _stack(_held(block, [])),
     "a queue": lambda block: _stack(_held(block, deque())),
     "a tensor in place": lambda _: _in_place(torch.empty_like, torch.clone),
-    "an array in place": lambda _: _in_place(lambda x: np.empty(x.shape), lambda kept: torch.from_numpy(kept.copy())),
+    "an array in place": lambda _: _in_place(
+        lambda x: np.empty(x.shape, np.float32), lambda kept: torch.from_numpy(kept.copy())
+    ),
     "a file": lambda _: _file(),
 }
 
