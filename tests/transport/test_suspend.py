@@ -26,6 +26,7 @@ from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.suspend import Forward, Stack, ThreadState
 from tests import models
+from tests.engine import test_engine
 from tests.engine.test_engine import COSTS, OVERLAPS, overlaps_of, programs
 
 step = partial(test_engine.step, verify=False)  # these tests count what a step calls
