@@ -194,6 +194,14 @@ class Part(nn.Module):
             stage.hang(self)
         self.__dict__["split"] = stages  # not by assignment: a model may have a module of this name
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # of the model, which code that makes optimizers asks for its config, for example
+            if "split" not in vars(self):
+                raise
+            return getattr(self.split.model, name)
+
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse a call as of the whole model."""
         raise ValueError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
@@ -136,7 +138,7 @@ class Overlapped(Trainer):
         The engine alone is made again for another ``gradient_accumulation_steps``.
         """
         count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
-        if self._model_built is None or self._model_built.given is not self.model:
+        if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
             if self._model_built is not None:
                 self._model_built.engine.close()
             device = unnumbered(self.args.device)
@@ -162,11 +164,22 @@ class Overlapped(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._built()  # before the optimizer: model_init may have made another model
-        return super()._prepare_for_training(*args, **kwargs)
+
+        def create(_: nn.Module | None = None) -> torch.optim.Optimizer:
+            with self._divided():
+                return type(self).create_optimizer(self)
+
+        with replaced([(vars(self), "create_optimizer", create)]):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def _divided(self) -> AbstractContextManager[None]:
+        """While an optimizer is made, also by a subclass, ``self.model`` is the module of this rank's parameters."""
+        return replaced([(vars(self), "model", self._built().module)])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer of this rank's parameters, in the groups of the whole model."""
-        return super().create_optimizer(self._built().module)
+        with self._divided():
+            return super().create_optimizer()
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of sequences of an optimizer step."""

@@ -972,6 +972,62 @@ def test_an_optimizer_with_a_mode(ranks2: Ranks, tmp_path: Path) -> None:
     assert ranks2.run(_modes_of_steps, spec) == [[True] * 4] * 2
 
 
+class Grouped(transformers.Trainer):
+    """Has learning rates of its own, by the usual override."""
+
+    def create_optimizer(self) -> Any:  # type: ignore[override]
+        if self.optimizer is None:
+            assert self.model.config.model_type == "qwen3_moe"
+            self.optimizer = torch.optim.AdamW(grouped(self.model))
+        return super().create_optimizer()
+
+
+class OverlappedGrouped(Overlapped, Grouped):
+    pass
+
+
+class GroupedAfter(Grouped, OverlapTrainer):
+    """Its method is called before the mixin's."""
+
+
+class GroupedBefore(OverlapTrainer):
+    """Makes its groups of the whole model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = grouped(self.model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.groups)
+        return self.optimizer
+
+
+def grouped(model: Any) -> list[dict[str, Any]]:
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    rest = [p for name, p in model.named_parameters() if "experts" not in name]
+    return [{"params": experts, "lr": 1e-4, "eps": 1e-5}, {"params": rest, "lr": 3e-3, "eps": 1e-5}]
+
+
+@pytest.mark.parametrize("kind", [OverlappedGrouped, GroupedAfter])
+def test_an_optimizer_of_groups(ranks4: Ranks, kind: Any, tmp_path: Path) -> None:
+    """Stages and experts are divided, and checkpoints are saved."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    spec = Spec(tmp_path, rows=40, layout=OverlapArguments(pp=2, ep=2), kind=kind, arguments=saving)
+    one = replace(spec, folder=tmp_path / "plain", kind=Grouped, layout=None, accumulation=8, arguments={})
+    expected = history(alone(one))
+    for found in ranks4.run(train, spec):
+        close(shown(found), expected)
+    same_weights(tmp_path, tmp_path / "plain")
+
+
+def test_an_optimizer_of_the_whole_model_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
+    """Before the first step, not at the first checkpoint."""
+    spec = Spec(tmp_path, kind=GroupedBefore, layout=OverlapArguments(pp=2))
+    for found in ranks2.run(_of_a_part, spec):
+        assert re.match(r"an optimizer over model\.layers\.[01]\S+, whose values another rank has; allowed: ", found)
+        assert "\n" not in found
+
+
 def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, layout=OverlapArguments(ep=2, parts="auto"))
