@@ -29,14 +29,16 @@ def in_place_of(old: nn.Parameter, value: Tensor, name: str) -> nn.Parameter:
 class Elsewhere(nn.Parameter):
     """A parameter on the meta device, whose values another rank has.
 
-    No optimizer of this rank takes it: it would get no gradient.
+    No optimizer of this rank takes it, since it gets no gradient: torch's ask a tensor whether it is a leaf, and if
+    not, whether it keeps its gradient.
     """
 
     name_in_model: str
+    is_leaf = False  # PEFT asks, too, before it changes requires_grad
 
     @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """Refuse an optimizer: torch's ask each parameter for this."""
+    def retains_grad(self) -> bool:  # type: ignore[override]
+        """Refuse an optimizer."""
         raise ValueError(
             f"an optimizer over {self.name_in_model}, whose values another rank has; allowed: parameters() or "
             "named_parameters() of what split_model returns, which are self.stages of a trainer"

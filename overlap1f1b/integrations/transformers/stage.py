@@ -114,7 +114,9 @@ class Layer(MicrobatchBlock):
         call = calls[self.number].filled(values)
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
-            raise ValueError(f"layer {self.number} has its own gradient checkpointing; allowed: disabled")
+            raise ValueError(
+                f"layer {self.number} has its own gradient checkpointing; allowed: disabled, with recompute='block'"
+            )
         here: list[Tensor] = []
         token = _ROUTED.set(here)
         try:
