@@ -98,6 +98,10 @@ class Layer(MicrobatchBlock):
                 router.register_forward_hook(partial(_record, index))
         self._checked = False
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the decoder layer: the model's own forward around it runs with stand-ins for layers."""
+        self.layer.compile(*args, **kwargs)
+
     def forward(self, *inputs: Any, microbatch: Microbatch) -> OptionalTensors:
         part, known, hidden = self.part, len(self.part.inputs), None
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
