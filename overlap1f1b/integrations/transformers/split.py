@@ -355,7 +355,7 @@ def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter
         for label, parameter in list(module.named_parameters(recurse=False)):
             if (name := names.get(id(parameter))) is not None:
                 if name not in ties:
-                    ties[name] = (parameter, in_place_of(parameter, parameter.detach().clone(), name))
+                    ties[name] = (parameter, in_place_of(parameter, parameter.detach().clone(), name, both=True))
                 module.register_parameter(label, ties[name][1])
     # A tensor and its transpose may be two parameters with one memory.
     seen: dict[tuple[int, int], int] = {}

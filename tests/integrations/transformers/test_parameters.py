@@ -117,6 +117,9 @@ def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, registe
     assert ranks2.run(_of_experts, lora, register) == [expected] * 2
 
 
+REFUSED = (
+    r"^(model|lm_head)\.\S+ of the whole model, of which this rank has no gradient, in an optimizer; allowed: param"
+)
 OPTIMIZED: dict[str, Callable[[Any], Any]] = {
     "whole": lambda model: model.parameters(),
     "named": lambda model: model.named_parameters(),
@@ -130,12 +133,40 @@ def test_optimizers_of_parameters_elsewhere_are_refused(case: str) -> None:
     """They would train until the first checkpoint."""
     model = tiny.build("mixtral", num_hidden_layers=2)
     stages = split_model(model, STAGES, _OneOf(1))  # type: ignore[arg-type]
-    message = r"^an optimizer over model\.\S+, whose values another rank has; allowed: parameters\(\) or named_"
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=REFUSED) as caught:
         torch.optim.AdamW(OPTIMIZED[case](model))
     assert "\n" not in str(caught.value)
     torch.optim.AdamW(stages.parameters())
     torch.optim.AdamW(p for p in model.parameters() if not p.is_meta)
+
+
+def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
+    """Return the message of an optimizer that is made before the split, or before the weights are read."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(dimension,))
+    with torch.device("cpu" if folder is None else "meta"):
+        model = tiny.build("mixtral", num_hidden_layers=2)
+    optimizer = torch.optim.SGD(model.parameters())
+    program = STAGES if dimension == "pp" else EXPERTS
+    stages = split_model(model, program, mesh)
+    if folder is not None:
+        optimizer = torch.optim.SGD(stages.parameters())
+        stages.load_pretrained(folder)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    tokens, labels = tiny.batch(4)
+    engine.step(tokens, target=labels)
+    with pytest.raises(ValueError, match=REFUSED) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), ("ep", False), ("ep", True)])
+def test_optimizers_that_are_made_too_early_are_refused(
+    ranks2: Ranks, dimension: str, meta: bool, tmp_path: Path
+) -> None:
+    """They would step parameters that the model has no more."""
+    tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path)
+    for message in ranks2.run(_early, dimension, tmp_path if meta else None):
+        assert "\n" not in message
 
 
 def test_a_model_with_parameters_elsewhere_is_copied_and_pickled() -> None:
