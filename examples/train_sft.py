@@ -30,7 +30,7 @@ parser.set_defaults(
     output_dir="runs/sft",
     use_cpu=not torch.cuda.is_available(),
     bf16=torch.cuda.is_available(),
-    gradient_checkpointing=False,  # use --recompute
+    gradient_checkpointing=False,  # True is --recompute block
     per_device_train_batch_size=4,
     gradient_accumulation_steps=4,  # the microbatches of a step
     max_steps=20,

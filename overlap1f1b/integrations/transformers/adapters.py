@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from overlap1f1b.integrations.transformers.parameters import in_place_of
+
 CONFIG = "adapter_config.json"
 """File of a folder that holds an adapter."""
 
@@ -183,18 +185,20 @@ def divide(module: Any, count: int, rank: int, ranks: int, name: str) -> None:
     Raises:
         ValueError: A wrapped parameter is not stacked by expert.
     """
-    for wrapper in wrappers_around(module):
+    for inside, wrapper in enumerate(reversed(wrappers_around(module)), start=1):
         if wrapper.num_experts != count:
             raise ValueError(
                 f"LoRA of {name}.{wrapper.parameter_name} of shape {list(wrapper.get_param().shape)}, whose factors "
                 f"have no part for each of {count} experts; allowed on several ranks along 'ep': parameters "
                 f"[{count}, ., .]"
             )
+        path = name.removesuffix(".base_layer" * inside)
         for adapter in wrapper.lora_A:
-            for factor, columns in ((wrapper.lora_A[adapter], 0), (wrapper.lora_B[adapter], count)):
+            for kind, columns in (("lora_A", 0), ("lora_B", count)):
+                factor = getattr(wrapper, kind)[adapter]
                 old = factor.weight
                 mine = by_expert(by_expert(old.detach(), columns).chunk(ranks)[rank], columns, back=True).clone()
-                factor.weight = nn.Parameter(mine, requires_grad=old.requires_grad)
+                factor.weight = in_place_of(old, mine, f"{path}.{kind}.{adapter}.weight")
         wrapper.num_experts = count // ranks
 
 
@@ -227,7 +231,7 @@ def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
     """
     from peft import get_peft_model_state_dict
 
-    state = model.state_dict(keep_vars=True)
+    state = type(model).state_dict(model, keep_vars=True)  # its own may refuse: it is a part
     return {
         name: {id(value): key for key, value in get_peft_model_state_dict(model, state, name).items()}
         for name in model.peft_config

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from overlap1f1b.engine.play.parts import PartsChoice
@@ -92,8 +93,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "deepspeed": ((None,), "pp, dp and ep of OverlapArguments"),
     "fsdp": ((None, "", [], False), "pp, dp and ep of OverlapArguments"),
     "parallelism_config": ((None,), "pp, dp and ep of OverlapArguments"),
-    "activation_checkpointing": ((None, False), "recompute of OverlapArguments"),
-    "gradient_checkpointing": ((None, False), "recompute of OverlapArguments"),
     "activation_offloading": ((False,), "recompute of OverlapArguments"),
     "padding_free": ((False,), "False, batches are padded"),
     "auto_find_batch_size": ((False,), "a per_device_train_batch_size that fits"),
@@ -108,6 +107,34 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "debug": ((None, "", []), "none"),
 }
 """Arguments of Trainer and SFTTrainer that cannot be honoured: their values that change nothing, and what to use."""
+
+
+def with_checkpointing(args: Any, parallel: OverlapArguments) -> tuple[Any, OverlapArguments]:
+    """Return the arguments with Trainer's activation checkpointing as ``recompute="block"``, and say so.
+
+    Raises:
+        ValueError: It is to be done in a way that changes what is computed again.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
+    if not any(getattr(args, name, False) for name in names):
+        return args, parallel
+    for name in names:
+        options = getattr(args, f"{name}_kwargs", None) or {}
+        if more := sorted(options.keys() - {"use_reentrant"}):
+            raise ValueError(f"{name}_kwargs with {more[0]}; allowed: use_reentrant, or recompute of OverlapArguments")
+    args = copy(args)  # another trainer's, too
+    for name in names:
+        setattr(args, name, False)
+    if parallel.recompute == "none":
+        parallel = replace(parallel, recompute="block")
+        if args.process_index == 0:
+            from transformers.utils import logging
+
+            logging.get_logger(__name__).warning(
+                "gradient_checkpointing=True is taken as recompute='block' of OverlapArguments: layers are computed "
+                "again in the backward; with False they are not"
+            )
+    return args, parallel
 
 
 def check_arguments(args: Any, parallel: OverlapArguments) -> None:

@@ -30,12 +30,22 @@ class BuiltModel:
         module: Module of this rank's parameters, by their names in the whole model.
         loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
         slots: Microbatches whose loss that rank computes.
+
+    Args:
+        keeps: Whether the last layer, which runs the code of the loss, keeps its activations under any ``recompute``.
     """
 
     engine: Engine
 
     def __init__(
-        self, model: Any, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments, device: torch.device
+        self,
+        model: Any,
+        program: Program,
+        mesh: DeviceMesh | None,
+        parallel: OverlapArguments,
+        device: torch.device,
+        *,
+        keeps: bool,
     ) -> None:
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
@@ -44,6 +54,8 @@ class BuiltModel:
         known = signature(type(base_of(model)).forward).parameters  # PEFT's model passes most on by **kwargs
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)
         self.stages = split_model(model, program, mesh, inputs=self.names)
+        for stage in self.stages.values():
+            stage.blocks[-1].keeps = keeps and stage.blocks[-1].is_last
         if any(p.is_meta for p in self.stages.parameters()):
             if parallel.pretrained is None:
                 raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")

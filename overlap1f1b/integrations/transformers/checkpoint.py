@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.integrations.transformers.adapters import adapter_keys, base_of, by_expert, name_in_base
+from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 from overlap1f1b.moe import Experts
 
@@ -63,7 +64,8 @@ class Conversion:
 
         base = base_of(model)
         self._model, self._prefix = base, getattr(base, "base_model_prefix", "")
-        named = ((name_in_base(base, name), value) for name, value in base.state_dict().items())
+        state = type(base).state_dict(base)  # its own may refuse: it is a part
+        named = ((name_in_base(base, name), value) for name, value in state.items())
         self._names = {name: value for name, value in named if name is not None}
         self._rules = get_model_conversion_mapping(base)
         self._renamings = [rule for rule in self._rules if isinstance(rule, WeightRenaming)]
@@ -157,7 +159,7 @@ class _Slot:
             return
         new = value.to(device, old.dtype, copy=True, memory_format=torch.contiguous_format)
         if isinstance(old, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
+            new = in_place_of(old, new, self.names[0])
             self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}
         self.put(new)
 
@@ -417,7 +419,7 @@ def join_adapter(folder: Path, stages: int, model: Any) -> None:
     tensors: dict[str, Tensor] = {}
     for part in parts:
         tensors |= load_file(part)
-    type(model).save_pretrained(model, str(folder), state_dict=tensors)  # the model's own may refuse: it is a part
+    type(model).save_pretrained(model, str(folder), state_dict=tensors)  # as above
     for part in parts:
         part.unlink()
 
@@ -438,7 +440,9 @@ def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStag
         with safe_open(file, framework="pt") as opened:
             known = set(opened.keys())
             for slot in slots:
-                if (key := keys.get(id(slot.value))) is None:
+                # PEFT's files have tokens of a tied embedding once.
+                same = (slot.value, *map(model.get_parameter, slot.elsewhere))
+                if (key := next((keys[id(value)] for value in same if id(value) in keys), None)) is None:
                     continue
                 if key not in known:
                     raise ValueError(f"{file} has nothing for {slot.names[0]}; allowed: an adapter of the same targets")

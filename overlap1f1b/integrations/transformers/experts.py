@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers import adapters
 from overlap1f1b.integrations.transformers.compiled import leave_experts
+from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
@@ -317,7 +318,7 @@ def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> N
                     "allowed on several ranks along 'ep': one that has"
                 )
             mine = parameter.detach().chunk(ranks)[rank].clone()
-            part.register_parameter(label, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+            part.register_parameter(label, in_place_of(parameter, mine, f"{name}.{label}"))
         for attribute, value in list(_counters(part)):
             if value == count and attribute not in ("experts", "local_experts"):
                 setattr(part, attribute, count // ranks)

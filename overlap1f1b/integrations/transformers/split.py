@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
 )
 from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
 from overlap1f1b.integrations.transformers.experts import adopt, find
+from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_elsewhere
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
 from overlap1f1b.schedule import Placement, Program
@@ -192,6 +194,14 @@ class Part(nn.Module):
             stage.hang(self)
         self.__dict__["split"] = stages  # not by assignment: a model may have a module of this name
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # of the model, which code that makes optimizers asks for its config, for example
+            if "split" not in vars(self):
+                raise
+            return getattr(self.split.model, name)
+
     def forward(self, *_: Any, **__: Any) -> Any:
         """Refuse a call as of the whole model."""
         raise ValueError(
@@ -287,19 +297,20 @@ def split_model(
         elsewhere += shell.after.values() if last not in held else ()
         for module in elsewhere:
             if not any(id(p) in kept for p in module.parameters()):
-                module.to("meta")
+                leave_elsewhere(model, module)
                 vars(module)["forward"] = partial(_is_elsewhere, type(module).__name__)
         vars(model)["generate"] = partial(_is_elsewhere, f"{type(model).__name__}.generate")
     if group is not None or len(held) < placement.stages:
-        vars(model)["save_pretrained"] = _saves_a_part
+        for name in ("save_pretrained", "state_dict"):
+            vars(model)[name] = partial(_of_a_part, name)
     return SplitModel(model, stages, placement, mesh)
 
 
-def _saves_a_part(*_: Any, **__: Any) -> None:
-    """Refuse what would write a folder without the experts and layers of other ranks."""
+def _of_a_part(name: str, *_: Any, **__: Any) -> None:
+    """Refuse what would be without the experts and layers of other ranks."""
     raise ValueError(
-        "save_pretrained of a model of which a rank has a part; allowed: save_pretrained of what split_model returns, "
-        "or save_model of a trainer"
+        f"{name} of a model of which a rank has a part; allowed: save_pretrained of what split_model returns or "
+        "save_model of a trainer, which write the whole; state_dict of what split_model returns, a rank's part"
     )
 
 
@@ -320,6 +331,14 @@ def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
+def _alone(module: nn.Module) -> nn.Module:
+    """Return a module with the parameters and buffers of another one, as a holder of its own."""
+    alone = copy(module)
+    children = {name: None if child is None else _alone(child) for name, child in module._modules.items()}
+    vars(alone).update(_parameters={**module._parameters}, _buffers={**module._buffers}, _modules=children)
+    return alone
+
+
 def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
     """Give the modules after the layers copies of parameters that they share with the modules before the layers.
 
@@ -328,12 +347,15 @@ def _untie(shell: Shell, parts: Sequence[range]) -> dict[str, tuple[nn.Parameter
     """
     names = {id(p): f"{name}.{label}" for name, m in shell.before.items() for label, p in m.named_parameters()}
     ties: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+    both = {id(part) for module in shell.before.values() for part in module.modules()}
+    for after in list(shell.after.values()):
+        for holder in list(after.modules()):
+            holder._modules |= {n: _alone(m) for n, m in holder._modules.items() if m is not None and id(m) in both}
     for module in {part for after in shell.after.values() for part in after.modules()}:
         for label, parameter in list(module.named_parameters(recurse=False)):
             if (name := names.get(id(parameter))) is not None:
                 if name not in ties:
-                    copy = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-                    ties[name] = (parameter, copy)
+                    ties[name] = (parameter, in_place_of(parameter, parameter.detach().clone(), name, both=True))
                 module.register_parameter(label, ties[name][1])
     # A tensor and its transpose may be two parameters with one memory.
     seen: dict[tuple[int, int], int] = {}

@@ -98,6 +98,10 @@ class Layer(MicrobatchBlock):
                 router.register_forward_hook(partial(_record, index))
         self._checked = False
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the decoder layer: the model's own forward around it runs with stand-ins for layers."""
+        self.layer.compile(*args, **kwargs)
+
     def forward(self, *inputs: Any, microbatch: Microbatch) -> OptionalTensors:
         part, known, hidden = self.part, len(self.part.inputs), None
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
@@ -114,7 +118,9 @@ class Layer(MicrobatchBlock):
         call = calls[self.number].filled(values)
         # 2. The layer.
         if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
-            raise ValueError(f"layer {self.number} has its own gradient checkpointing; allowed: disabled")
+            raise ValueError(
+                f"layer {self.number} has its own gradient checkpointing; allowed: disabled, with recompute='block'"
+            )
         here: list[Tensor] = []
         token = _ROUTED.set(here)
         try:

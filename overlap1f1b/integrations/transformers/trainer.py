@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,15 @@ from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_c
 from overlap1f1b.engine.agreement import different_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
+from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
 from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
-from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, check_collator
+from overlap1f1b.integrations.transformers.arguments import (
+    OverlapArguments,
+    check_arguments,
+    check_collator,
+    with_checkpointing,
+)
 from overlap1f1b.integrations.transformers.built import BuiltModel
 from overlap1f1b.integrations.transformers.rest import RestOfModel
 from overlap1f1b.integrations.transformers.split import SplitModel
@@ -85,14 +92,13 @@ class Overlapped(Trainer):
                 "allowed: optimizer_cls_and_kwargs, or create_optimizer and create_scheduler of a subclass"
             )
         check_collator(self.data_collator)
-        self._own_code()
         if self.overlap_args.pp > 1:
             self.callback_handler.callbacks.insert(0, _LogsOfLastStage(self))
         self._built()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and make the accelerator of the ranks with data of their own."""
-        args, parallel = self.args, self.overlap_args
+        self.args, self.overlap_args = args, parallel = with_checkpointing(self.args, self.overlap_args)
         check_arguments(args, parallel)
         sizes = parallel.sizes(args.world_size)
         parallel.program(args.gradient_accumulation_steps)
@@ -104,19 +110,16 @@ class Overlapped(Trainer):
         self.accelerator.share(self._mesh)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def _own_code(self) -> None:
-        """Refuse a recomputation that would run a subclass's code for the loss twice."""
-        if self.overlap_args.recompute in ("none", "experts"):
-            return
+    def _mixed(self) -> type[Trainer]:
+        """Return the trainer that this class makes an overlapped one."""
         kinds = type(self).__mro__
-        after = kinds[kinds.index(Overlapped) + 1 :]
-        for name, among in (("training_step", after), ("compute_loss", kinds)):
-            owner = next(kind for kind in among if name in vars(kind))
-            if owner is not Trainer:
-                raise ValueError(
-                    f"recompute={self.overlap_args.recompute!r} would call {owner.__name__}.{name} twice; "
-                    "allowed: none, experts"
-                )
+        found: type[Trainer] = kinds[kinds.index(Overlapped) + 1]
+        return found
+
+    def _has_own_loss(self) -> bool:
+        """Return whether a subclass's own code computes the loss, and may count its calls."""
+        pairs = ((self._mixed(), "training_step"), (type(self), "compute_loss"))
+        return any(getattr(kind, name) is not getattr(Trainer, name) for kind, name in pairs)
 
     # ------------------------------------------------------------------------------------------------------- model
 
@@ -136,11 +139,13 @@ class Overlapped(Trainer):
         The engine alone is made again for another ``gradient_accumulation_steps``.
         """
         count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
-        if self._model_built is None or self._model_built.given is not self.model:
+        if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
             if self._model_built is not None:
                 self._model_built.engine.close()
             device = unnumbered(self.args.device)
-            self._model_built = BuiltModel(self.model, parallel.program(count), self._mesh, parallel, device)
+            self._model_built = BuiltModel(
+                self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._has_own_loss()
+            )
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
         return self._model_built
@@ -162,11 +167,22 @@ class Overlapped(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._built()  # before the optimizer: model_init may have made another model
-        return super()._prepare_for_training(*args, **kwargs)
+
+        def create(_: nn.Module | None = None) -> torch.optim.Optimizer:
+            with self._divided():
+                return type(self).create_optimizer(self)
+
+        with replaced([(vars(self), "create_optimizer", create)]):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def _divided(self) -> AbstractContextManager[None]:
+        """While an optimizer is made, also by a subclass, ``self.model`` is the module of this rank's parameters."""
+        return replaced([(vars(self), "model", self._built().module)])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer of this rank's parameters, in the groups of the whole model."""
-        return super().create_optimizer(self._built().module)
+        with self._divided():
+            return super().create_optimizer()
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of sequences of an optimizer step."""
@@ -238,10 +254,9 @@ class Overlapped(Trainer):
             raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
-                raise ValueError(f"a batch of type {type(batch).__name__}; allowed: a mapping with input_ids")
+                raise self._batch(f"type {type(batch).__name__}")
             if batch.get(names[0]) is None:  # as losses have it that join columns of their own
-                columns = ", ".join(map(str, batch)) or "nothing"
-                raise ValueError(f"a batch of {columns}; allowed: a mapping with input_ids")
+                raise self._batch(", ".join(map(str, batch)) or "nothing")
         if different_batches({"batches": list(batches.values())}, built.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
@@ -260,6 +275,10 @@ class Overlapped(Trainer):
             return arguments
 
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
+
+    def _batch(self, found: str) -> ValueError:
+        who = f"{type(self).__name__}, a {self._mixed().__name__}"
+        return ValueError(f"{who}, has a batch of {found}; allowed: trainers whose batches have input_ids by name")
 
     def _loss(
         self, batch: Batch | None, compute: Callable[[RestOfModel, Batch], Tensor], named: Named, finish: Finish

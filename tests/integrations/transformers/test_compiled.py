@@ -107,23 +107,34 @@ def test_a_dense_layer_and_shared_experts(ranks2: Ranks) -> None:
         assert graphs > 0
 
 
-def _graphs(layers: int) -> int:
+def _graphs(layers: int, blocks: bool = False) -> tuple[int, dict[str, Tensor]]:
+    """Return the number of compiled graphs and the gradients; ``blocks`` are compiled behind the split."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
     counters.clear()
-    program = build_schedule("combined_1f1b", microbatches=2)
-    stages = split_model(in_place(tiny.build("mixtral", num_hidden_layers=layers)), program, grouped=True)
+    program, model = build_schedule("combined_1f1b", microbatches=2), tiny.build("mixtral", num_hidden_layers=layers)
+    stages = split_model(model if blocks else in_place(model), program, grouped=True)
+    for block in stages[0].blocks if blocks else ():
+        block.compile(backend=BACKEND)
     engine = Engine(stages, program, loss_fn=stages.loss_fn, costs=tiny.COSTS)
     tokens, labels = tiny.batch(4)
     for _ in range(2):
         engine.step(tokens, target=labels)
-    count: int = counters["stats"]["unique_graphs"]
-    return count
+    return counters["stats"]["unique_graphs"], {n: p.grad for n, p in stages.named_parameters() if p.grad is not None}
 
 
 def test_layers_share_their_graphs() -> None:
-    assert _graphs(3) == _graphs(2)  # a graph a layer would soon reach torch's limit, and run eagerly from there
+    """A graph a layer would soon reach torch's limit, and run eagerly from there."""
+    assert _graphs(3)[0] == _graphs(2)[0]
+
+
+def test_compiled_blocks_are_compiled_layers() -> None:
+    """The model's own forward is around the first layer and the last."""
+    (graphs, grads), (found, same) = _graphs(2), _graphs(2, blocks=True)
+    assert found == graphs > 0
+    assert grads.keys() == same.keys()
+    assert all(torch.equal(grad, same[name]) for name, grad in grads.items())
 
 
 def test_a_model_of_wrapped_layers_is_saved_under_its_own_names(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Case:
             microbatches and the router's loss is added up over ranks, so only then several ranks give what one process
             gives; otherwise they give what SFTTrainer gives over as many ranks with data.
         lora: Whether adapters are trained.
+        checkpoints: Whether SFTConfig keeps its default ``gradient_checkpointing=True``, with a layout.
         layout: None for SFTTrainer itself.
         saves: Whether to save in the middle.
         resume: A checkpoint to go on from.
@@ -57,6 +58,7 @@ class Case:
     rows: int = 4
     even: bool = False
     lora: bool = False
+    checkpoints: bool = False
     layout: OverlapArguments | None = None
     saves: bool = False
     resume: str | None = None
@@ -72,7 +74,6 @@ COMMON: dict[str, Any] = {
     "disable_tqdm": True,
     "use_cpu": True,
     "bf16": False,
-    "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
 }
 """What all of TRL's configurations here have."""
@@ -109,6 +110,7 @@ def built(case: Case) -> Any:
         save_strategy="steps" if case.saves else "no",
         save_steps=2,
         **COMMON,
+        gradient_checkpointing=case.layout is not None and case.checkpoints,
         loss_type=case.loss,
         dataset_kwargs={"skip_prepare_dataset": True},
         router_aux_loss_coef=0.0 if case.even else 0.01,
@@ -145,8 +147,7 @@ def test_another_loss(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path)
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "ep 2"), ("mixtral", "pp 2 × ep 2")])
 def test_rows_of_uneven_lengths(ranks2: Ranks, ranks4: Ranks, layout: str, model: str, tmp_path: Path) -> None:
     """With padding, other counts of tokens on each rank and the router's loss, beside SFTTrainer over the same data."""
-    case = Case(tmp_path, model, layout=LAYOUTS[layout])
-    compare(ranks2, ranks4, case)
+    compare(ranks2, ranks4, Case(tmp_path, model, layout=LAYOUTS[layout], checkpoints=layout == "ep 2"))
 
 
 def test_sft_goes_on(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
@@ -166,7 +167,8 @@ def test_sft_goes_on(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
 def test_sft_of_adapters(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
     """SFTTrainer puts the adapters around the model; the adapters alone are saved."""
     pytest.importorskip("peft")
-    compare(ranks2, ranks4, Case(tmp_path, even=layout != "one rank", lora=True, layout=LAYOUTS[layout]))
+    even = layout != "one rank"
+    compare(ranks2, ranks4, Case(tmp_path, even=even, lora=True, checkpoints=even, layout=LAYOUTS[layout]))
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 

@@ -376,21 +376,24 @@ def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     assert [line["tokens"] for line in found[1] if "loss" in line] == counted(spec, 8)
 
 
-def test_a_subclass_keeps_its_own_code(ranks4: Ranks, tmp_path: Path) -> None:
-    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), kind=OverlappedOwn, arguments=EVALUATES, rows=40)
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_a_subclass_keeps_its_own_code(ranks4: Ranks, recompute: Any, tmp_path: Path) -> None:
+    """It runs once for each microbatch, also where layers are computed again."""
+    spec = Spec(tmp_path, kind=OverlappedOwn, arguments=EVALUATES, rows=40, layers=4)
+    spec = replace(spec, layout=OverlapArguments(pp=2, recompute=recompute))
     alone_spec = replace(spec, folder=tmp_path / "plain", layout=None, kind=Own, accumulation=8)
     alone_spec = replace(alone_spec, arguments={**EVALUATES, "per_device_eval_batch_size": 8})
     expected = alone(alone_spec)
-    lines = ranks4.run(train, spec)
-    for found in lines:
+    every = ranks4.run(_played, spec)
+    for found, _, nodes in every:
         close(shown(found), history(expected))
+        assert any(node.op in RECOMPUTES for node in nodes) == (recompute != "none")
     own = [(line["right"], line["calls"]) for line in expected.state.log_history]
-    for found in lines:  # the last stage's own code has run there alone
+    for found, _, _ in every:  # the last stage's own code has run there alone
         seen = [(line["right"], line["calls"]) for line in found]
         assert [right for right, _ in seen] == [right for right, _ in own]
         assert [2 * calls for _, calls in seen] == [calls for _, calls in own]  # of two ranks with data
     assert own[-1][0] > 0
-    same_weights(tmp_path, tmp_path / "plain")
 
 
 def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
@@ -609,7 +612,7 @@ class Sampling(OverlapTrainer):
 
 def test_batches_that_are_lists_are_refused(tmp_path: Path) -> None:
     trainer = Spec(tmp_path, kind=Sampling).build()
-    with pytest.raises(ValueError, match=r"^a batch of type list; allowed: a mapping with input_ids\b"):
+    with pytest.raises(ValueError, match=r"^Sampling, a Trainer, has a batch of type list; allowed: trainers whose "):
         trainer.train()
 
 
@@ -617,7 +620,7 @@ def test_batches_without_tokens_are_refused(tmp_path: Path) -> None:
     """As of losses that join columns of their own."""
     batch = {"data_collator": lambda rows: {"chosen_input_ids": torch.ones(len(rows), 3, dtype=torch.int64)}}
     trainer = Spec(tmp_path, trainer=batch).build()
-    with pytest.raises(ValueError, match=r"^a batch of chosen_input_ids; allowed: a mapping with input_ids\b"):
+    with pytest.raises(ValueError, match=r"^OverlapTrainer, a Trainer, has a batch of chosen_input_ids; allowed: "):
         trainer.train()
 
 
@@ -972,6 +975,62 @@ def test_an_optimizer_with_a_mode(ranks2: Ranks, tmp_path: Path) -> None:
     assert ranks2.run(_modes_of_steps, spec) == [[True] * 4] * 2
 
 
+class Grouped(transformers.Trainer):
+    """Has learning rates of its own, by the usual override."""
+
+    def create_optimizer(self) -> Any:  # type: ignore[override]
+        if self.optimizer is None:
+            assert self.model.config.model_type == "qwen3_moe"
+            self.optimizer = torch.optim.AdamW(grouped(self.model))
+        return super().create_optimizer()
+
+
+class OverlappedGrouped(Overlapped, Grouped):
+    pass
+
+
+class GroupedAfter(Grouped, OverlapTrainer):
+    """Its method is called before the mixin's."""
+
+
+class GroupedBefore(OverlapTrainer):
+    """Makes its groups of the whole model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = grouped(self.model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.groups)
+        return self.optimizer
+
+
+def grouped(model: Any) -> list[dict[str, Any]]:
+    experts = [p for name, p in model.named_parameters() if "experts" in name]
+    rest = [p for name, p in model.named_parameters() if "experts" not in name]
+    return [{"params": experts, "lr": 1e-4, "eps": 1e-5}, {"params": rest, "lr": 3e-3, "eps": 1e-5}]
+
+
+@pytest.mark.parametrize("kind", [OverlappedGrouped, GroupedAfter])
+def test_an_optimizer_of_groups(ranks4: Ranks, kind: Any, tmp_path: Path) -> None:
+    """Stages and experts are divided, and checkpoints are saved."""
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    spec = Spec(tmp_path, rows=40, layout=OverlapArguments(pp=2, ep=2), kind=kind, arguments=saving)
+    one = replace(spec, folder=tmp_path / "plain", kind=Grouped, layout=None, accumulation=8, arguments={})
+    expected = history(alone(one))
+    for found in ranks4.run(train, spec):
+        close(shown(found), expected)
+    same_weights(tmp_path, tmp_path / "plain")
+
+
+def test_an_optimizer_of_the_whole_model_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
+    """Before the first step, not at the first checkpoint."""
+    spec = Spec(tmp_path, kind=GroupedBefore, layout=OverlapArguments(pp=2))
+    for found in ranks2.run(_of_a_part, spec):
+        assert re.match(r"model\.layers\.[01]\S+ of the whole model, .* in an optimizer; allowed: parameters", found)
+        assert "\n" not in found
+
+
 def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, layout=OverlapArguments(ep=2, parts="auto"))
@@ -1011,8 +1070,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "fp16_full_eval": (True, "bf16=True, or neither"),
     "bf16_full_eval": (True, "bf16=True, or neither"),
     "torch_compile": (True, "compiled layers inside the model"),
-    "activation_checkpointing": (True, "recompute of OverlapArguments"),
-    "gradient_checkpointing": (True, "recompute of OverlapArguments"),
     "auto_find_batch_size": (True, "a per_device_train_batch_size that fits"),
     "neftune_noise_alpha": (5.0, "None"),
     "use_liger_kernel": (True, "False"),
@@ -1033,33 +1090,48 @@ REFUSED_WHEN_SET = {
 REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
     "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
     "lomo": ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
+    "checkpointing": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+        "_checkpointing_kwargs with every_n_layers; allowed: use_reentrant, or recompute of OverlapArguments",
+    ),
     "layerwise": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
     if name not in transformers.TrainingArguments.__dataclass_fields__:
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
     value, allowed = REFUSED[name]
-    with pytest.raises(
-        ValueError, match=f"^{NAMES.get(name, name)}=.* under an overlapped trainer; allowed: "
-    ) as caught:
+    with pytest.raises(ValueError, match=f"^{name}=.* under an overlapped trainer; allowed: ") as caught:
         Spec(tmp_path, arguments={name: value}).build()
     assert str(caught.value).endswith(f"allowed: {allowed}")
     assert "\n" not in str(caught.value)
 
 
-NAMES = {"gradient_checkpointing": "(activation|gradient)_checkpointing"}  # transformers sets both
-
-
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("case", REFUSED_BY_VALUE)
 def test_values_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
     arguments, message = REFUSED_BY_VALUE[case]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Spec(tmp_path, arguments=arguments).build()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), ("experts", "experts")])
+def test_gradient_checkpointing_is_recomputation(
+    recompute: Any, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of whole layers, if nothing else is asked for; what was given is as before."""
+    spec = Spec(tmp_path, arguments={"gradient_checkpointing": True}, layout=OverlapArguments(recompute=recompute))
+    trainer = alone(spec)
+    said = "gradient_checkpointing=True is taken as recompute='block' of OverlapArguments: "
+    assert caplog.text.count(said) == (taken == "block")
+    assert trainer.overlap_args == OverlapArguments(recompute=taken)  # type: ignore[arg-type]
+    assert spec.layout == OverlapArguments(recompute=recompute)
+    assert not trainer.model.is_activation_checkpointing
+    close(history(trainer), history(plain(spec)))
 
 
 def test_arguments_that_are_set_later(tmp_path: Path) -> None:
@@ -1138,10 +1210,6 @@ def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(tiny.build("qwen3_moe").parameters(), lr=1e-3)
     with pytest.raises(ValueError, match="optimizers with a SGD of the whole model; allowed: optimizer_cls_and_kwargs"):
         replace(spec, trainer={"optimizers": (optimizer, None)}).build()
-    with pytest.raises(
-        ValueError, match=r"recompute='block' would call Own.training_step twice; allowed: none, experts"
-    ):
-        replace(spec, kind=OverlappedOwn, layout=OverlapArguments(recompute="block")).build()
     trainer = replace(spec, arguments={"remove_unused_columns": False}).build()
     collate = trainer.data_collator
     trainer.data_collator = lambda rows: {**collate(rows), "weights": torch.ones(len(rows))}

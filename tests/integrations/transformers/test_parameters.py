@@ -1,0 +1,187 @@
+"""Parameters that a rank gets in place of the model's: marks and hooks that users have put on these, and optimizers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+pytest.importorskip("transformers")
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.schedule import build_schedule
+from tests.integrations.transformers import tiny
+from tests.integrations.transformers.test_adapters import adapted
+from tests.integrations.transformers.test_split import _OneOf, problems_of
+from tests.ranks import Ranks
+
+STAGES, EXPERTS = build_schedule("1f1b", ranks=2, microbatches=2), build_schedule("1f1b", microbatches=2)
+
+
+def _double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def hooked(device: str = "cpu") -> Any:
+    """Return a model whose head is its embedding, of which the last rows train, twice as fast."""
+    with torch.device(device):
+        model = tiny.build("mixtral", num_hidden_layers=2, tie_word_embeddings=True)
+    weight, mask = model.get_input_embeddings().weight, (torch.arange(tiny.V) > 9)[:, None]
+    weight.register_hook(lambda grad: grad * mask)
+    weight.register_post_accumulate_grad_hook(_double)
+    weight.lr_scale = 0.5
+    return model
+
+
+def _tied(rank: int, size: int, folder: Path, device: str, expected: dict[str, Tensor]) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    stages = split_model(hooked(device), STAGES, mesh)
+    if device == "meta":
+        stages.load_pretrained(folder)
+    engine = Engine(stages, STAGES, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    tokens, labels = tiny.batch(4)
+    engine.step(tokens, target=labels)
+    marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
+    assert marked == ["lm_head.weight" if rank else "model.embed_tokens.weight"]
+    return problems_of(stages, expected, 1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_copy_of_a_tied_weight_has_its_marks_and_hooks(ranks2: Ranks, device: str, tmp_path: Path) -> None:
+    """Each stage's part of the gradient passes the hooks, also of weights that were read from a folder."""
+    tiny.build("mixtral", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tokens, labels = tiny.batch(4)
+    _, expected = tiny.own_gradients(hooked(), {"input_ids": tokens}, labels, 2)
+    assert not expected["lm_head.weight"][:10].any()
+    assert ranks2.run(_tied, tmp_path, device, expected) == [[]] * 2
+
+
+def test_handles_of_hooks_remove_them_everywhere() -> None:
+    model = hooked()
+    handle = model.lm_head.weight.register_hook(lambda grad: grad)
+    stages = split_model(model, STAGES, _OneOf(1))  # type: ignore[arg-type]
+    weight: Any = dict(stages.named_parameters())["lm_head.weight"]
+    assert len(weight._backward_hooks) == 2
+    handle.remove()
+    assert len(weight._backward_hooks) == 1
+
+
+def _of_experts(rank: int, size: int, lora: bool, register: str | None) -> Any:
+    """Return the parameters that have a mark, or the message of what was refused."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    model = adapted("mixtral", "everything", 2) if lora else tiny.build("mixtral", num_hidden_layers=2)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.requires_grad:
+            parameter.lr_scale = 0.5
+            if register is not None:
+                getattr(parameter, register)(lambda grad: None)
+    try:
+        stages = split_model(model, EXPERTS, mesh)
+    except ValueError as error:
+        return str(error)
+    return [[name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")], [*stages.state_dict()]]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_parts_of_experts_have_their_marks(ranks2: Ranks, lora: bool) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    for marked, names in ranks2.run(_of_experts, lora, None):
+        own = ".lora_" if lora else ".experts."
+        assert marked == [name for name in names if ".experts." in name and own in name]
+        assert len(marked) == (8 if lora else 4)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, register: str) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    name, shapes = "model.layers.0.mlp.experts.gate_up_proj", ("[4, 48, 32]", "[2, 48, 32]")
+    if lora:
+        name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.default.weight"
+        shapes = ("[24, 32]", "[12, 32]")
+    expected = (
+        f"{name} has a gradient hook for its shape {shapes[0]}, and a rank gets a part {shapes[1]}; "
+        "allowed: a hook on the part, registered after split_model"
+    )
+    assert ranks2.run(_of_experts, lora, register) == [expected] * 2
+
+
+REFUSED = (
+    r"^(model|lm_head)\.\S+ of the whole model, of which this rank has no gradient, in an optimizer; allowed: param"
+)
+OPTIMIZED: dict[str, Callable[[Any], Any]] = {
+    "whole": lambda model: model.parameters(),
+    "named": lambda model: model.named_parameters(),
+    "groups": lambda model: [{"params": model.lm_head.parameters()}, {"params": model.model.layers.parameters()}],
+    "layer": lambda model: model.model.layers[0].parameters(),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZED)
+def test_optimizers_of_parameters_elsewhere_are_refused(case: str) -> None:
+    """They would train until the first checkpoint."""
+    model = tiny.build("mixtral", num_hidden_layers=2)
+    stages = split_model(model, STAGES, _OneOf(1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=REFUSED) as caught:
+        torch.optim.AdamW(OPTIMIZED[case](model))
+    assert "\n" not in str(caught.value)
+    torch.optim.AdamW(stages.parameters())
+    torch.optim.AdamW(p for p in model.parameters() if not p.is_meta)
+
+
+def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
+    """Return the message of an optimizer that is made before the split, or before the weights are read."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(dimension,))
+    with torch.device("cpu" if folder is None else "meta"):
+        model = tiny.build("mixtral", num_hidden_layers=2)
+    optimizer = torch.optim.SGD(model.parameters())
+    program = STAGES if dimension == "pp" else EXPERTS
+    stages = split_model(model, program, mesh)
+    if folder is not None:
+        optimizer = torch.optim.SGD(stages.parameters())
+        stages.load_pretrained(folder)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    tokens, labels = tiny.batch(4)
+    engine.step(tokens, target=labels)
+    with pytest.raises(ValueError, match=REFUSED) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), ("ep", False), ("ep", True)])
+def test_optimizers_that_are_made_too_early_are_refused(
+    ranks2: Ranks, dimension: str, meta: bool, tmp_path: Path
+) -> None:
+    """They would step parameters that the model has no more."""
+    tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path)
+    for message in ranks2.run(_early, dimension, tmp_path if meta else None):
+        assert "\n" not in message
+
+
+def test_a_model_with_parameters_elsewhere_is_copied_and_pickled() -> None:
+    model = tiny.build("mixtral", num_hidden_layers=2)
+    split_model(model, STAGES, _OneOf(0))  # type: ignore[arg-type]
+    names = [name for name, p in model.named_parameters() if p.is_meta]
+    assert [name for name, p in copy.deepcopy(model).named_parameters() if p.is_meta] == names
+    torch.save(model, io.BytesIO())
+
+
+def test_the_state_of_a_part_is_refused() -> None:
+    """It had tensors without values."""
+    model: nn.Module = tiny.build("mixtral", num_hidden_layers=2)
+    stages = split_model(model, STAGES, _OneOf(0))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^state_dict of a model of which a rank has a part; allowed: ") as caught:
+        model.state_dict()
+    assert "\n" not in str(caught.value)
+    assert not any(value.is_meta for value in stages.state_dict().values())
