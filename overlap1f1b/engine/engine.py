@@ -359,8 +359,9 @@ class Engine:
         self.close()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the parameters of this rank's stages; one that blocks share comes several times."""
-        return (p for stage in self.stages.values() for block in stage.blocks for p in block.parameters())
+        """Return the parameters of this rank's stages, each once."""
+        every = (block.parameters() for stage in self.stages.values() for block in stage.blocks)
+        return iter(dict.fromkeys(chain.from_iterable(every)))
 
     @property
     def costs(self) -> NodeCosts | None:
