@@ -505,7 +505,8 @@ class Engine:
                     stage.check_trained(self._trained[number], self.sharding.holders)
             if first and self._check_parameters:
                 facts = values(self.stages, self._tied.parameters, self.mesh)
-                self.mesh.agree(facts, ", or allreduce = False on a parameter of experts of your own")
+                marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
+                self.mesh.agree(facts, f", or {marks}")
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.
