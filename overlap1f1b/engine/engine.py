@@ -44,6 +44,7 @@ from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
+from overlap1f1b.engine.run.model import refuse_graphs
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
@@ -600,6 +601,8 @@ class Engine:
 
     def _check_devices(self) -> None:
         for stage in self.stages.values():
+            if self.program.peak_activations[self.rank] > 1:
+                refuse_graphs(stage.blocks, stage.names)
             for block, place in zip(stage.blocks, stage.names, strict=True):
                 for name, parameter in block.named_parameters():
                     if parameter.is_meta:

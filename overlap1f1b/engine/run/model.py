@@ -98,6 +98,19 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
                 )
 
 
+def refuse_graphs(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for blocks under CUDA graphs of torch.compile: a replay overwrites the one before."""
+    for block, name in zip(blocks, names, strict=True):
+        for module in block.modules():
+            compiled = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
+            config = None if compiled is None else compiled.get_compiler_config()
+            if config and config.get("triton.cudagraphs"):
+                raise ValueError(
+                    f"{name} is compiled to CUDA graphs, as by mode='reduce-overhead', with several microbatches alive; "
+                    "allowed: another mode of torch.compile, or a program with one microbatch alive (sequential)"
+                )
+
+
 def marked_as_slice(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is marked as an expert's, of which each rank along "ep" has others."""
     return getattr(parameter, "allreduce", True) is False and not isinstance(parameter, DTensor)
