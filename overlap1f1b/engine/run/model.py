@@ -102,12 +102,12 @@ def refuse_graphs(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
     """Raise a ValueError for blocks under CUDA graphs of torch.compile: a replay overwrites the one before."""
     for block, name in zip(blocks, names, strict=True):
         for module in block.modules():
-            compiled = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
+            compiled: Any = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
             config = None if compiled is None else compiled.get_compiler_config()
             if config and config.get("triton.cudagraphs"):
                 raise ValueError(
-                    f"{name} is compiled to CUDA graphs, as by mode='reduce-overhead', with several microbatches alive; "
-                    "allowed: another mode of torch.compile, or a program with one microbatch alive (sequential)"
+                    f"{name} is compiled to CUDA graphs, as by mode='reduce-overhead', and several microbatches are "
+                    "alive; allowed: another mode of torch.compile, or a program with one (sequential)"
                 )
 
 
