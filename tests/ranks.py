@@ -259,8 +259,10 @@ def _one_device() -> Iterator[list[Any]]:
     backend: Any = dist.ProcessGroupGloo
     made, devices = backend.__init__, list[Any]()
 
-    def make(self: Any, store: Any, rank: int, size: int, *given: Any, timeout: timedelta | None = None) -> None:
-        if timeout is not None:  # only torch gives it by name
+    def make(
+        self: Any, store: Any, rank: int, size: int, *given: Any, timeout: timedelta | None = None, **_: bool
+    ) -> None:
+        if timeout is not None:  # only torch gives it by name, since 2.15 with enable_reconfigure
             if not devices:
                 devices.append(backend.create_device(interface="lo"))
             options = backend._Options()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.bits import sum_of_bits
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.model import tensor_dimension
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
@@ -59,16 +60,16 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
 def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
     """Return a sum over the bits of every parameter, and places and names of trained parameters that are no experts'.
 
-    No order of summation changes the sums. FSDP2's shards have none; of a DTensor over the tensor group it is the sum
-    of this rank's part. ``ties`` have the names that all stages use.
+    No order of summation changes the sums. FSDP2's shards have none; of a DTensor or a slice over the tensor group it
+    is the sum of this rank's part. ``ties`` have the names that all stages use.
     """
     number, count = mesh.expert_slice
     of_slice = f" of slice {number} of the experts" if count > 1 else ""
     held = [
-        (f"parameter {name} of {where}{of_slice if expert else ''}", p)
+        (f"parameter {name} of {where}{of_slice if expert else ''}", p, expert)
         for name, where, p, expert in parameters_of(stages)
     ]
-    held += [(f"tied parameter {name}", p) for name, p in ties.items()]
+    held += [(f"tied parameter {name}", p, False) for name, p in ties.items()]
     parts = [(place, part.detach()) for place, part in _parts(held, mesh) if not part.is_meta]
     return _places(stages) | {f"the sum of bits of {place}": f"{int(sum_of_bits(part)):x}" for place, part in parts}
 
@@ -88,13 +89,14 @@ def _places(stages: Mapping[int, Blocks]) -> Facts:
     return facts | {f"the number of trained parameters of {where}": count for where, count in seen.items()}
 
 
-def _parts(held: Iterable[tuple[str, nn.Parameter]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    for place, parameter in held:
+def _parts(held: Iterable[tuple[str, nn.Parameter, bool]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    for place, parameter, expert in held:
+        part = f"part {mesh.rank('tp')} of {place}"
         if not isinstance(parameter, DTensor):
-            yield place, parameter
+            yield place if tensor_dimension(parameter, mesh, expert=expert) is None else part, parameter
         elif parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
             whole = all(placement.is_replicate() for placement in parameter.placements)
-            yield place if whole else f"part {mesh.rank('tp')} of {place}", parameter.to_local()
+            yield place if whole else part, parameter.to_local()
 
 
 def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
@@ -171,7 +173,7 @@ def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
     copies = {
         f"parameter {name} of {where}": p
         for name, where, p, expert in parameters_of(stages)
-        if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh)
+        if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh, expert=expert)
     }
     grads = {place: _sampled(grad) for place, p in copies.items() if (grad := _gradient(p)) is not None}
     rows = {
@@ -207,10 +209,10 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return main_grad(parameter) if parameter.grad is None else parameter.grad
 
 
-def _is_copied(tensor: Tensor, mesh: Mesh) -> bool:
+def _is_copied(tensor: nn.Parameter, mesh: Mesh, *, expert: bool) -> bool:
     """Return whether all ranks of a tensor group have the same tensor, or the same part of it."""
     if not isinstance(tensor, DTensor):
-        return True
+        return tensor_dimension(tensor, mesh, expert=expert) is None
     group, lines = set(mesh.along("tp")), lines_of(tensor.device_mesh)
     along = [placement for line, placement in zip(lines, tensor.placements, strict=True) if group <= set(line)]
     return all(placement.is_replicate() for placement in along)

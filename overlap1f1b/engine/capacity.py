@@ -62,12 +62,7 @@ class Capacity:
             ValueError: Numbers differ: sizes would not be equal, and ranks would wait for rows that nobody sends.
         """
         if not self._compared:
-            every = self.mesh.gathered_by_experts(route.tokens)
-            if len(set(every)) > 1:
-                raise ValueError(
-                    f"capacity={self.factor:g} with {every} tokens on the ranks that share the experts; "
-                    "allowed: equally many, or capacity=None"
-                )
+            route.check_tokens(self.mesh.gathered_by_experts(route.tokens))
             self._compared = True
         if route.dropped is not None:
             self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))

@@ -44,6 +44,7 @@ from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.microbatch import LossFunction
+from overlap1f1b.engine.run.model import refuse_graphs
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.engine.verify import Verification
 from overlap1f1b.kernels.choice import choosing
@@ -365,8 +366,9 @@ class Engine:
         self.close()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the parameters of this rank's stages; one that blocks share comes several times."""
-        return (p for stage in self.stages.values() for block in stage.blocks for p in block.parameters())
+        """Return the parameters of this rank's stages, each once."""
+        every = (block.parameters() for stage in self.stages.values() for block in stage.blocks)
+        return iter(dict.fromkeys(chain.from_iterable(every)))
 
     @property
     def costs(self) -> NodeCosts | None:
@@ -509,7 +511,8 @@ class Engine:
                     stage.check_trained(self._trained[number], self.sharding.holders)
             if first and self._check_parameters:
                 facts = values(self.stages, self._tied.parameters, self.mesh)
-                self.mesh.agree(facts, ", or allreduce = False on a parameter of experts of your own")
+                marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
+                self.mesh.agree(facts, f", or {marks}")
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
             # 2. Forwards, backwards, exchanges, reductions.
@@ -644,6 +647,8 @@ class Engine:
 
     def _check_devices(self) -> None:
         for stage in self.stages.values():
+            if self.program.peak_activations[self.rank] > 1:
+                refuse_graphs(stage.blocks, stage.names)
             for block, place in zip(stage.blocks, stage.names, strict=True):
                 for name, parameter in block.named_parameters():
                     if parameter.is_meta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cached_property
 
@@ -62,7 +63,7 @@ class Route(Splits):
     ) -> None:
         super().__init__((), ())
         self.tokens, self.top_k = indices.shape
-        self.ranks, self.kernels = ranks, kernels
+        self.ranks, self.kernels, self.capacity = ranks, kernels, capacity
         self.dropped: Tensor | None = None
         self._arrived: Tensor | None = None  # rows by source and local expert
         self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
@@ -85,8 +86,23 @@ class Route(Splits):
         """Whether sent rows include padding."""
         return self.dropped is not None
 
+    @property
+    def told(self) -> Tensor:
+        """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
+        if not self.padded or self.counts.is_cuda:
+            return self.counts
+        each = self.counts.view(self.ranks, -1)
+        return torch.cat([each, each.new_full((self.ranks, 1), self.tokens)], 1)
+
     def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
-        """Take the received ``counts [ranks, E / ranks]``; wait for them if the host must know sizes."""
+        """Take the received ``counts [ranks, E / ranks]``, as told; wait for them if the host must know sizes.
+
+        Raises:
+            ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
+        """
+        if self.padded and not counts.is_cuda:
+            self.check_tokens(counts[:, -1].tolist())
+            counts = counts[:, :-1]
         self._arrived = counts
         if self.padded:
             return
@@ -102,6 +118,14 @@ class Route(Splits):
         self._counted = received.tolist()
         self.receive = [sum(rows) for rows in self._counted]
         self.host = None
+
+    def check_tokens(self, every: Sequence[int]) -> None:
+        """Raise ValueError if ranks have other numbers of tokens: they would wait for rows that nobody sends."""
+        if len(set(every)) > 1:
+            raise ValueError(
+                f"capacity={self.capacity:g} with {every} tokens on the ranks that share the experts; "
+                "allowed: equally many, or capacity=None"
+            )
 
     @property
     def expert_rows(self) -> ExpertRows:

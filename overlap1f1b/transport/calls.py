@@ -41,6 +41,11 @@ class Splits:
         self.counts_first = True
         self.host: HostCopy | None = None
 
+    @property
+    def told(self) -> Tensor | None:
+        """The counts as they travel: of each rank's experts, as many numbers for every rank."""
+        return self.counts
+
     def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         """Take the received counts and set the sizes; a lane's thread may call it.
 
@@ -124,8 +129,8 @@ def exchange_parts(
 
 
 def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
-    if splits.counts is not None:
-        counts = exchange.counts(splits.counts)
+    if (told := splits.told) is not None:
+        counts = exchange.counts(told)
         splits.host = counts.host
         splits.arrive(counts.finish())
     received: Tensor = _Rows.apply(rows, exchange, *splits.sizes(back=False))

@@ -76,6 +76,7 @@ class Flight(Generic[T]):
 
         Raises:
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
+            ValueError: Sizes that ranks told each other before do not fit.
         """
         if self._arrived is not None or self._transfer is not None:  # else it has arrived or failed in its launch
             recorder = self.lane.recorder
@@ -107,6 +108,8 @@ class Flight(Generic[T]):
                 return
 
     def _raise(self, error: BaseException) -> None:
+        if isinstance(error, ValueError):  # on all ranks, before anything was sent
+            raise error
         limit = self.lane.timeout.total_seconds()
         cause = self.lane.failures.read(wait=True) or self.lane.failures.lost
         why = cause or (str(error) if isinstance(error, LostRankError) else f"{headline(error)} (limit {limit:g} s)")

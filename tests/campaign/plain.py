@@ -54,7 +54,7 @@ def autocast(case: Case) -> AbstractContextManager[Any]:
 
 def optimizer_of(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return an optimizer whose state matters, and which does not blow up rounding as Adam does."""
-    return torch.optim.SGD(dict.fromkeys(parameters), lr=0.1 / case.loss_scale, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.1 / case.loss_scale, momentum=0.9)
 
 
 def named(blocks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:

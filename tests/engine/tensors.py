@@ -64,6 +64,53 @@ class Attention(nn.Module):
         return torch.cat(list(got), 2)
 
 
+class _Copied(torch.autograd.Function):
+    """The same activations for every rank of a tensor group, whose gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0].clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what the ranks of a tensor group have computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Sliced(nn.Module):
+    """A linear layer by hand: a plain slice of its weight along ``along``, with Megatron-Core's marks."""
+
+    def __init__(self, whole: nn.Linear, along: int, tensor: DeviceMesh) -> None:
+        super().__init__()
+        self.group, rank, ranks = tensor.get_group(), tensor.get_local_rank(), tensor.size()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(ranks, along)[rank].clone())
+        self.bias = nn.Parameter(whole.bias.detach() if along else whole.bias.detach().chunk(ranks)[rank].clone())
+        for parameter in (self.weight,) if along else (self.weight, self.bias):
+            vars(parameter).update(tensor_model_parallel=True, partition_dim=along)
+        self.along = along
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.along == 0:
+            return F.linear(_Copied.apply(x, self.group), self.weight, self.bias)
+        return _Summed.apply(F.linear(x, self.weight), self.group) + self.bias
+
+
 class Gate(nn.Module):
     """A router; where tokens are split over the tensor group, each rank has a part of its weight's gradient."""
 
@@ -126,6 +173,7 @@ def build(
     over: Sequence[str] | None = None,
     ring: bool = False,
     layers: int = 2,
+    by_hand: bool = False,
 ) -> nn.Sequential:
     """Embedding, blocks with experts and one without, head, in float64.
 
@@ -135,6 +183,7 @@ def build(
         over: Dimensions that share the experts; by default "ep", and "tp" where its ranks have parts of the tokens.
         ring: Whether ranks along "cp" pass keys and values round in a ring; else they change sequences for heads.
         layers: Number of blocks with experts.
+        by_hand: Whether linear layers have plain slices over "tp", and all else copies; else they are DTensors.
     """
     torch.manual_seed(11)
     torch.set_default_dtype(torch.float64)
@@ -152,7 +201,10 @@ def build(
         torch.set_default_dtype(torch.float32)
     if mesh is not None and "tp" in sizes:
         for block in model:
-            _parallelize(block, mesh["tp"], sequence=sequence)
+            if by_hand:
+                _slice(block, mesh["tp"])
+            else:
+                _parallelize(block, mesh["tp"], sequence=sequence)
     return model
 
 
@@ -162,6 +214,14 @@ def sharing(mesh: DeviceMesh | None, over: Sequence[str]) -> dist.ProcessGroup |
     if mesh is None or not names:
         return None
     return mesh.get_group(names[0]) if len(names) == 1 else mesh[names]._flatten("_".join(names)).get_group()
+
+
+def _slice(block: nn.Module, tensor: DeviceMesh) -> None:
+    if isinstance(block, Block):
+        for name, along in {"q": 0, "k": 0, "v": 0, "o": 1}.items():
+            setattr(block.attention, name, Sliced(getattr(block.attention, name), along, tensor))
+    elif isinstance(block, Dense):
+        block.up, block.down = Sliced(block.up, 0, tensor), Sliced(block.down, 1, tensor)
 
 
 def _parallelize(block: nn.Module, tensor: DeviceMesh, *, sequence: bool) -> None:

@@ -67,6 +67,20 @@ def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: in
             assert result.peak_held == engine.plan.peak_held
 
 
+def test_an_optimizer_steps_a_weight_that_blocks_share_once() -> None:
+    data, weights = models.batch(4), list[dict[str, Tensor]]()
+    for plain in (True, False):
+        model = models.build(tied=True)
+        engine = Engine(model, programs(4)[2], loss_fn=models.loss_fn, costs=COSTS)
+        optimizer = torch.optim.AdamW(model.parameters() if plain else engine.parameters())
+        for _ in range(2):
+            models.plain_gradients(model, *data, 4) if plain else engine.step(data[0], target=data[1])
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert not models.equal(*weights)
+
+
 def test_dropout_is_the_same_in_every_program() -> None:
     data, reference = models.batch(4), None
     for number, program in enumerate(programs(4)):

@@ -42,6 +42,7 @@ class Layout:
     sequence: bool = False  # parts of the tokens on each rank of the tensor group
     sharded: bool = False  # FSDP2 along "dp"
     ring: bool = False  # ring attention along "cp"; else Ulysses
+    by_hand: bool = False  # plain slices along "tp"; else DTensors
 
     @property
     def ranks(self) -> int:
@@ -52,6 +53,9 @@ LAYOUTS = {
     "tp": Layout({"tp": 2}),
     "tp with sequences": Layout({"tp": 2}, sequence=True),
     "tp 4": Layout({"tp": 4}),
+    "tp by hand": Layout({"tp": 2}, by_hand=True),
+    "tp 4 by hand": Layout({"tp": 4}, by_hand=True),
+    "ep x tp by hand": Layout({"ep": 2, "tp": 2}, by_hand=True),
     "dp x ep": Layout({"dp": 2, "ep": 2}),
     "cp": Layout({"cp": 2}),
     "cp in a ring": Layout({"cp": 4}, ring=True),
@@ -91,7 +95,7 @@ def number_of(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def wrapped(mesh: DeviceMesh, layout: Layout, layers: int = 2) -> nn.Sequential:
-    model = tensors.build(mesh, sequence=layout.sequence, ring=layout.ring, layers=layers)
+    model = tensors.build(mesh, sequence=layout.sequence, ring=layout.ring, layers=layers, by_hand=layout.by_hand)
     if layout.sharded:
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
@@ -139,6 +143,7 @@ def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e
     problems = []
     assert isinstance(engine.model, nn.Sequential)
     rank, ranks = engine.mesh.expert_slice
+    tensor_rank, tensor_ranks = engine.mesh.rank("tp"), engine.mesh.size("tp")
     held = {id(b) for stage in engine.stages.values() for b in stage.blocks}
     for index, block in enumerate(engine.model):
         if id(block) not in held:
@@ -152,6 +157,8 @@ def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e
             whole = wanted[f"{index}.{name}"]
             if "experts" in name:
                 whole = whole.chunk(ranks)[rank]
+            if (along := getattr(parameter, "partition_dim", None)) is not None:
+                whole = whole.chunk(tensor_ranks, along)[tensor_rank]
             error = float((grad - whole).abs().max() / max(float(whole.abs().max()), 1.0))
             if not error <= tolerance:
                 problems.append(f"{index}.{name} is off by {error:.1e}")
@@ -189,6 +196,8 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
     ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
     ("cp", "pairs", {}),
     ("ep x tp", 3, {"layers": 1}),
+    ("tp by hand", 3, {"recompute": "block"}),
+    ("ep x tp by hand", 3, {"counted": True}),
     ("ep x tp with sequences", 3, {"recompute": "block", "capacity": 8.0, "counted": True}),
     ("dp x tp with sequences", "pairs", {"recompute": "attention", "parts": 2, "layers": 1}),
     ("pp x tp", "pairs", {"schedule": "zb_v"}),
@@ -257,7 +266,7 @@ def test_measured_plans(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_measured, name) == [[]] * 4
 
 
-SAVED = ["ep x tp", "tp 4", "pp x tp", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
+SAVED = ["ep x tp", "tp 4 by hand", "pp x tp", "ep x tp by hand", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
 
 
 def _saved(rank: int, size: int, folder: Path) -> list[float]:
@@ -715,6 +724,43 @@ def _passed_on(rank: int, size: int) -> list[str]:
 
 def test_what_stages_pass_on(ranks4: Ranks) -> None:
     assert ranks4.run(_passed_on) == [[]] * 4
+
+
+def _marked(rank: int, size: int, folder: Path, marks: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    engine = engine_over(mesh, "tp by hand", layers=1)
+    vars(engine.model[1].attention.o.weight).update(marks)  # type: ignore[index]
+    inputs, target = data_of(None, 0)
+    try:
+        engine.step(inputs, target=target)
+        save_checkpoint(engine, folder, 1, torch.optim.SGD(engine.parameters()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("marks", "begins", "ends"),
+    [
+        (
+            {"tensor_model_parallel": False},
+            "the sum of bits of parameter attention.o.weight of block 1 (Block) of stage 0 is ",
+            "tensor_model_parallel = True on slices over 'tp'",
+        ),
+        (
+            {"partition_dim": 2},
+            "partition_dim=2 of a parameter [24, 12] with tensor_model_parallel = True; ",
+            "allowed: the dimension of its slices over 'tp', 0 to 1",
+        ),
+        ({"partition_stride": 2}, "", ": partition_stride=2 of 1.attention.o.weight in a checkpoint; allowed: 1"),
+    ],
+    ids=str,
+)
+def test_marks_that_are_missing_or_wrong(tmp_path: Path, marks: dict[str, Any], begins: str, ends: str) -> None:
+    """In processes of their own, since torch's groups have ended behind it."""
+    for message in run(_marked, 2, tmp_path, marks):
+        assert message.startswith(begins), message
+        assert message.endswith(ends), message
 
 
 def _refused(rank: int, size: int) -> list[str]:

@@ -29,7 +29,7 @@ def played(
     ranks = len(indices)
     routes = [kind(index, experts, ranks, TORCH, capacity=capacity) for index in indices]
     for rank, route in enumerate(routes):
-        route.arrive(torch.stack([other.counts.view(ranks, -1)[rank] for other in routes]))
+        route.arrive(torch.stack([other.told.view(ranks, -1)[rank] for other in routes]))
     tokens = [torch.arange(len(index) * H).view(-1, H) + 1000.0 * (1 + rank) for rank, index in enumerate(indices)]
     weights = [torch.rand(index.shape) for index in indices]
     sent = [route.gather(*given) for route, *given in zip(routes, tokens, weights, strict=True)]
@@ -86,7 +86,7 @@ def test_what_finds_no_room_is_counted() -> None:
 def test_no_tokens() -> None:
     for capacity in (None, 1.25):
         route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, TORCH, capacity=capacity)
-        route.arrive(torch.zeros(2, 2, dtype=torch.int64))
+        route.arrive(torch.zeros_like(route.told).view(2, -1))
         rows = route.group(route.gather(torch.empty(0, H), torch.empty(0, 2)))
         assert rows.shape == (0, H)
         assert route.gather_backward(route.ungroup(rows))[0].shape == (0, H)

@@ -442,7 +442,7 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
 def taken(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> dict[nn.Parameter, Tensor]:
     """Return the gradients times a factor, and remove them from the parameters."""
     found = {}
-    for parameter in dict.fromkeys(parameters):  # tied ones are there twice
+    for parameter in parameters:
         grad, parameter.grad = parameter.grad, None
         found[parameter] = torch.zeros_like(parameter) if grad is None else grad * factor
     return found

@@ -4,7 +4,8 @@ Tensors are stored once, under the names of the whole model: parameters and buff
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
 an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
 :class:`.tensors.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
-tensor-parallel parameters are DTensors, which DCP knows. Everything else is equal on all ranks that hold it.
+tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. Everything else
+is equal on all ranks that hold it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from overlap1f1b.engine.checkpoint.tensors import Index, Slice
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
-from overlap1f1b.engine.run.model import marked_as_slice
+from overlap1f1b.engine.run.model import marked_as_slice, tensor_dimension
 from overlap1f1b.moe import Experts
 from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.mesh import DIMENSIONS
@@ -64,6 +65,13 @@ class Held:
             if (isinstance(module, Experts) and parameter not in engine.sharding.sliced) or marked_as_slice(parameter)
         }
         """Names of parameters that are sliced over the ranks that share the experts, without a DTensor that says so."""
+        self.tensor_sliced: dict[str, int] = {}
+        """Dimension of plain parameters of which each rank of a tensor group has a slice."""
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (along := tensor_dimension(parameter, self.mesh, expert=name in self.sliced)) is not None:
+                if (stride := getattr(parameter, "partition_stride", 1)) != 1:
+                    raise ValueError(f"partition_stride={stride!r} of {name} in a checkpoint; allowed: 1")
+                self.tensor_sliced[name] = along
         self._tied = {name: ties[p] for name, p in self.model.named_parameters() if p in ties}
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -88,11 +96,11 @@ class Held:
         if stored == "none":
             return {}
         state = self.model.state_dict()
-        renamed = sorted(self.sliced - state.keys())
+        renamed = sorted((self.sliced | self.tensor_sliced.keys()) - state.keys())
         if renamed:
             raise ValueError(
-                f"the model's state_dict has no {renamed[0]}, a parameter of experts that ranks share; allowed: a "
-                "state_dict with the parameters' names"
+                f"the model's state_dict has no {renamed[0]}, of which ranks have slices; allowed: a state_dict with "
+                "the parameters' names"
             )
         for name, value in state.items():
             if not isinstance(value, Tensor):
@@ -150,13 +158,16 @@ class Held:
         tensor = tensor.detach()
         if (experts := self.columns.get(name)) is not None:
             tensor = tensor.view(-1, experts).t()
+        if (along := self.tensor_sliced.get(name)) is not None:
+            assert self.mesh.devices is not None
+            tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)
         if name not in self.sliced:
             return tensor
         return Slice(tensor, self.slice, self.slices)
 
     def is_shared(self, name: str) -> bool:
         """Return whether ranks hold different parts of a parameter."""
-        return name in self.sliced or isinstance(self.parameters[name], DTensor)
+        return name in self.sliced or name in self.tensor_sliced or isinstance(self.parameters[name], DTensor)
 
     def has_rows(self, name: str, parameter: Tensor, entry: str, value: Tensor) -> bool:
         """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
@@ -169,12 +180,19 @@ class Held:
             raise ValueError(
                 f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or copies"
             )
-        rows = value.shape == parameter.shape or (
-            name not in self.columns and value.numel() > 1 and value.shape[:1] == parameter.shape[:1]
+        rows = (
+            value.shape == parameter.shape
+            or (
+                name not in self.columns
+                and not self.tensor_sliced.get(name)  # other dimensions are not divided by rows
+                and value.numel() > 1
+                and value.shape[:1] == parameter.shape[:1]
+            )
         )
         if self.is_shared(name) and value.numel() > 1 and not rows:
+            allowed = "the same" if self.tensor_sliced.get(name) else f"{parameter.shape[0]} rows"
             raise ValueError(
                 f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a part of shape "
-                f"{list(parameter.shape)} that ranks share: {parameter.shape[0]} rows, or a single number"
+                f"{list(parameter.shape)} that ranks share: {allowed}, or a single number"
             )
         return rows and (self.is_shared(name) or name in self.columns)

@@ -171,10 +171,10 @@ class _Reading:
             parameter = held.parameters[name]
             whole = held.whole(parameter, name).shape
             rows = meta.size == whole or (meta.size.numel() > 1 and held.is_shared(name))
-            if rows and meta.size[:1] != whole[:1]:
+            if rows and (meta.size != whole if held.tensor_sliced.get(name) else meta.size[:1] != whole[:1]):
                 raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
             dtype = meta.properties.dtype
-            row = parameter.shape[1:] if name in held.columns else meta.size[1:]
+            row = parameter.shape[1:] if name in held.columns or meta.size == whole else meta.size[1:]
             value = zeros_like_rows(parameter, row, dtype) if rows else torch.empty(meta.size, dtype=dtype)
             self._state[name][entry] = value
             self.tensors[key] = held.whole(value, name) if rows else value

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from overlap1f1b.engine.agreement import parameters_of
 from overlap1f1b.engine.graph.autograd import main_grad
 from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.model import tensor_dimension
 from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.boundary import summed
@@ -44,7 +45,7 @@ def clip(
     """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm, a scalar.
 
     Every parameter counts once: on the first of the ranks that hold the same; tied over stages not on the later stages
-    (``repeated``). Of a DTensor every rank of its mesh counts its part.
+    (``repeated``). Of a DTensor every rank of its mesh counts its part, of a slice over "tp" every rank of the group.
 
     Raises:
         ValueError: Experts' gradients are in ``main_grad``.
@@ -57,9 +58,11 @@ def clip(
     counted: dict[nn.Parameter, None] = {}
     for number, stage in stages.items():
         for parameter in (p for block in stage.blocks for p in block.parameters() if p not in repeated):
-            grad = parameter.grad
+            grad, expert = parameter.grad, parameter in experts
             parts = grad.device_mesh.mesh.flatten().tolist() if isinstance(grad, DTensor) else ()
-            if mesh.leads(placement.replicas(number), expert=parameter in experts, parts=parts):
+            if tensor_dimension(parameter, mesh, expert=expert) is not None:
+                parts = mesh.along("tp")
+            if mesh.leads(placement.replicas(number), expert=expert, parts=parts):
                 counted[parameter] = None
     has_double = any(parameter.dtype == torch.float64 for parameter in every)
     own = _joined(_powers([p.grad for p in counted if p.grad is not None], norm_type), norm_type)

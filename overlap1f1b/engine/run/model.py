@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.schedule.values import quoted
+from overlap1f1b.transport.mesh import Mesh
 
 
 class CarriedState(Protocol):
@@ -97,9 +98,43 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
                 )
 
 
+def refuse_graphs(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for blocks under CUDA graphs of torch.compile: a replay overwrites the one before."""
+    for block, name in zip(blocks, names, strict=True):
+        for module in block.modules():
+            compiled: Any = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
+            config = None if compiled is None else compiled.get_compiler_config()
+            if config and config.get("triton.cudagraphs"):
+                raise ValueError(
+                    f"{name} is compiled to CUDA graphs, as by mode='reduce-overhead', and several microbatches are "
+                    "alive; allowed: another mode of torch.compile, or a program with one (sequential)"
+                )
+
+
 def marked_as_slice(parameter: nn.Parameter) -> bool:
     """Return whether a parameter is marked as an expert's, of which each rank along "ep" has others."""
     return getattr(parameter, "allreduce", True) is False and not isinstance(parameter, DTensor)
+
+
+def tensor_dimension(parameter: nn.Parameter, mesh: Mesh, *, expert: bool) -> int | None:
+    """Return the dimension along which a plain parameter is marked as a slice over "tp"; None for a copy.
+
+    The marks are Megatron-Core's, ``tensor_model_parallel = True`` and ``partition_dim``. Experts that a tensor group
+    shares are no slices of each other.
+
+    Raises:
+        ValueError: ``partition_dim`` is no dimension of the parameter.
+    """
+    marked = getattr(parameter, "tensor_model_parallel", False) is True and not isinstance(parameter, DTensor)
+    if not marked or mesh.group("tp") is None or (expert and "tp" in mesh.experts_over):
+        return None
+    along = getattr(parameter, "partition_dim", None)
+    if type(along) is not int or not 0 <= along < parameter.ndim:
+        raise ValueError(
+            f"partition_dim={quoted(along)} of a parameter {list(parameter.shape)} with tensor_model_parallel = True; "
+            f"allowed: the dimension of its slices over 'tp', 0 to {parameter.ndim - 1}"
+        )
+    return along
 
 
 def own_call(module: nn.Module) -> str | None:

@@ -41,7 +41,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     splits, back, counts = call.splits, call.back != (kind is Kind.I), None
     if op is Op.DISPATCH and kind is Kind.F and call.counted:
         counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
-        if not splits.counts_first:
+        if not (splits.counts_first or exchange.background):
             sent.counts, counts = counts, None
     announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
     if exchange.background:
@@ -67,9 +67,10 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
     splits = run.sent[Op.DISPATCH, node.seam].call.splits
 
     def start() -> Transfer[Tensor]:
-        assert splits.counts is not None
+        told = splits.told
+        assert told is not None
         expected = microbatch.expected.pop(node, None)
-        sizes = exchange.counts(splits.counts, node.tag, expected, splits.counts_first)
+        sizes = exchange.counts(told, node.tag, expected, splits.counts_first)
         splits.host = sizes.host
         return sizes
 
@@ -83,7 +84,7 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
     block, op, seam = following
-    node, counts = node._replace(op=op, block=block, seam=seam), call.splits.counts
+    node, counts = node._replace(op=op, block=block, seam=seam), call.splits.told
     if call.answer is not None:  # rows went to the experts and come back next
         return _back(run, sent, call.answer, node)
     if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:

@@ -313,7 +313,7 @@ def renamed_on(rank: int, size: int, folder: Path) -> str:
 
 def test_sliced_parameters_under_other_names_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
     for said in ranks2.run(renamed_on, tmp_path):
-        assert "a parameter of experts that ranks share; allowed: a state_dict with the parameters' names" in said
+        assert "of which ranks have slices; allowed: a state_dict with the parameters' names" in said
 
 
 # Killed, or out of disk.

@@ -54,6 +54,7 @@ def _summed(rank: int, size: int, schedule: str, chunks: int, along: str = "pp",
     held = sorted({stage for _, stage in program.placement.places(rank % ranks)})
     stages = build(held, program.placement.stages, copy=copy)
     engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
+    assert len(list(engine.parameters())) == len(set(engine.parameters()))
     inputs, target = models.batch(MICROBATCHES)
     for steps in (1, 2):
         engine.step(inputs, target=target)

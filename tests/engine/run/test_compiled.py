@@ -157,6 +157,25 @@ def test_a_whole_graph_is_refused_in_one_line(compiled: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}, {}],
+    ids=str,
+)
+def test_cuda_graphs_are_refused_where_several_microbatches_are_alive(compiled: Any, options: dict[str, Any]) -> None:
+    """Nothing is compiled here: a sequential program goes on to the next check."""
+    for name, several in {"combined_1f1b": True, "afab": True, "sequential": False}.items():
+        with torch.device("meta"):
+            model = models.build(layers=1)
+            data = models.batch(MICROBATCHES)
+        program = build_schedule(name, microbatches=MICROBATCHES)
+        engine = Engine(compiled(model, "inductor", **options), program, loss_fn=models.loss_fn, costs=COSTS)
+        with pytest.raises(ValueError, match="allowed") as caught:
+            engine.step(data[0], target=data[1])
+        assert ("is compiled to CUDA graphs" in str(caught.value)) == (several and bool(options)), name
+
+
 class Exchanging(nn.Module):
     """Exchanges rows by itself, and uses what it made before."""
 
