@@ -17,7 +17,7 @@ from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
-from overlap1f1b.integrations.megatron.state import ModuleState
+from overlap1f1b.integrations.megatron.state import TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
 
@@ -29,6 +29,9 @@ class Chunk(MicrobatchBlock):
         last: Whether this chunk computes the loss.
         exchanges: Whether several ranks share the experts.
         passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
+
+    Attributes:
+        suspends: Whether MoE layers of Megatron-Core's own may suspend its forward.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Chunk(MicrobatchBlock):
             )
         self.step: ChunkStep | None = None
         self._dispatchers = dispatchers_of(model) if exchanges else []
-        self.state = ModuleState(model) if self._dispatchers else None
+        self.suspends = bool(self._dispatchers)
+        self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
+        self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
         self._overlapped = overlapped_of(model)
         self._linears = linears_of(model)
         self.apart = [layer.weight for layer in self._linears]

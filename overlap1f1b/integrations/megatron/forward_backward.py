@@ -285,7 +285,7 @@ class ForwardBackward:
                 model, stage=stage, last=last, exchanges=ep is not None, passes_last_input=passes and not last
             )
             holds_experts = any(isinstance(module, Experts) for module in model.modules())
-            if chunk.state is not None or chunk.delays or holds_experts:
+            if chunk.suspends or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
         limit = timedelta(seconds=self.timeout)
