@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "Engine Profile Stage StepResult combined_forward_backward_step consolidate load_checkpoint "
+        "engine": "Engine Profile Stage StepResult carried combined_forward_backward_step consolidate load_checkpoint "
         "save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         Profile,
         Stage,
         StepResult,
+        carried,
         combined_forward_backward_step,
         consolidate,
         load_checkpoint,
@@ -56,6 +57,7 @@ __all__ = [
     "StepResult",
     "Timeline",
     "build_schedule",
+    "carried",
     "combined_forward_backward_step",
     "compile",
     "consolidate",

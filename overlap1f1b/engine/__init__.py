@@ -15,10 +15,12 @@ from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
+from overlap1f1b.engine.run.attributes import carried
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock, blocks_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import split_blocks
+from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.transport.failures import LostRankError
 
 __all__ = [
@@ -35,7 +37,9 @@ __all__ = [
     "Saving",
     "Stage",
     "StepResult",
+    "VerificationError",
     "blocks_of",
+    "carried",
     "combined_forward_backward_step",
     "consolidate",
     "load_checkpoint",

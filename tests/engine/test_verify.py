@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, carried
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.campaign.hidden import Block
+from tests.campaign.places import Shared
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.ranks import Ranks
+
+
+def _carried(rank: int, size: int, place: str) -> list[str]:
+    """What lies where the engine does not look is carried when the block says so."""
+    mesh, holder = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), {"another class": Shared}.get(place)
+    data = torch.randn(2, 5 * MICROBATCHES, 8, generator=torch.Generator().manual_seed(rank))
+    grads = []
+    for overlap in ("serial", 3):
+        torch.manual_seed(5)
+        model = nn.Sequential(*(Block(mesh.get_group("ep"), place, "behind") for _ in range(2)))
+        for block in model:
+            carried(block, holder or sys.modules["hidden_beside"])
+        engine_of(model, mesh, overlap=overlap).step(data[0], target=data[1])
+        grads.append(models.gradients(model))
+    return models.equal(*grads)
+
+
+@pytest.mark.parametrize("place", ["another class", "another file's global"])
+def test_what_a_block_names_is_carried(ranks2: Ranks, place: str) -> None:
+    assert ranks2.run(_carried, place) == [[], []]
 
 
 class Noted(nn.Module):
@@ -194,3 +216,24 @@ def test_what_stands_around_nodes_meets_the_step_alone() -> None:
     _, expected = models.plain_gradients(models.build(), inputs, target, 4)
     for name, grad in models.gradients(model).items():
         torch.testing.assert_close(grad, expected[name])
+
+
+def test_the_places_that_others_have_changed_are_named() -> None:
+    class Block(models.Block):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.scales = [torch.zeros(())]
+
+        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            self.scales[0].fill_(tokens.detach().mean())
+            y: Tensor = experts(tokens, indices, weights)
+            return y * self.scales[0].clone()
+
+    inputs, target = models.batch(4)
+    engine = Engine(
+        models.build(block=Block), build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS
+    )
+    with pytest.raises(
+        VerificationError, match=r"changed by another microbatch meanwhile: attribute 'scales' of Block"
+    ):
+        engine.step(inputs, target=target)

@@ -24,6 +24,7 @@ Key = tuple[int, Any]
 
 _OTHERS = {"torch", "overlap1f1b", "builtins", "functools", "logging", "threading"}
 _LIBRARIES = _OTHERS | sys.stdlib_module_names  # whose class attributes and globals are not looked at
+_CARRIED = "_overlap1f1b_carried"
 _TORCHS = vars(nn.Module()).keys()  # parameters, hooks, submodules
 
 
@@ -141,6 +142,24 @@ class Place(NamedTuple):
     before: str
     after: str
     shared: bool = False  # with whatever else uses a class or a file
+
+
+def carried(block: nn.Module, *holders: object) -> None:
+    """Let what a block's forward sets on objects beside its modules travel with its microbatch.
+
+    Places that the engine finds by itself need no call: attributes of a block's modules, of objects that they hold, of
+    their classes, and globals of the files that define these.
+
+    >>> class Recipe:
+    ...     scale = 1.0
+    >>> carried(nn.Linear(2, 2), Recipe)  # a forward sets Recipe.scale before its experts, and reads it behind them
+
+    Args:
+        block: The block, before its first step.
+        holders: Objects, classes and dictionaries, whose entries travel; modules of Python, whose globals do.
+    """
+    held = (vars(holder) if isinstance(holder, ModuleType) else holder for holder in holders)
+    vars(block).setdefault(_CARRIED, []).extend(held)
 
 
 def places(block: nn.Module, name: str, known: Container[Key] = ()) -> Iterator[tuple[str, Any]]:

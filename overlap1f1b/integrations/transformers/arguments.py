@@ -33,6 +33,7 @@ class OverlapArguments:
         parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
         pretrained: Folder of the weights of a model on the meta device; each rank reads its part.
         adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
+        verify: Whether the first step of every plan is compared with a plain loop, see :class:`Engine`.
         timeout: Limit in seconds of every wait for another rank.
     """
 
@@ -48,6 +49,7 @@ class OverlapArguments:
     )
     pretrained: str | None = field(default=None, metadata={"help": "Folder of the weights of a model on meta."})
     adapter: str | None = field(default=None, metadata={"help": "Folder of the adapter of a PEFT model on meta."})
+    verify: bool = field(default=True, metadata={"help": "Compare the first step of every plan with a plain loop."})
     timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
 
     def __post_init__(self) -> None:

@@ -88,5 +88,6 @@ class BuiltModel:
             recompute=parallel.recompute,
             parts=parallel.parts,
             dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
+            verify=parallel.verify,
             timeout=parallel.timeout,
         )
