@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.bits import local_part
-from overlap1f1b.engine.run.replaced import ABSENT, put
+from overlap1f1b.engine.run.replaced import ABSENT, is_table, put
 
 Restore = Callable[[], None]
 Table = MutableMapping[Any, Any]
@@ -113,7 +113,7 @@ def _contents_of(value: Any, seen: set[int], *, copies: bool) -> Restore | None:
         seen.add(id(value))
         tensor = local_part(value)
         return partial(_copy_back, tensor, tensor.clone())
-    if isinstance(value, dict):
+    if is_table(value):
         seen.add(id(value))
         return _entries_of(value, seen, copies=copies)
     if isinstance(value, list | set | deque):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from operator import is_
 from typing import Any
 
 import torch
@@ -83,24 +82,22 @@ class Witness:
 
 
 class _Value:
-    """A value, with what else tells whether it has changed: how often a tensor has, or what a container holds."""
+    """A value, with what else tells whether it has changed: what a container holds, and how often tensors have."""
 
-    __slots__ = ("held", "inside")
+    __slots__ = ("parts", "versions")
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        self.inside: Any = ()
-        if isinstance(held, Tensor):
-            self.inside = (version_of(held),)
-        elif isinstance(held, dict):
-            self.inside = tuple(held.values())
-        elif isinstance(held, list | set | deque):
-            self.inside = tuple(held)
+    def __init__(self, value: Any) -> None:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | deque) else ()
+        self.parts = (value, *inside)
+        self.versions = [version_of(part) for part in self.parts if isinstance(part, Tensor)]
 
     def is_as(self, other: _Value) -> bool:
         """Return whether nothing has changed."""
-        same = self.held is other.held or (isinstance(self.held, int | float | str | bytes) and self.held == other.held)
-        return same and len(self.inside) == len(other.inside) and all(map(is_, self.inside, other.inside))
+        if len(self.parts) != len(other.parts) or self.versions != other.versions:
+            return False
+        plain = int, float, str, bytes
+        pairs = zip(self.parts, other.parts, strict=True)
+        return all(a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b) for a, b in pairs)
 
 
 def _handed_on(node: Node, microbatch: Microbatch) -> Iterator[Tensor]:

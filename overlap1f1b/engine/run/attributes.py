@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.model import CarriedState
-from overlap1f1b.engine.run.replaced import ABSENT, put
+from overlap1f1b.engine.run.replaced import ABSENT, is_table, put
 from overlap1f1b.moe.experts import Experts
 
 Key = tuple[int, Any]
@@ -214,7 +214,7 @@ def _walk(waiting: list[tuple[Any, str]], block: nn.Module, found: dict[int, Pla
             continue
         seen[id(held)] = held  # so that no other gets its number
         inside: Iterable[tuple[Any, Any]] = ()
-        if isinstance(held, dict):
+        if is_table(held):
             found.setdefault(id(held), Place(held, held, "entry ", f" of {path}"))
             inside = held.items()
         elif isinstance(held, list | tuple):
@@ -270,7 +270,7 @@ def _of_class(kind: type, found: dict[int, Place]) -> Iterator[tuple[Any, str]]:
 
 def _may_hold(value: Any) -> bool:
     """Return whether a value is or holds something of the model's own, such as a dispatcher."""
-    if isinstance(value, dict | list | tuple | type | nn.Module):
+    if isinstance(value, list | tuple | type | nn.Module) or is_table(value):
         return True
     return _package(type(value)) not in _OTHERS and not isinstance(value, Tensor | ModuleType)
 
