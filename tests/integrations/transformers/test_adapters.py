@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -499,15 +500,13 @@ def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, sta
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
-def _lora() -> Any:
-    return adapted("mixtral", "everything", 2)
-
-
-def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("targets", ["everything", "tokens"])
+def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, targets: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
 
     def spec(name: str, **more: Any) -> loops.Spec:
-        given = {"model": None, "arguments": EVALUATED, "trainer": {"model_init": _lora}, **more}
+        init = {"model_init": partial(adapted, "mixtral", targets, 2)}
+        given = {"model": None, "arguments": EVALUATED, "trainer": init, **more}
         return loops.Spec(tmp_path / name, **given)
 
     plain = loops.alone(spec("plain", accumulation=8, kind=transformers.Trainer))

@@ -117,6 +117,32 @@ def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, registe
     assert ranks2.run(_of_experts, lora, register) == [expected] * 2
 
 
+def _clamp(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+
+def _on_parts(rank: int, size: int, expected: dict[str, Tensor]) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    stages = split_model(tiny.build("mixtral", num_hidden_layers=2), EXPERTS, mesh)
+    _clamp(stages)
+    engine = Engine(stages, EXPERTS, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30)
+    tokens, labels = tiny.batch(4)  # the same on both ranks
+    engine.step(tokens, target=labels)
+    return problems_of(stages, expected, 1e-5)
+
+
+def test_hooks_of_parts_run_once_for_each_microbatch(ranks2: Ranks) -> None:
+    tokens, labels = tiny.batch(4)
+    plain = tiny.build("mixtral", num_hidden_layers=2)
+    _clamp(plain)
+    _, expected = tiny.own_gradients(plain, {"input_ids": tokens}, labels, 2)
+    most = max(float(grad.abs().max()) for name, grad in expected.items() if ".experts." in name)
+    assert most == pytest.approx(2e-3)  # of two microbatches
+    assert ranks2.run(_on_parts, expected) == [[]] * 2
+
+
 REFUSED = (
     r"^(model|lm_head)\.\S+ of the whole model, of which this rank has no gradient, in an optimizer; allowed: param"
 )
