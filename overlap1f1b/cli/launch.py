@@ -230,10 +230,12 @@ def _supervise(group: _Group, grace_s: float, limit_s: float) -> int:
         if since and time.monotonic() > min(since.values()) + limit_s + TERM_S:
             break
     failure, others = group.first_failure, bool(group.running)
-    if failure or (since and not group.interrupt):
-        for rank in since:
-            group.send_to(rank, signal.SIGKILL)
-        failure = failure or (min(since), -signal.SIGSTOP)
+    for rank in since if not group.interrupt else ():
+        group.send_to(rank, signal.SIGKILL)
+    if since and not failure and not group.interrupt:
+        failure = min(since), -signal.SIGSTOP
+        group.wait(TERM_S)  # they may be in a wait that no signal ends
+    elif failure:
         group.wait(0.0 if failure[1] == NOT_JOINED else grace_s)
         if not group.interrupt:
             group.send(signal.SIGTERM)

@@ -269,7 +269,6 @@ def test_ranks_that_ignore_sigterm_or_are_suspended_are_killed(tmp_path: Path) -
 def test_a_suspended_rank_ends_the_others_that_never_notice(tmp_path: Path) -> None:
     """As one that holds the lock of the file through which ranks meet."""
     script = f"ready(); until_ready(2)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}"
-    began = time.monotonic()
     parent = Parent(tmp_path, script, 2, grace_s=0.2, limit_s=1.0)
     status, _, err = parent.wait()
     assert status == 128 + signal.SIGSTOP
@@ -277,7 +276,6 @@ def test_a_suspended_rank_ends_the_others_that_never_notice(tmp_path: Path) -> N
         "overlap1f1b: error: rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1; "
         "the other ranks were stopped\n"
     )
-    assert 6 < time.monotonic() - began < 12
     assert_gone(parent.pids())
 
 
