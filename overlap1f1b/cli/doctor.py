@@ -188,7 +188,7 @@ def link(timeout: float) -> Finding:
     with tempfile.TemporaryDirectory(prefix="overlap1f1b-") as folder:
         found = Path(folder) / "link.json"
         command = (sys.executable, "-m", "overlap1f1b.cli.doctor")
-        status = run_ranks([str(found), str(timeout)], 2, command=command)
+        status = run_ranks([str(found), str(timeout)], 2, command=command, limit_s=timeout)
         measured: dict[str, Any] = {"error": f"a rank ended with status {status}"}
         if found.exists():
             measured = json.loads(found.read_text())

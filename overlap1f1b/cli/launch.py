@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import NoReturn
 
 from overlap1f1b.cli.wire import Wire
-from overlap1f1b.transport.limits import FOLLOW_S, INTERRUPT_S, KILL_S, TERM_S
+from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S, FOLLOW_S, INTERRUPT_S, KILL_S, LOOK_S, TERM_S
 
 COMMAND = (sys.executable, "-m", "overlap1f1b")
 STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started: the path of their FileStore
@@ -27,6 +27,8 @@ STORE = "OVERLAP1F1B_STORE"  # set exactly in the ranks that `run_ranks` started
 
 PR_SET_PDEATHSIG = 1
 MOST_PORT = 65_535
+NOT_JOINED = 75
+"""Status of a rank whose others did not join within its limit: EX_TEMPFAIL of sysexits."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -96,6 +98,7 @@ def run_ranks(
     wire: Wire | None = None,
     environ: Mapping[str, str] | None = None,
     grace_s: float = FOLLOW_S,
+    limit_s: float = COMMAND_LINE_LIMIT_S,
     command: Sequence[str] = COMMAND,
 ) -> int:
     """Run `command` with `argv` as ranks 0 to `ranks` - 1, wait for them and return an exit status.
@@ -105,6 +108,8 @@ def run_ranks(
     0 means that every rank returned 0; otherwise it is the status of the rank that failed first, 128 + n for signal n.
     When one fails, the others have `grace_s` seconds to end by themselves, then get SIGTERM and `TERM_S` later SIGKILL,
     and one line on stderr names the first failure, except for status 2, whose rank has written its own line.
+    Ranks that are suspended (SIGSTOP) cannot end by themselves: they are killed at once, and named. A suspended rank is
+    itself a failure `TERM_S` behind the ranks' own limit `limit_s`: it may hold what the others need to start.
     SIGINT, SIGTERM and SIGHUP are sent on to the ranks, which are killed `INTERRUPT_S` later (at once on a second
     signal); the status is then 128 + n.
 
@@ -123,7 +128,7 @@ def run_ranks(
                 for rank in range(ranks):
                     prefix = wire.prefix(rank) if wire else []
                     group.start([*prefix, *command, *argv], _environment(environ, rank, ranks, folder, wire))
-                return _supervise(group, grace_s)
+                return _supervise(group, grace_s, limit_s)
             finally:
                 group.kill()
     finally:
@@ -183,17 +188,27 @@ class _Group:
 
     def _reap(self, rank: int) -> None:
         process = self.processes[rank]
-        self._send(rank, signal.SIGKILL)  # before the process is reaped, so that its number is still its own
+        self.send_to(rank, signal.SIGKILL)  # before the process is reaped, so that its number is still its own
         code = process.wait()
         self.running.discard(rank)
         if code and not self.first_failure:
             self.first_failure = rank, code
 
+    def suspended(self) -> list[int]:
+        """Return the ranks that a signal has stopped."""
+        found = []
+        for rank in sorted(self.running) if hasattr(os, "waitid") else ():  # not on macOS before Python 3.13
+            with suppress(ChildProcessError):  # it has ended
+                if os.waitid(os.P_PID, self.processes[rank].pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                    found.append(rank)
+        return found
+
     def send(self, number: signal.Signals) -> None:
         for rank in self.running:
-            self._send(rank, number)
+            self.send_to(rank, number)
 
-    def _send(self, rank: int, number: signal.Signals) -> None:
+    def send_to(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank and what it has started."""
         with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
             os.killpg(self.processes[rank].pid, number)
 
@@ -206,12 +221,22 @@ class _Group:
                 self.running.discard(rank)
 
 
-def _supervise(group: _Group, grace_s: float) -> int:
+def _supervise(group: _Group, grace_s: float, limit_s: float) -> int:
     group.watch()
-    group.wait(None, until_failure=True)
+    since: dict[int, float] = {}  # of the suspended ranks
+    while group.running and not (group.first_failure or group.interrupt):
+        group.wait(LOOK_S, until_failure=True)
+        since = {rank: since.get(rank, time.monotonic()) for rank in group.suspended()}
+        if since and time.monotonic() > min(since.values()) + limit_s + TERM_S:
+            break
     failure, others = group.first_failure, bool(group.running)
-    if failure:
-        group.wait(grace_s)
+    for rank in since if not group.interrupt else ():
+        group.send_to(rank, signal.SIGKILL)
+    if since and not failure and not group.interrupt:
+        failure = min(since), -signal.SIGSTOP
+        group.wait(TERM_S)  # they may be in a wait that no signal ends
+    elif failure:
+        group.wait(0.0 if failure[1] == NOT_JOINED else grace_s)
         if not group.interrupt:
             group.send(signal.SIGTERM)
             group.wait(TERM_S)
@@ -220,20 +245,25 @@ def _supervise(group: _Group, grace_s: float) -> int:
         group.wait(INTERRUPT_S)
     group.kill()
     if failure:
-        _report(*failure, others)
+        _report(*failure, others, list(since), limit_s)
     if group.interrupt:
         return 128 + group.interrupt
     code = failure[1] if failure else 0
     return code if code >= 0 else 128 - code
 
 
-def _report(rank: int, code: int, others: bool) -> None:
+def _report(rank: int, code: int, others: bool, suspended: Sequence[int], limit_s: float) -> None:
     """Print how the first failed rank ended, below the lines of all ranks."""
     if code == 2:
         return
     how = f"ended with status {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
     if code == -signal.SIGKILL:
         how += ", perhaps since memory was full"
+    elif code == -signal.SIGSTOP:
+        how = f"was suspended ({_signal_name(-code)}) for longer than --timeout {limit_s:g}"
+    elif code == NOT_JOINED:
+        how = f"waited longer than --timeout {limit_s:g} for the others to join"
+    how += "".join(f"; rank {other} was suspended (SIGSTOP)" for other in suspended if other != rank)
     stopped = "; the other ranks were stopped" if others else ""
     print(f"overlap1f1b: error: rank {rank} {how}{stopped}", file=sys.stderr, flush=True)
 

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
-from overlap1f1b.cli.launch import INSIDE, STORE, check_nsys, cores, end_with, enter_nsys, run_ranks, under_torchrun
+from overlap1f1b.cli.launch import (
+    INSIDE,
+    NOT_JOINED,
+    STORE,
+    check_nsys,
+    cores,
+    end_with,
+    enter_nsys,
+    run_ranks,
+    under_torchrun,
+)
 from overlap1f1b.cli.options import (
     VERBS,
     BenchOptions,
@@ -104,9 +114,9 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         )
     wire = options.wire if isinstance(options, BenchOptions) else None
     if wire is None:
-        return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks)
+        return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks, limit_s=options.timeout)
     with Wire(options.ranks) as link:
-        return run_ranks(argv, options.ranks, wire=link)
+        return run_ranks(argv, options.ranks, wire=link, limit_s=options.timeout)
 
 
 def _status(options: RunOptions) -> int:
@@ -150,8 +160,9 @@ def _run_rank(options: RunOptions) -> int:
                 sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
                 return 1
     except NotJoinedError as error:
-        sys.stderr.write(f"overlap1f1b: {error}\n")
-        return 1
+        if STORE not in os.environ:  # else the process that started this rank says it
+            sys.stderr.write(f"overlap1f1b: {error}\n")
+        return NOT_JOINED
     return 0
 
 

@@ -83,6 +83,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         device = _device_of(store, rank, size)
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and LOST.match(one_line(error)) is None:
             raise
@@ -90,7 +91,6 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
             f"rank {rank} waited for all of {size} ranks: {one_line(error)} (--timeout {timeout:g})"
         ) from error
     try:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
         yield Rank(rank, size, device, mesh)
     finally:
         dist.destroy_process_group()
@@ -126,8 +126,8 @@ def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
 
 LOST = re.compile(
     r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
-    r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout after \d+ms"
-    r"|Application timeout caused pair closure|Operation timed out)"
+    r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout"
+    r"|Application timeout caused pair closure|Operation timed out|Timeout waiting for key)"
 )
 """Messages of gloo and NCCL when another rank is gone or does not answer within ``--timeout``."""
 

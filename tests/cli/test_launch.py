@@ -37,14 +37,17 @@ STUBBORN = "for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, signal.SI
 class Parent:
     """A process that runs `run_ranks` with `script` as every rank."""
 
-    def __init__(self, folder: Path, script: str, ranks: int, grace_s: float = 5.0, **environ: str):
+    def __init__(
+        self, folder: Path, script: str, ranks: int, grace_s: float = 5.0, limit_s: float = 60.0, **environ: str
+    ) -> None:
         self.folder = folder
         self.ranks = ranks
         parent = f"""
 import sys
 from overlap1f1b.cli.launch import run_ranks
 assert "torch" not in sys.modules
-sys.exit(run_ranks(sys.argv[2:], {ranks}, command=(sys.executable, "-c", sys.argv[1]), grace_s={grace_s}))
+command = (sys.executable, "-c", sys.argv[1])
+sys.exit(run_ranks(sys.argv[2:], {ranks}, command=command, grace_s={grace_s}, limit_s={limit_s}))
 """
         (folder / "tmp").mkdir()
         (folder / "stdin").write_text("for the parent")
@@ -254,9 +257,25 @@ def test_ranks_that_ignore_sigterm_or_are_suspended_are_killed(tmp_path: Path) -
     script = f"{STUBBORN}ready(); until_ready(3)\nif rank == 1: sys.exit(1)\n{stop}\n{SLEEP}"
     began = time.monotonic()
     parent = Parent(tmp_path, script, 3, grace_s=0.2)
-    status, _, _ = parent.wait()
+    status, _, err = parent.wait()
     assert status == 1
+    assert err == (
+        "overlap1f1b: error: rank 1 ended with status 1; rank 2 was suspended (SIGSTOP); the other ranks were stopped\n"
+    )
     assert 5 < time.monotonic() - began < 12  # SIGKILL comes 5 s after SIGTERM
+    assert_gone(parent.pids())
+
+
+def test_a_suspended_rank_ends_the_others_that_never_notice(tmp_path: Path) -> None:
+    """As one that holds the lock of the file through which ranks meet."""
+    script = f"ready(); until_ready(2)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}"
+    parent = Parent(tmp_path, script, 2, grace_s=0.2, limit_s=1.0)
+    status, _, err = parent.wait()
+    assert status == 128 + signal.SIGSTOP
+    assert err == (
+        "overlap1f1b: error: rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1; "
+        "the other ranks were stopped\n"
+    )
     assert_gone(parent.pids())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from overlap1f1b.cli.launch import NOT_JOINED
 from overlap1f1b.cli.options import TrainOptions
 from overlap1f1b.cli.train.command import FILE, History
 from overlap1f1b.cli.workload import model_config
@@ -182,8 +183,6 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     run.until(lambda: list(folder.glob("step-*")))
     ranks = run.ranks()
     ranks[1].suspend()
-    assert not psutil.wait_procs(ranks[:1], 30)[1]
-    ranks[1].kill()  # tests/cli/test_launch.py waits until it is killed
     status, _, err = run.wait(40)
     assert err.count("\n") == 2, err
     lost, ended = err.splitlines()
@@ -191,7 +190,26 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     assert lost.startswith("overlap1f1b: rank 0 lost another rank: ")
     # by the wait that ends first: of this transfer, of another lane, or of all ranks together
     assert re.search("Timed out waiting 3000ms for |Application timeout|Operation timed out|no answer", lost), lost
-    assert ended == "overlap1f1b: error: rank 0 ended with status 1; the other ranks were stopped"
+    assert ended == (
+        "overlap1f1b: error: rank 0 ended with status 1; rank 1 was suspended (SIGSTOP); the other ranks were stopped"
+    )
+    assert not psutil.wait_procs(ranks, 5)[1]
+
+
+@pytest.mark.parametrize(("rank", "after"), [(0, 0.0), (1, 0.02), (0, 0.1), (1, 0.3)])
+def test_a_rank_that_is_suspended_while_ranks_start(rank: int, after: float) -> None:
+    """At any moment: before it joins, or where it makes its engine."""
+    run = Run("train", "--ep", "2", "--steps", 100_000, "--timeout", 2)
+    run.until(lambda: len(run.ranks()) == 2)
+    ranks = run.ranks()
+    time.sleep(after)
+    ranks[rank].suspend()
+    status, _, err = run.wait(40)
+    assert status in (1, NOT_JOINED, 128 + signal.SIGSTOP)
+    assert "Traceback" not in err
+    *lost, ended = err.splitlines()
+    assert [line.startswith(f"overlap1f1b: rank {1 - rank} lost another rank: ") for line in lost] in ([], [True])
+    assert f"rank {rank} was suspended (" in ended, err
     assert not psutil.wait_procs(ranks, 5)[1]
 
 
