@@ -109,6 +109,7 @@ class Config:
     mtp_num_layers: int | None = None
     mtp_grad_scale_func: Callable[[], Tensor] | None = None
     experimental_attention_variant: str | None = None
+    experimental_attention_variant_loss_scale_func: Callable[[Tensor], object] | None = None
     timers: Callable[..., Any] | None = None
     barrier_with_L1_time: bool = True  # noqa: N815 - Megatron-Core's name
 
@@ -172,6 +173,10 @@ def check_options(model: nn.Module, *, suspends: bool) -> None:
     of the general ones. A forward is suspended where it exchanges rows.
     """
     config = attribute_of(model, "config")
+    scales = [field.name for field in fields(Config) if field.name.endswith("_scale_func")]
+    for field, value in getattr(config, "__dict__", {}).items():
+        if field.endswith("_scale_func") and field not in scales and value is not None:
+            raise ValueError(f"{field}={value!r}; allowed: None, or one of {', '.join(scales)}")
     for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
         value = getattr(config, field, allowed)
         if value and value != allowed:

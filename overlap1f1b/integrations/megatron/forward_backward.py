@@ -24,6 +24,7 @@ from overlap1f1b.integrations.megatron.config import (
     agreed,
     check_options,
     check_sizes,
+    class_names,
     each,
     group_of,
     limit_inner,
@@ -59,6 +60,7 @@ UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 def get_forward_backward_func(
     pp_size: int | None = None,
     vp_size: int | None = None,
+    schedule_pg_collection: object = None,
     *,
     pg_collection: object = None,
     schedule: str | None = None,
@@ -87,7 +89,9 @@ def get_forward_backward_func(
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
         vp_size: Number of chunks of a rank, if interleaved. If ``pp_size``, ``vp_size`` and ``pg_collection`` are all
-            missing, Megatron-Core's ``parallel_state`` gives it.
+            missing, Megatron-Core's ``parallel_state`` gives it, if it is initialised.
+        schedule_pg_collection: What Megatron-LM's training loop passes: None, or groups that are taken in the place of
+            a missing ``pg_collection``.
         pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
             and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
             else this rank alone.
@@ -104,9 +108,15 @@ def get_forward_backward_func(
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule is unknown.
     """
-    groups = ProcessGroups.default() if pg_collection is None else pg_collection
+    if "MultiModuleProcessGroupCollection" in class_names(schedule_pg_collection):
+        raise ValueError(
+            "schedule_pg_collection of type MultiModuleProcessGroupCollection; "
+            "allowed: None, or the groups of one module"
+        )
+    default = ProcessGroups.default() if pg_collection is None else None
+    groups = next(given for given in (pg_collection, schedule_pg_collection, default) if given is not None)
     held = size_of(groups, "pp")
-    if pg_collection is None and pp_size is None and vp_size is None and not isinstance(groups, ProcessGroups):
+    if pp_size is None and vp_size is None and not isinstance(default, ProcessGroups | None):
         vp_size = sys.modules[PARALLEL_STATE].get_virtual_pipeline_model_parallel_world_size()
     if pp_size not in (None, held):
         raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")

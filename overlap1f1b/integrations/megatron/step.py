@@ -25,6 +25,7 @@ class AttachedLoss(NamedTuple):
     used: str  # field of the config that is set if the model has such losses
     own_scale: str | None = None  # field of the config with a scale for them, used in place of ``grad_scale_func``
     by_sequence: bool = True  # whether each rank along "cp" computes a part of the loss
+    takes_scale: str | None = None  # field of the config with a function that takes the scale in the class's place
 
 
 MOE_LOSS = AttachedLoss(
@@ -43,6 +44,7 @@ ATTACHED_LOSSES = (
         "megatron.core.transformer.experimental_attention_variant.dsa",
         "DSAIndexerLossAutoScaler",
         "experimental_attention_variant",
+        takes_scale="experimental_attention_variant_loss_scale_func",
     ),
 )
 _SCALE = "main_loss_backward_scale"
@@ -113,11 +115,16 @@ class Losses:
     def scaling_attached(self) -> Iterator[None]:
         """Set the scales of Megatron-Core's attached losses inside the context, and put back the old ones after it.
 
-        Classes that no module has imported are skipped: a model with such losses has imported them.
+        Classes that no module has imported are skipped: a model with such losses has imported them. What a function of
+        the config has set stays, as in Megatron-Core.
         """
         before = []
         try:
             for attached in ATTACHED_LOSSES:
+                take = None if attached.takes_scale is None else getattr(self.config, attached.takes_scale)
+                if take is not None:
+                    take(self.scale_of(attached))
+                    continue
                 held = getattr(sys.modules.get(attached.module), attached.name, None)
                 if held is not None and getattr(self.config, attached.used) is not None:
                     before.append((held, getattr(held, _SCALE)))

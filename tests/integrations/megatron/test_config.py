@@ -27,9 +27,18 @@ def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.
     function = get_forward_backward_func()
     assert (function.__name__, function.vp_size) == ("forward_backward_pipelining_with_interleaving", 3)
     assert function.groups is groups
+    function = get_forward_backward_func(schedule_pg_collection=groups)  # as Megatron-LM's training.py
+    assert (function.__name__, function.vp_size) == ("forward_backward_pipelining_with_interleaving", 3)
+    assert function.groups is groups
     assert get_forward_backward_func(4).__name__ == "forward_backward_pipelining_without_interleaving"
     alone = get_forward_backward_func(pg_collection=ProcessGroups())
     assert (alone.__name__, alone.vp_size) == ("forward_backward_no_pipelining", None)
+
+
+def test_groups_of_several_modules_are_refused() -> None:
+    several = type("MultiModuleProcessGroupCollection", (), {})()
+    with pytest.raises(ValueError, match=r"^schedule_pg_collection of type MultiModuleProcessGroupCollection; "):
+        get_forward_backward_func(schedule_pg_collection=several)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,7 @@ def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.
                 ("external_cuda_graph", True, False),
             )
         ],
+        ({"later_loss_scale_func": 3}, "^later_loss_scale_func=3; allowed: None, or one of grad_scale_func, moe_grad"),
         (
             {"fp8": "hybrid"},
             "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$",

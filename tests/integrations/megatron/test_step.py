@@ -118,8 +118,9 @@ class Attaches(Part):
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("takes", [False, True])
 def test_attached_losses_have_megatrons_scale_for_a_step(
-    monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool
+    monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool, takes: bool
 ) -> None:
     before = torch.tensor(7.0)
     scalers = [SimpleNamespace(main_loss_backward_scale=before) for _ in range(3)]
@@ -134,6 +135,11 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
         calculate_per_token_loss=per_token, grad_scale_func=lambda loss: loss * 6, num_moe_experts=8,
         mtp_num_layers=1, mtp_grad_scale_func=lambda: torch.tensor(12.0),
     )  # fmt: skip
+    taken = list[float]()
+    if takes:  # with a variant or without
+        config.experimental_attention_variant_loss_scale_func = lambda scale: taken.append(float(scale))
+    if takes and fails:
+        config.experimental_attention_variant = "dsa"
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
     monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.agreed", lambda costs, *_: costs)
@@ -147,5 +153,6 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
         call(function, [part], items(3))
         # The third is not in use; ranks along "cp" have a part of the first each.
         assert part.seen == [[6.0, 12.0, 7.0] if per_token else [6.0 * 2 / 3, 12.0 / 3, 7.0]] * 3
+    assert taken == [6.0 if per_token else 6.0 * 2 / 3] * takes
     assert all(scaler.main_loss_backward_scale is before for scaler in scalers)
     assert float(before) == 7

@@ -1,22 +1,54 @@
-"""A step of a real model of Megatron-Core in which a rank fails, and rebuilt models."""
+"""Arguments of Megatron-Core's functions; a step of a real model in which a rank fails, and rebuilt models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from importlib.util import find_spec
+from inspect import signature
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from overlap1f1b.integrations.megatron import get_forward_backward_func
-from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.integrations.megatron.config import Config
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, SCHEDULES, ForwardBackward
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import DEEPEP
 from tests.integrations.megatron.core.steps import one_step
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+def _missing(rank: int, size: int) -> list[str]:
+    """Return what callers of Megatron-Core's functions may pass, and ours do not take in the same way."""
+    shim.apply()
+    from megatron.core.pipeline_parallel import schedules
+
+    pairs: list[tuple[Callable[..., object], Callable[..., object]]] = [
+        (schedules.get_forward_backward_func, get_forward_backward_func),
+        *((getattr(schedules, name), ForwardBackward.__call__) for name in SCHEDULES if name.startswith("forward")),
+    ]
+    scales = {name for name in vars(models.config_of(layers=1)) if name.endswith("_scale_func")}
+    lines = sorted(scales - {field.name for field in fields(Config)})
+    for theirs, ours in pairs:
+        given, own = signature(theirs).parameters, dict(signature(ours).parameters)
+        own.pop("self", None)
+        lines += [f"{theirs.__name__}({name})" for name in given if name not in own]
+        lines += [
+            f"{theirs.__name__}({name}): {one.kind.name}, {one.default}"
+            for name, one in given.items()
+            if name in own and (own[name].kind, own[name].default) != (one.kind, one.default)
+        ]
+        positional = [name for name, one in given.items() if one.kind is not one.KEYWORD_ONLY]
+        lines += [f"{theirs.__name__}: {positional}"] * (list(own)[: len(positional)] != positional)
+    return lines
+
+
+def test_functions_take_what_megatrons_take(megatron: Callable[[int], Ranks]) -> None:
+    assert megatron(2).run(_missing) == [[], []]
 
 
 def _failure(rank: int, size: int) -> str:
