@@ -54,7 +54,7 @@ from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
-from overlap1f1b.transport.groups import Group
+from overlap1f1b.transport.groups import Group, collectives_begun, gathered
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import DATA, Mesh
@@ -176,7 +176,7 @@ class Engine:
         experts_over: Sequence[str] = ("ep",),
     ) -> None:
         _check_kinds(program, costs, plan, exchange, timeout, tries, verify, loss_fn=loss_fn, count_tokens=count_tokens)
-        limit = timedelta(seconds=float(timeout))
+        self._limit = limit = timedelta(seconds=float(timeout))
         self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
         self.mesh = Mesh(mesh, limit, experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
@@ -515,6 +515,7 @@ class Engine:
                 self.mesh.agree(facts, f", or {marks}")
                 for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                     stage.first_rows = {}
+            begun = collectives_begun() if first and "share" not in vars(self) else None
             # 2. Forwards, backwards, exchanges, reductions.
             if measuring:
                 self._measure(True)
@@ -527,10 +528,31 @@ class Engine:
                 self.mesh.agree(calls(self.stages))
                 if self._check_parameters:
                     check_tensor_group(self.stages, self.mesh)
+            if begun is not None:
+                self._share_with_others(begun)
             # 4. What the step has shown decides how the next ones are played.
             self._learn(plan, played.result, measuring)
             self._steps += 1
         return played
+
+    def _share_with_others(self, begun: Mapping[tuple[int, ...], int]) -> None:
+        """Measure alike with ranks outside of the mesh that blocks have met in collectives: they must play one plan.
+
+        ``begun`` are the collectives that were begun before the step.
+        """
+        beside = [
+            ranks
+            for ranks, number in collectives_begun().items()
+            if number != begun.get(ranks) and not set(ranks) <= self.mesh.labels.keys()
+        ]
+
+        def share(measured: Any) -> Any:
+            for ranks in beside:
+                measured = gathered(ranks, measured, self._limit)[0]
+            return measured
+
+        if beside:
+            self.share = share
 
     def _learn(self, plan: Plan, result: StepResult, measuring: bool) -> None:
         """Adopt what a step has shown: exchanges that blocks make by themselves, costs, the time of a plan.

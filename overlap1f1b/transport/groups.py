@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -314,6 +315,15 @@ def _interfaces() -> list[str]:
 def _devices(backend: Any) -> list[Any]:
     """Return gloo's devices for the interfaces that torch's own groups would use."""
     return [backend.create_device(interface=name) for name in _interfaces()] or [backend.create_default_device()]
+
+
+def collectives_begun() -> dict[tuple[int, ...], int]:
+    """Return how many collectives this rank has begun in torch's process groups, by the ranks that take part."""
+    begun = Counter[tuple[int, ...]]()
+    known: Any = dist.distributed_c10d if dist.is_initialized() else None
+    for group in () if known is None else known._world.pg_names:
+        begun[tuple(dist.get_process_group_ranks(group))] += group._get_sequence_number_for_group()
+    return begun
 
 
 def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:

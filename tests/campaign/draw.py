@@ -366,6 +366,8 @@ def _hidden(seed: int, random: Random) -> Hidden:
     recompute: Recompute = random.choice(("none", "none", "experts", "attention", "block"))
     if place in ("a stack", "a queue"):  # what is taken off is there once
         when, recompute = "behind", "none"
+    if when == "backward":  # a second forward would put its own there, as in a checkpoint
+        recompute = "none"
     if schedule == "dualpipev" and when == "later":  # the block before is on another rank
         when = "behind"
     return Hidden(

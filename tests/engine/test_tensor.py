@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -831,3 +833,27 @@ def test_entries_are_taken_on_the_host_under_another_default_device() -> None:
     with torch.device("meta"):  # stands for a GPU
         found = _sampled(torch.arange(127, device="cpu"))
     assert found.tolist() == list(range(0, 127, 2))
+
+
+def _beside_the_mesh(rank: int, size: int) -> list[str]:
+    """Engines over "ep" alone, while blocks meet along "tp", where one rank is slow."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    program, inputs = build_schedule("combined_1f1b", microbatches=4), data_of(None, mesh.get_local_rank("ep"))
+    found, order = list[dict[str, Tensor]](), ""
+    for overlap in ("serial", 3):
+        model = tensors.build(mesh, layers=2, by_hand=True)
+        for block in model if mesh.get_local_rank("tp") else ():
+            block.register_forward_pre_hook(lambda *_: time.sleep(0.002))
+        engine = Engine(model, program, mesh=mesh["ep"], loss_fn=models.loss_fn, overlap=overlap, timeout=30)
+        for _ in range(8):
+            model.zero_grad()
+            engine.step(inputs[0], target=inputs[1])
+        found.append(models.gradients(model))
+        order = engine.plan.fingerprint
+    orders: list[str] = [""] * size
+    dist.all_gather_object(orders, order)
+    return models.equal(*found) + ["plans"] * (len(set(orders)) > 1)
+
+
+def test_ranks_that_blocks_meet_beside_the_mesh_play_one_plan() -> None:
+    assert run(_beside_the_mesh, 4) == [[]] * 4
