@@ -98,11 +98,11 @@ class Overlapped(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check the arguments, and make the accelerator of the ranks with data of their own."""
+        self.args._n_gpu = min(1, self.args.n_gpu)  # as Trainer does where the model manages its devices
         self.args, self.overlap_args = args, parallel = with_checkpointing(self.args, self.overlap_args)
         check_arguments(args, parallel)
         sizes = parallel.sizes(args.world_size)
         parallel.program(args.gradient_accumulation_steps)
-        args._n_gpu = min(1, args.n_gpu)  # as Trainer does where the model manages its devices
         super().create_accelerator_and_postprocess()
         if args.world_size > 1:
             self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
@@ -116,8 +116,10 @@ class Overlapped(Trainer):
         found: type[Trainer] = kinds[kinds.index(Overlapped) + 1]
         return found
 
-    def _has_own_loss(self) -> bool:
-        """Return whether a subclass's own code computes the loss, and may count its calls."""
+    def _keeps_loss(self) -> bool:
+        """Return whether to keep the last layer, as a subclass's code for the loss, which may count, would run twice."""
+        if self.overlap_args.recompute == "experts":
+            return False
         pairs = ((self._mixed(), "training_step"), (type(self), "compute_loss"))
         return any(getattr(kind, name) is not getattr(Trainer, name) for kind, name in pairs)
 
@@ -144,7 +146,7 @@ class Overlapped(Trainer):
                 self._model_built.engine.close()
             device = unnumbered(self.args.device)
             self._model_built = BuiltModel(
-                self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._has_own_loss()
+                self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._keeps_loss()
             )
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
@@ -169,10 +171,11 @@ class Overlapped(Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._built()  # before the optimizer: model_init may have made another model
+        own = self.create_optimizer
 
-        def create(_: nn.Module | None = None) -> torch.optim.Optimizer:
+        def create() -> torch.optim.Optimizer:
             with self._divided():
-                return type(self).create_optimizer(self)
+                return own()
 
         with replaced([(vars(self), "create_optimizer", create)]):
             return super()._prepare_for_training(*args, **kwargs)
