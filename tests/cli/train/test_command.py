@@ -207,7 +207,8 @@ def test_a_rank_that_is_suspended_while_ranks_start(rank: int, after: float) -> 
     status, _, err = run.wait(40)
     assert status in (1, NOT_JOINED, 128 + signal.SIGSTOP)
     assert "Traceback" not in err
-    *lost, ended = err.splitlines()
+    # A fork has imported torch before it asks for no lines of torch's C++.
+    *lost, ended = [line for line in err.splitlines() if not line.startswith("[rank")]
     assert [line.startswith(f"overlap1f1b: rank {1 - rank} lost another rank: ") for line in lost] in ([], [True])
     assert f"rank {rank} was suspended (" in ended, err
     assert not psutil.wait_procs(ranks, 5)[1]
