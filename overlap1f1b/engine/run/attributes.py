@@ -58,9 +58,9 @@ class ModuleAttributes:
         self._staying = set[Key]()
         self._places: dict[int, Place] = {}
         self._copies: dict[int, dict[Any, Any]] = {}  # of all places, at the begin of the running segment
-        self._before: dict[Key, Any] = {}  # known values, at the begin of the running segment
+        self._before: list[Any] = []  # known values, at the begin of the running segment
         self._carried = Carried({}, {})  # what the forward had set in earlier segments
-        self._outside: dict[Key, Any] = {}  # what was there instead
+        self._outside: dict[Key, Any] = {}  # what was there instead, where it differs
 
     @property
     def carries(self) -> bool:
@@ -88,11 +88,14 @@ class ModuleAttributes:
         self._put_on(carried)
 
     def _put_on(self, carried: Carried) -> None:
-        self._carried = carried
-        self._outside = {key: self.known[key].get(key[1], ABSENT) for key in carried.values}
+        self._carried, self._outside = carried, {}
         for key, value in carried.values.items():
-            put(self.known[key], key[1], value)
-        self._before = {key: table.get(key[1], ABSENT) for key, table in self.known.items()}
+            table, name = self.known[key], key[1]
+            there = table.get(name, ABSENT)
+            if there is not value:  # another forward was here
+                self._outside[key] = there
+                put(table, name, value)
+        self._before = [table.get(name, ABSENT) for (_, name), table in self.known.items()]
         if self.learning:
             self._copies = {number: dict(place.all) for number, place in self._places.items()}
 
@@ -106,7 +109,8 @@ class ModuleAttributes:
             for name in before.keys() | place.all.keys():
                 key, old, now = (number, name), before.get(name, ABSENT), place.all.get(name, ABSENT)
                 if now is not old and key not in self.known and not _is_pythons(name):
-                    self.known[key], self._before[key] = place.table, old
+                    self.known[key] = place.table
+                    self._before.append(old)
                     made.append((now, ""))
         _walk(made, self._block, self._places)  # objects that the forward has made
 
@@ -114,20 +118,22 @@ class ModuleAttributes:
         """Return what the running forward has set, and put back what was there, unless it has ended."""
         if self.learning and not ended:
             self.look()
-        known, outside, (values, starts, _) = self.known, self._outside, self._carried
-        now = {key: known[key].get(key[1], ABSENT) for key in self._before}
-        changes = {key: value for key, value in now.items() if value is not self._before[key]}
-        values, starts = {**values, **changes}, {**{key: self._before[key] for key in changes}, **starts}
-        for key, value in values.items():
-            if key in self._staying:
-                back = key not in changes  # others have seen it since it was set
-            else:
-                back = not ended
-                if ended and value is not starts[key]:
-                    self._staying.add(key)
-            if back:
-                put(known[key], key[1], outside.get(key, starts[key]))
-        self._copies, self._before, self._carried, self._outside = {}, {}, Carried({}, {}), {}
+        values, starts, _ = self._carried
+        changes, back = dict[Key, Any](), self._outside
+        for (key, table), before in zip(self.known.items(), self._before, strict=True):
+            now = table.get(key[1], ABSENT)
+            if now is not before:
+                changes[key] = now
+                back.setdefault(key, before)
+        values |= changes
+        for key, there in back.items():
+            if key not in self._staying:
+                starts.setdefault(key, there)
+            if (key not in changes) if key in self._staying else not ended:
+                put(self.known[key], key[1], there)
+        if ended:
+            self._staying |= {key for key, start in starts.items() if values[key] is not start}
+        self._copies, self._before, self._carried, self._outside = {}, [], Carried({}, {}), {}
         return Carried(values, starts, None if self._own is None else self._own.leave())
 
 
@@ -264,7 +270,7 @@ def _of_class(kind: type, found: dict[int, Place]) -> Iterator[tuple[Any, str]]:
     for own, value in vars(file).items():
         if isinstance(value, type):
             yield from [(value, "")] if value.__module__ == kind.__module__ else []
-        elif _may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
+        elif not _is_pythons(own) and _may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
             _add_attributes(value, f"{own} of {name}", found)  # and nothing in it: a script's globals hold everything
 
 
