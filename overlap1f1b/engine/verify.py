@@ -86,6 +86,7 @@ class Verification:
             VerificationError: It differs, or two loops differ.
         """
         undo, summed_outside = self._undo(), self._player.around is not None
+        versions = {parameter: parameter._version for _, _, parameter, _ in parameters_of(self._stages)}
 
         def anew(what: Callable[[], PlayedStep]) -> PlayedStep:
             undo()
@@ -95,6 +96,7 @@ class Verification:
         serial = _bits(self._outcome(rehearse(twin)))
         played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
         if self._differs(_bits(self._outcome(played)), serial):
+            self._refuse_changed(versions)
             self._judge(plan, twin, rehearse, undo, serial)
             played = anew(play)
         elif summed_outside:
@@ -144,6 +146,17 @@ class Verification:
 
     def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
         return bool(self._mesh.sums(one != other)[0])
+
+    def _refuse_changed(self, versions: Mapping[nn.Parameter, int]) -> None:
+        changed = (
+            f"{name} of {where}" for name, where, p, _ in parameters_of(self._stages) if p._version != versions[p]
+        )
+        mine = next(changed, None)
+        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
+            raise VerificationError(
+                f"{first} is changed inside a step, as by an optimizer in the backward, so no step can be compared with "
+                "it; allowed: verify=False, on a model that no step has changed"
+            )
 
     def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo, before: Mapping[str, int]) -> None:
         """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
