@@ -117,7 +117,7 @@ class Overlapped(Trainer):
         return found
 
     def _keeps_loss(self) -> bool:
-        """Return whether to keep the last layer, as a subclass's code for the loss, which may count, would run twice."""
+        """Return whether to keep the last layer: a subclass's code for the loss, which may count, would run twice."""
         if self.overlap_args.recompute == "experts":
             return False
         pairs = ((self._mixed(), "training_step"), (type(self), "compute_loss"))
