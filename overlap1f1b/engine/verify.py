@@ -154,7 +154,7 @@ class Verification:
         mine = next(changed, None)
         if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
             raise VerificationError(
-                f"{first} is changed inside a step, as by an optimizer in the backward, so no step can be compared with "
+                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
             )
 
