@@ -33,7 +33,7 @@ from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.cli.wire import Wire, parse_rate
 from overlap1f1b.cli.workload import environment
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
 
@@ -70,10 +70,7 @@ def engine_of(row: str, options: argparse.Namespace, rank: Rank) -> Engine:
         program,
         mesh=rank.mesh,
         loss_fn=stages.loss_fn,
-        reduce=False,
-        timeout=options.timeout,
-        tries=0,
-        verify=False,
+        options=EngineOptions(reduce=False, timeout=options.timeout, tries=0, verify=False),
     )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b import Engine, NodeCosts, build_schedule
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.moe import MoE, RouterConfig
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 4
@@ -62,7 +63,9 @@ def own_seconds(
     """Return the medians of the engine's step and of the plain loop, in seconds."""
     program = build_schedule(schedule, microbatches=len(microbatches))
     costs = NodeCosts.uniform(attention=1, experts=1, dispatch=1, dense=1)
-    engine = Engine(list(blocks), program, loss_fn=lambda x, _: x.sum(), costs=costs, overlap="serial")
+    engine = Engine(
+        list(blocks), program, loss_fn=lambda x, _: x.sum(), options=EngineOptions(costs=costs, overlap="serial")
+    )
     model, inputs = nn.Sequential(*blocks), torch.cat(list(microbatches))
     stepped, looped = [], []
     for turn in range(rounds + 1):

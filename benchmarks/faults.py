@@ -165,14 +165,16 @@ def train(fault: Fault, rank: int, folder: Path) -> None:
         program,
         mesh=mesh,
         loss_fn=lambda x, y: nn.functional.cross_entropy(x.flatten(0, 1), y.flatten()),
-        overlap=striker.option("overlap", 3),
-        recompute=striker.option("recompute", "none"),
-        capacity=striker.option("capacity", None),
-        dynamic_shapes=striker.option("dynamic_shapes", False),
-        reduce=striker.option("reduce", True),
-        costs=o1.NodeCosts() if striker.option("costs", False) else None,
-        count_tokens=(lambda y: y.numel()) if striker.option("count_tokens", False) else None,
-        timeout=LIMIT_S,
+        options=o1.EngineOptions(
+            overlap=striker.option("overlap", 3),
+            recompute=striker.option("recompute", "none"),
+            capacity=striker.option("capacity", None),
+            dynamic_shapes=striker.option("dynamic_shapes", False),
+            reduce=striker.option("reduce", True),
+            costs=o1.NodeCosts() if striker.option("costs", False) else None,
+            count_tokens=(lambda y: y.numel()) if striker.option("count_tokens", False) else None,
+            timeout=LIMIT_S,
+        ),
     )
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     for reduction in engine.reductions if fault.phase.startswith("reduce") else ():

@@ -52,7 +52,7 @@ from overlap1f1b.cli.ranks import Rank, joined
 from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import Balanced, Wire, parse_wire, shape
 from overlap1f1b.cli.workload import environment, loss_fn
-from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine import Engine, EngineOptions, StepResult
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
@@ -212,9 +212,13 @@ class MegatronBench:
         self.drop_ins = [self._drop_in(overlap) for overlap in OVERLAPS]
         program = build_schedule("combined_1f1b", microbatches=options.microbatches)
         engine = Engine(
-            self.model, program, mesh=rank.mesh, loss_fn=loss_fn, overlap=OVERLAPS[-1], reduce=False,
-            exchange=self.recording, timeout=options.timeout, tries=0, verify=False,
-        )  # fmt: skip
+            self.model,
+            program,
+            mesh=rank.mesh,
+            loss_fn=loss_fn,
+            exchange=self.recording,
+            options=EngineOptions(overlap=OVERLAPS[-1], reduce=False, timeout=options.timeout, tries=0, verify=False),
+        )
         play = partial(engine.step, self.inputs, target=self.target)
         self.ours = Row("our layers", str(OVERLAPS[-1]), self.model, play, engine)
         self.rows = [self.own, self.duplex, *self.drop_ins, self.ours]
@@ -245,7 +249,7 @@ class MegatronBench:
     def _drop_in(self, overlap: Overlap, exchange: Any = None) -> Row:
         """Return a row of our function on Megatron-Core's model; its engine is known after the first step."""
         function = get_forward_backward_func(
-            schedule=COMBINED_NO_PIPELINING, overlap=overlap, timeout=self.options.timeout
+            schedule=COMBINED_NO_PIPELINING, options=EngineOptions(overlap=overlap, timeout=self.options.timeout)
         )
         function._exchange = self.recording if exchange is None else exchange
         row = self._row("drop-in", str(overlap), function)
@@ -339,7 +343,13 @@ class MegatronBench:
         assert engine is not None
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
         if row is self.ours:
-            twin = Engine(self.model, engine.program, loss_fn=loss_fn, plan=engine.plan, exchange=answers, verify=False)
+            twin = Engine(
+                self.model,
+                engine.program,
+                loss_fn=loss_fn,
+                exchange=answers,
+                options=EngineOptions(plan=engine.plan, verify=False),
+            )
             return Row(row.name, "", self.model, lambda: twin.step(self.inputs, target=self.target))
         found = self._drop_in(OVERLAPS[-1], answers)
         self.step(found)  # finds the exchanges

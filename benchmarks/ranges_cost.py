@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.cli.output import write_json
 from overlap1f1b.cli.workload import loss_fn
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.record.recorder import Recorder, TorchRanges
 from overlap1f1b.moe import MoEConfig, MoETransformer
 
@@ -46,7 +47,7 @@ def main() -> None:
     config = MoEConfig(layers=options.layers, hidden=options.hidden, sequence=options.sequence)
     model = MoETransformer(config, device=device)
     program = build_schedule("combined_1f1b", microbatches=options.microbatches)
-    engine = Engine(model, program, loss_fn=loss_fn, overlap=3, tries=0, verify=False)
+    engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(overlap=3, tries=0, verify=False))
     inputs = torch.randint(256, (2 * options.microbatches, options.sequence), device=device)
     took: dict[str, list[float]] = {name: [] for name in MODES}
     for turn in range(options.rounds + 3):  # the first measure nodes

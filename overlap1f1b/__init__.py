@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "Engine Profile Stage StepResult carried combined_forward_backward_step consolidate load_checkpoint "
-        "save_checkpoint",
+        "engine": "Engine EngineOptions Profile Stage StepResult carried combined_forward_backward_step consolidate "
+        "load_checkpoint save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
         "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate synthesize",
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
     from overlap1f1b.engine import (
         Engine,
+        EngineOptions,
         Profile,
         Stage,
         StepResult,
@@ -45,6 +46,7 @@ __all__ = [
     "Action",
     "Costs",
     "Engine",
+    "EngineOptions",
     "NodeCosts",
     "Pair",
     "Placement",

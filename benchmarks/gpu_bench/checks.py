@@ -12,7 +12,7 @@ from gpu_bench.context import Context, relative_error
 from gpu_bench.kernels import Case, Shape, cases
 from gpu_bench.model import Workload, build, loss_fn
 from gpu_bench.steps import deterministic, gradients
-from overlap1f1b import Engine, NodeCosts, build_schedule
+from overlap1f1b import Engine, EngineOptions, NodeCosts, build_schedule
 from overlap1f1b.engine import CapacityOverflowError
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
@@ -102,7 +102,11 @@ def _engine(context: Context, overlap: Any, exchange: Exchange | None = None, **
         warmup = {"extra_warmup": 0}
     program = build_schedule(name, microbatches=work.microbatches, **warmup)
     engine = Engine(
-        work.model, program, loss_fn=loss_fn, overlap=overlap, costs=COSTS, exchange=exchange, timeout=60, **options
+        work.model,
+        program,
+        loss_fn=loss_fn,
+        exchange=exchange,
+        options=EngineOptions(overlap=overlap, costs=COSTS, timeout=60, **options),
     )
     with deterministic():
         engine.step(work.inputs, target=work.target)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpu_bench.context import Context
 from gpu_bench.model import Routing, Workload, build, loss_fn
 from overlap1f1b import Engine, build_schedule, simulate
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.plan import NodeCosts, Overlap, Plan
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.loopback import LoopbackExchange
@@ -167,13 +168,8 @@ class Steps:
             work.model,
             program,
             loss_fn=loss_fn,
-            overlap=overlap,
-            costs=costs,
-            plan=plan,
-            tries=0,
-            verify=False,
             exchange=exchange,
-            timeout=60,
+            options=EngineOptions(overlap=overlap, costs=costs, plan=plan, tries=0, verify=False, timeout=60),
         )
 
     def step(self) -> tuple[float, Any]:

@@ -14,7 +14,7 @@ from overlap1f1b import __version__
 from overlap1f1b.cli.launch import cores
 from overlap1f1b.cli.options import RunOptions
 from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.engine import LossFunction
+from overlap1f1b.engine import EngineOptions, LossFunction
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.moe import Experts, MoEConfig, MoETransformer
 from overlap1f1b.schedule import Program
@@ -85,9 +85,10 @@ def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tupl
     return inputs, target
 
 
-def engine_options(options: RunOptions) -> dict[str, Any]:
-    """Return the options that every engine is given as they are."""
-    return {name: getattr(options, name) for name in ("recompute", "parts", "capacity", "overflow", "timeout")}
+def engine_options(options: RunOptions) -> EngineOptions:
+    """Return the options of every engine of a command."""
+    named = ("recompute", "parts", "capacity", "overflow", "timeout")
+    return EngineOptions(**{name: getattr(options, name) for name in named})
 
 
 def workload(options: RunOptions, *names: str) -> dict[str, Any]:

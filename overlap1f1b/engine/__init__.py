@@ -11,7 +11,8 @@ from overlap1f1b.engine.checkpoint.consolidate import consolidate
 from overlap1f1b.engine.checkpoint.load import load_checkpoint
 from overlap1f1b.engine.checkpoint.save import save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
-from overlap1f1b.engine.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.options import DEFAULT_OVERLAP, EngineOptions
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
@@ -27,6 +28,7 @@ __all__ = [
     "DEFAULT_OVERLAP",
     "CapacityOverflowError",
     "Engine",
+    "EngineOptions",
     "Feed",
     "LossFunction",
     "LostRankError",

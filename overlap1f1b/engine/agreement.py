@@ -28,13 +28,13 @@ Facts = dict[str, object]
 _NUMBER = re.compile(r"\d+")
 
 
-def options(program: Program, **others: object) -> Facts:
-    """Return the options of an engine."""
+def described(program: Program) -> str:
+    """Return a text that differs if programs do."""
     order = hashlib.sha256(program.draw().encode()).hexdigest()[:8]
     text = f"{program.name} of {program.microbatches} microbatches over {program.placement.ranks} ranks, order {order}"
     if program.search_seconds:
         text += f", search of {program.search_seconds:g} s within {program.peak_activations}"
-    return {"program": text, **others}
+    return text
 
 
 def structure(stages: Mapping[int, Blocks]) -> Facts:

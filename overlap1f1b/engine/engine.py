@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,21 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.agreement import (
     calls,
     check_tensor_group,
+    described,
     different_batches,
-    options,
     shared_batch,
     structure,
     values,
 )
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
-from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError, Overflow
+from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.foreign.exchanges import find_functions, shown_by_all
 from overlap1f1b.engine.graph.segment import check_gradients_possible
+from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
-from overlap1f1b.engine.play.parts import Parts, PartsChoice
+from overlap1f1b.engine.play.parts import PartsChoice
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.play.trials import Tried, milliseconds
@@ -48,25 +49,19 @@ from overlap1f1b.engine.run.model import refuse_graphs
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
 from overlap1f1b.engine.verify import Verification
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, Span, parse_overlap
+from overlap1f1b.plan import NodeCosts, Plan, Span, parse_overlap
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
-from overlap1f1b.transport.exchange import DEFAULT_CTAS, Exchange
+from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.groups import Group, collectives_begun, gathered
 from overlap1f1b.transport.lanes import Lane
-from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.suspend import Forward, Kept
 
-DEFAULT_OVERLAP = 3
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
-MOST_S = 1e9
-"""Longest limit of a wait, in seconds: longer ones do not fit torch's."""
-TRIES = 3
-"""Steps in which each of the fastest plans is tried."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -82,7 +77,7 @@ class Engine:
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
     The first two steps, on a GPU four, run serially and measure every node; with a single microbatch there are three
-    more. Then plans are compiled, the same on all ranks, and the fastest are tried: see ``tries``. In the first step,
+    more. Then plans are compiled, the same on all ranks, and the fastest are tried. In the first step,
     whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
@@ -96,42 +91,9 @@ class Engine:
             parameter it has); None for one rank. Blocks may meet along "cp" and "tp": all ranks play one order.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
-        weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
-        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions. ``auto`` opens any
-            number, as the costs ask for.
-        recompute: Activations that blocks drop after their forward and compute again before their backward:
-            ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
-            ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
-        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
-            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
-            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
-            1, 2 and 4 parts, two steps each, and keeps the number whose plan is the fastest, see ``parts_choice``.
-        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
-            Ranks along "ep" must have equally many tokens, which the first step checks. By default sizes are exact.
-        overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
-        costs: Seconds of every node, instead of measuring them.
-        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
-            and the one whose steps were the fastest is kept, see ``tried``. Gradients do not depend on it. With 0, and
-            with costs that are given, the predicted fastest is kept.
-        plan: A compiled plan to play, instead of compiling one.
-        reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
-            For modules under torch's FSDP2, FSDP2 sums them.
-        count_tokens: ``(*targets) → int`` or a scalar tensor, tokens that a microbatch's target counts for. The loss of
-            the step is then the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if
-            there are none.
-        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
-        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
-        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
-            :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
-        check_parameters: Whether the first step compares the values of parameters whose gradients ranks sum, and over a
-            tensor group batches, gradients and the tokens at the experts. With ``reduce=False`` nothing is compared.
+        options: How it plays, see :class:`EngineOptions`.
         exchange: An exchange to share between engines (a failure of one ends all of them), or to measure with; by
             default one over groups of the engine's own.
-        ctas: Thread blocks that all transfers of the engine may occupy together on a GPU, see :class:`Budget`.
-        carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
-            flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
-        experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
-            tensor group before the experts. Ranks along other dimensions have copies of them.
 
     All communicators are made here, and released by :meth:`close`, at the end of a ``with`` block, or with the engine.
 
@@ -155,36 +117,20 @@ class Engine:
         *,
         mesh: DeviceMesh | None = None,
         loss_fn: LossFunction | None = None,
-        weights: Sequence[float] | None = None,
-        overlap: Overlap = DEFAULT_OVERLAP,
-        recompute: Recompute = "none",
-        parts: Parts = 1,
-        capacity: float | None = None,
-        overflow: Overflow = "raise",
-        costs: NodeCosts | None = None,
-        plan: Plan | None = None,
-        tries: int = TRIES,
-        reduce: bool = True,
-        count_tokens: Callable[..., int | Tensor] | None = None,
-        dynamic_shapes: bool = False,
-        timeout: float = DEFAULT_LIMIT_S,
-        verify: bool = True,
-        check_parameters: bool = True,
+        options: EngineOptions | None = None,
         exchange: Exchange | None = None,
-        ctas: int = 2 * DEFAULT_CTAS,
-        carveout: bool = False,
-        experts_over: Sequence[str] = ("ep",),
     ) -> None:
-        _check_kinds(program, costs, plan, exchange, timeout, tries, verify, loss_fn=loss_fn, count_tokens=count_tokens)
-        self._limit = limit = timedelta(seconds=float(timeout))
-        self.program, self.loss_fn, self.count_tokens = program, loss_fn, count_tokens
-        self.mesh = Mesh(mesh, limit, experts_over)
+        options = EngineOptions() if options is None else options
+        _check_kinds(program, options, exchange, loss_fn)
+        self._limit = limit = timedelta(seconds=float(options.timeout))
+        self.program, self.loss_fn, self.options = program, loss_fn, options
+        self.mesh = Mesh(mesh, limit, options.experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
-        self._communicators = Communicators(self, self.mesh, limit, Budget(ctas), exchange)
+        self._communicators = Communicators(self, self.mesh, limit, Budget(options.ctas), exchange)
         self._steps = self._warm = 0  # all, and all with the present number of parts
-        self._tries, self.parts_choice = tries, PartsChoice(parts, known=costs is not None or plan is not None)
+        self.parts_choice = PartsChoice(options.parts, known=options.costs is not None or options.plan is not None)
         self._failed = self._closed = self._entered = False
-        self.failures, self._check_parameters = self.mesh.failures, check_parameters and reduce and self.mesh.several
+        self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             program.check()
@@ -192,53 +138,36 @@ class Engine:
                 raise ValueError(
                     f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
                 )
-            self.overlap = parse_overlap(overlap)
+            self.overlap = parse_overlap(options.overlap)
+            shared = None if exchange is None else type(exchange).__name__
             self.mesh.agree(
-                options(
-                    program,
-                    overlap=overlap,
-                    weights=weights,
-                    recompute=recompute,
-                    parts=parts,
-                    capacity=capacity,
-                    overflow=overflow,
-                    costs=costs,
-                    plan=None if plan is None else plan.fingerprint,
-                    tries=tries,
-                    reduce=reduce,
-                    count_tokens=None if count_tokens is None else "a function",
-                    dynamic_shapes=dynamic_shapes,
-                    verify=verify,
-                    check_parameters=check_parameters,
-                    exchange=None if exchange is None else type(exchange).__name__,
-                    ctas=ctas,
-                    carveout=carveout,
-                    experts_over=self.mesh.experts_over,
-                )
+                {"program": described(program), "exchange": shared}
+                | options.facts
+                | {"experts_over": self.mesh.experts_over}
             )
             # 2. Groups of ranks: for exchanges, and for sums of gradients over ranks that hold the same stages.
             self.mesh.check(program)
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own, experts = self._communicators.sums(self._replicas) if reduce else (None, None)
+            own, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
                 placement,
                 self.mesh,
                 self.exchange,
-                weights,
+                options.weights,
                 reduce_own=own is not None,
                 reduce_experts=experts is not None,
-                recompute=recompute,
+                recompute=options.recompute,
                 parts=self.parts_choice.parts,
             )
             self.sharding.limit(limit)
-            if self.sharding.groups and not reduce:
+            if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
             self.mesh.agree(structure(self.stages))
-            self._capacity = Capacity(capacity, overflow, self.stages.values(), self.mesh)
+            self._capacity = Capacity(options.capacity, options.overflow, self.stages.values(), self.mesh)
             self.shapes = all_shapes(self.stages, placement, self.mesh)
             self.parts_choice.look_at(self.shapes)
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
@@ -254,7 +183,7 @@ class Engine:
                 placement,
                 device=device,
                 timeout=limit,
-                dynamic=dynamic_shapes,
+                dynamic=options.dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
                 ctas=self._communicators.budget.link,
@@ -264,8 +193,8 @@ class Engine:
                 Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
             ]
-            ties = {n: ties_in(stage) for n, stage in model.items()} if reduce and isinstance(model, Mapping) else {}
-            self._tied = TiedReduction(ties, placement, self.mesh)
+            tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
+            self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
             self.reductions = self._new_reductions(own, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
@@ -280,14 +209,16 @@ class Engine:
                 reductions=self.reductions,
                 watch=watch,
                 fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-                carveout=carveout,
+                carveout=options.carveout,
             )
-            self._plans = self._new_plans(costs)
-            self.verification = Verification(self.stages, self.mesh, self.player, self.sharding) if verify else None
+            self._plans = self._new_plans(options.costs)
+            self.verification = (
+                Verification(self.stages, self.mesh, self.player, self.sharding) if options.verify else None
+            )
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
-            if plan is not None:
-                self.plan = plan
+            if options.plan is not None:
+                self.plan = options.plan
             for stage in self.stages.values():
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
@@ -318,7 +249,7 @@ class Engine:
             mesh=self.mesh,
             costs=costs,
             plan=plan,
-            tries=self._tries,
+            tries=self.options.tries,
         )
 
     def close(self) -> None:
@@ -445,7 +376,7 @@ class Engine:
             ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        if not self._steps and self._check_parameters:
+        if not self._steps and self._compares:
             first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
             with self.guarded(lambda: "before its first step"):
                 facts = shared_batch("inputs", inputs if first else None, self.mesh)
@@ -468,7 +399,7 @@ class Engine:
     def _play_batch(
         self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool, grad: bool
     ) -> StepResult:
-        loss = Loss(self.loss_fn, self.count_tokens, loss_scale)
+        loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
         make_feed = partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
         return self.play(make_feed, grad=grad, loss_scale=loss_scale).result
 
@@ -509,7 +440,7 @@ class Engine:
             if self.reductions:
                 for number, stage in self.stages.items():
                     stage.check_trained(self._trained[number], self.sharding.holders)
-            if first and self._check_parameters:
+            if first and self._compares:
                 facts = values(self.stages, self._tied.parameters, self.mesh)
                 marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
                 self.mesh.agree(facts, f", or {marks}")
@@ -526,7 +457,7 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first:
                 self.mesh.agree(calls(self.stages))
-                if self._check_parameters:
+                if self._compares:
                     check_tensor_group(self.stages, self.mesh)
             if begun is not None:
                 self._share_with_others(begun)
@@ -796,25 +727,9 @@ class Engine:
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
 
 
-def _check_kinds(
-    program: object,
-    costs: object,
-    plan: object,
-    exchange: object,
-    timeout: object,
-    tries: object,
-    verify: object,
-    **functions: object,
-) -> None:
+def _check_kinds(program: object, options: object, exchange: object, loss_fn: object) -> None:
     check_kind("program", program, Program)
-    check_kind("costs", costs, NodeCosts, None)
-    check_kind("plan", plan, Plan, None)
+    check_kind("options", options, EngineOptions)
     check_kind("exchange", exchange, Exchange, None)
-    check_size("tries", tries, 0)
-    if not isinstance(verify, bool):
-        raise ValueError(f"verify={quoted(verify)}; allowed: True or False")
-    if not isinstance(timeout, SupportsFloat) or not 0 < float(timeout) <= MOST_S:
-        raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise ValueError(f"{name}={quoted(function)}; allowed: a function, or None")
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")

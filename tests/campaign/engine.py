@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from overlap1f1b import load_checkpoint, save_checkpoint
-from overlap1f1b.engine import Engine, split_blocks
+from overlap1f1b.engine import Engine, EngineOptions, split_blocks
 from overlap1f1b.plan import NodeCosts, compile
 from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
@@ -94,14 +94,16 @@ class Training:
             self.program,
             mesh=None if dist.get_world_size() == 1 else mesh,
             loss_fn=loss_fn,
-            overlap=layout.overlap,
-            recompute=layout.recompute,
-            capacity=layout.capacity or None,
-            overflow=layout.overflow,
-            costs=None if layout.measured else costs,
-            count_tokens=count_tokens if case.data.ignored else None,
-            dynamic_shapes=case.data.varying == "steps",
-            timeout=TIMEOUT_S,
+            options=EngineOptions(
+                overlap=layout.overlap,
+                recompute=layout.recompute,
+                capacity=layout.capacity or None,
+                overflow=layout.overflow,
+                costs=None if layout.measured else costs,
+                count_tokens=count_tokens if case.data.ignored else None,
+                dynamic_shapes=case.data.varying == "steps",
+                timeout=TIMEOUT_S,
+            ),
         )
         if layout.planned:
             self.engine.plan = compile(self.program, self.engine.shapes, costs_of(Random(-case.seed)), layout.overlap)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
@@ -86,9 +86,14 @@ def play(rank: int, size: int, case: Hidden) -> list[str]:
     for x, y in zip(*(part.chunk(case.microbatches) for part in batch), strict=True):
         (_loss(plain(x), y) / (case.microbatches * copies)).backward()  # type: ignore[no-untyped-call]
     engine = Engine(
-        model, program, mesh=mesh, costs=COSTS, reduce=False, timeout=60, loss_fn=_loss,
-        overlap=case.overlap, recompute=case.recompute, parts=case.parts,
-    )  # fmt: skip
+        model,
+        program,
+        mesh=mesh,
+        loss_fn=_loss,
+        options=EngineOptions(
+            costs=COSTS, reduce=False, timeout=60, overlap=case.overlap, recompute=case.recompute, parts=case.parts
+        ),
+    )
     try:
         with pauses(100 * case.seed + rank) if case.paused else nullcontext():
             engine.step(batch[0], target=batch[1])

@@ -17,6 +17,7 @@ from overlap1f1b.schedule import AUTO, Program, build_schedule
 from tests import models
 from tests.device.model import Entry, Setting, Stuck, hangs, nodes_of
 from tests.device.standin import World, here
+from tests.engines import make
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2}
@@ -68,7 +69,7 @@ def engine_of(
     mesh = mesh or mesh_of(layout)
     model = model_of(layout, mesh)
     options = {"costs": COSTS, "overlap": 3, "timeout": 30, "mesh": mesh, "loss_fn": models.loss_fn} | options
-    return Engine(model, program, **options), model
+    return make(model, program, **options), model
 
 
 def gradients_of(engine: Engine, model: nn.Module) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import groups
 from overlap1f1b.transport.exchange import CollectiveExchange
@@ -128,7 +128,9 @@ def _tied(rank: int, size: int) -> None:
         ends = {0: {"weight": blocks[0].weight}, size - 1: {"weight": blocks[-1].weight}}
         cut = [blocks[:1], blocks[1:3], blocks[3:]]
         stages = {rank: Stage(cut[rank], ends.get(rank, {}))}  # type: ignore[arg-type]
-        engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20)
+        engine = Engine(
+            stages, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=20)
+        )
         engine.step(inputs, target=target)
         engine.step(inputs, target=target)
 

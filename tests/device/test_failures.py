@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import groups
 from tests import models
@@ -112,7 +112,13 @@ class Case:
                 self.fail(engine)
             costs = None if self.phase == MEASURED else COSTS
             engine.append(
-                Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, overlap=3, timeout=LIMIT_S, costs=costs)
+                Engine(
+                    blocks,
+                    program,
+                    mesh=mesh,
+                    loss_fn=models.loss_fn,
+                    options=EngineOptions(overlap=3, timeout=LIMIT_S, costs=costs),
+                )
             )
             for _ in range(5):
                 start = time.monotonic()
@@ -187,9 +193,12 @@ def _waits_for_its_own(rank: int, size: int) -> str:
         layers[1] = Failing(layers[1], 4, _bad_weather)  # in the third step
     program = build_schedule("combined_1f1b", microbatches=2)
     engine = Engine(
-        layers, program, mesh=mesh, loss_fn=nn.functional.mse_loss, costs=COSTS, timeout=LIMIT_S,
-        check_parameters=False,
-    )  # fmt: skip
+        layers,
+        program,
+        mesh=mesh,
+        loss_fn=nn.functional.mse_loss,
+        options=EngineOptions(costs=COSTS, timeout=LIMIT_S, reduce=False),
+    )
     try:
         for _ in range(4):
             engine.step(torch.ones(4, 4), target=torch.ones(4, 4))

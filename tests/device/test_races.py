@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import loopback
@@ -59,7 +59,7 @@ def _tied_step(rank: int, size: int) -> None:
     mesh = mesh_of(Layout(2, 1))
     with one_at_a_time:
         stages = build(held, 2)
-    engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=30)
+    engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
     inputs, target = models.batch(MICROBATCHES)
     engine.step(inputs, target=target)
 
@@ -69,7 +69,11 @@ def _loopback_step(rank: int, size: int) -> None:
     program = build_schedule("combined_1f1b", microbatches=3)
     model = models.build(layers=1)
     engine = Engine(
-        model, program, loss_fn=models.loss_fn, costs=COSTS, overlap=3, exchange=LoopbackExchange(torch.device("cpu"))
+        model,
+        program,
+        loss_fn=models.loss_fn,
+        exchange=LoopbackExchange(torch.device("cpu")),
+        options=EngineOptions(costs=COSTS, overlap=3),
     )
     inputs, target = models.batch(3, rows=1, sequence=5)
     engine.step(inputs, target=target)

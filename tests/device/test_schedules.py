@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
@@ -111,7 +111,13 @@ def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
         own = nn.Sequential(_Several(), _Joined())
         own.load_state_dict(state)
         program, mesh = program_of("1f1b", 2, 3), mesh_of(Layout(2, 1))
-        engine = Engine(own, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, dynamic_shapes=dynamic, timeout=30)
+        engine = Engine(
+            own,
+            program,
+            mesh=mesh,
+            loss_fn=loss_fn,
+            options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=30),
+        )
         for _ in range(2):  # the first sends headers, with dynamic shapes both do
             own.zero_grad()
             engine.step(x, target=y)

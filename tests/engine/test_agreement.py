@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage
-from overlap1f1b.engine.agreement import calls, options, structure, values
+from overlap1f1b.engine import Engine, EngineOptions, Stage
+from overlap1f1b.engine.agreement import calls, described, structure, values
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 LIMIT = 20.0
@@ -33,7 +34,6 @@ OPTIONS: dict[str, Any] = {
     "reduce": False,
     "costs": NodeCosts(),
     "weights": [1.0, 1.0, 1.0, 1.0, 2.0],
-    "check_parameters": False,
 }
 
 _BY_NODE = [((Op.EXPERTS, Kind.F, 0, 0, 0), 1.0), ((Op.EXPERTS, Kind.I, 0, 0, 0), 2.0)]
@@ -64,7 +64,7 @@ def _differing(rank: int, size: int, what: str, culprit: int) -> str:
             parameter.requires_grad_(False)
     inputs, target = models.batch(12, seed=rank)
     try:
-        engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT, **given)
+        engine = make(model, program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT, **given)
         engine.step(inputs, target=target, loss_scale=2.0 if mine and what == "loss_scale" else 1.0)
     except (ValueError, LostRankError) as error:
         return "\n".join([str(error), *error.__notes__])
@@ -76,7 +76,7 @@ def _later(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
     options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
-    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
     inputs, target = models.batch(4, seed=rank)
     for step in range(6):
         try:
@@ -104,7 +104,7 @@ def _rows(rank: int, size: int) -> list[list[str]]:
         (others, labels),
         (others, target),
     ):
-        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
+        engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
         with warnings.catch_warnings(record=True) as told, engine:
             warnings.simplefilter("always")
             engine.step(given[0], target=given[1])
@@ -127,7 +127,9 @@ def _refused_alone(rank: int, size: int) -> list[str]:
     for overlap in ("bogus" if rank == 0 else 3, 3):
         model = models.build(mesh.get_group("ep"))
         try:
-            engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, overlap=overlap, timeout=LIMIT)  # type: ignore[arg-type]
+            engine = Engine(
+                model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, timeout=LIMIT)
+            )  # type: ignore[arg-type]
         except (ValueError, LostRankError) as error:
             said.append("\n".join([str(error), *error.__notes__]))
         else:
@@ -169,7 +171,9 @@ def _after_destroy(rank: int, size: int) -> str:
         return models.loss_fn(output, target)
 
     program = build_schedule("sequential", microbatches=2)
-    engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, timeout=LIMIT)
+    engine = Engine(
+        models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(timeout=LIMIT)
+    )
     inputs, target = models.batch(2, seed=rank)
     engine.step(inputs, target=target)
     dist.destroy_process_group()
@@ -184,8 +188,7 @@ def test_an_error_is_itself_where_the_process_group_was_destroyed(ranks2: Ranks)
 
 def test_equal_costs_in_another_order_are_equal() -> None:
     costs = [NodeCosts(by_node=dict(order)) for order in (_BY_NODE, _BY_NODE[::-1])]
-    program = build_schedule("sequential", microbatches=2)
-    assert options(program, costs=costs[0]) == options(program, costs=costs[1])
+    assert EngineOptions(costs=costs[0]).facts == EngineOptions(costs=costs[1]).facts
 
 
 def test_long_values_are_told_from_where_they_differ(ranks2: Ranks) -> None:
@@ -301,8 +304,7 @@ def test_values_of_any_dtype_have_a_sum(dtype: torch.dtype) -> None:
 
 def test_options_of_another_order_of_actions_differ() -> None:
     one, other = (build_schedule("combined_1f1b", microbatches=4, extra_warmup=w) for w in (0, 1))
-    assert options(one)["program"] != options(other)["program"]
-    assert options(one, capacity=None) == {"program": options(one)["program"], "capacity": None}
+    assert described(one) != described(other)
 
 
 def test_calls_are_noted_in_the_first_step() -> None:

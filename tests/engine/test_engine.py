@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
 from overlap1f1b.transport.failures import LostRankError
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
@@ -40,7 +41,7 @@ def overlaps_of(number: int, every: bool) -> list[Overlap]:
 
 
 def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[Tensor, Tensor], **options: Any) -> Any:
-    engine = Engine(model, program, loss_fn=models.loss_fn, overlap=overlap, **({"costs": COSTS} | options))
+    engine = make(model, program, loss_fn=models.loss_fn, overlap=overlap, **({"costs": COSTS} | options))
     return engine, engine.step(data[0], target=data[1])
 
 
@@ -71,7 +72,7 @@ def test_an_optimizer_steps_a_weight_that_blocks_share_once() -> None:
     data, weights = models.batch(4), list[dict[str, Tensor]]()
     for plain in (True, False):
         model = models.build(tied=True)
-        engine = Engine(model, programs(4)[2], loss_fn=models.loss_fn, costs=COSTS)
+        engine = Engine(model, programs(4)[2], loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
         optimizer = torch.optim.AdamW(model.parameters() if plain else engine.parameters())
         for _ in range(2):
             models.plain_gradients(model, *data, 4) if plain else engine.step(data[0], target=data[1])
@@ -116,7 +117,7 @@ def test_steps_add_to_gradients_and_costs_are_measured_in_the_first_two() -> Non
 
 def test_costs_can_be_replaced_and_measured_anew() -> None:
     data = models.batch(4)
-    engine = Engine(models.build(), programs(4)[2], loss_fn=models.loss_fn, costs=COSTS)
+    engine = Engine(models.build(), programs(4)[2], loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
     compiled = engine.plan
     engine.costs = NodeCosts.uniform(attention=1, experts=1, dispatch=1, dense=1)
     assert engine.plan.predicted < compiled.predicted
@@ -234,7 +235,14 @@ def _compared(rank: int, size: int, microbatches: int, double: bool) -> list[str
     reference: dict[str, Tensor] = {}
     for number, program in enumerate(programs(microbatches)):
         model = models.build(group)
-        engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, exchange=exchange, timeout=20)
+        engine = Engine(
+            model,
+            program,
+            loss_fn=models.loss_fn,
+            mesh=mesh,
+            exchange=exchange,
+            options=EngineOptions(costs=COSTS, timeout=20),
+        )
         for overlap in overlaps_of(number, microbatches == 5):
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             model.zero_grad()
@@ -276,7 +284,9 @@ def _carry_on(rank: int, size: int) -> list[bool]:
     """Gradients of an earlier step are not summed over the ranks a second time."""
     mesh, data = _mesh(size), models.batch(2, seed=rank)
     model = models.build(mesh.get_group("ep"))
-    engine = Engine(model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, timeout=20)
+    engine = Engine(
+        model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)
+    )
     engine.step(data[0], target=data[1])
     once = models.gradients(model)
     engine.step(data[0], target=data[1])
@@ -290,7 +300,7 @@ def test_accumulated_steps_are_reduced_once(ranks2: Ranks) -> None:
 def _costs_of_one_rank(rank: int, size: int, before: int) -> str:
     mesh, data = _mesh(size), models.batch(2, seed=rank)
     model = models.build(mesh.get_group("ep"))
-    engine = Engine(model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, timeout=3)
+    engine = Engine(model, programs(2)[1], loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(timeout=3))
     for _ in range(before):
         engine.step(data[0], target=data[1])
     if rank == 0:
@@ -371,7 +381,7 @@ def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
 )
 def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
-        Engine(**{"model": models.build(), "program": programs(2)[0], **options})
+        make(**{"model": models.build(), "program": programs(2)[0], **options})
     assert str(caught.value) == message
 
 
@@ -427,7 +437,9 @@ def test_a_step_inside_a_step_is_refused(where: str) -> None:
     for block in model.modules():
         if where == "block" and isinstance(block, Nests):
             block.use = lambda: other.step(data[0], target=data[1])
-    outer = Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=loss_fn, costs=COSTS)
+    outer = Engine(
+        model, build_schedule("combined_1f1b", microbatches=4), loss_fn=loss_fn, options=EngineOptions(costs=COSTS)
+    )
     with pytest.raises(RuntimeError, match="an engine is used inside a block or a loss of a step; allowed: between"):
         outer.step(data[0], target=data[1])
     assert other.evaluate(data[0], target=data[1]).loss > 0
@@ -463,4 +475,9 @@ def test_engines_in_two_threads() -> None:
 
 
 def engine_of_four(model: nn.Sequential) -> Engine:
-    return Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS)
+    return Engine(
+        model,
+        build_schedule("combined_1f1b", microbatches=4),
+        loss_fn=models.loss_fn,
+        options=EngineOptions(costs=COSTS),
+    )

@@ -22,13 +22,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, EngineOptions, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.agreement import _sampled
 from overlap1f1b.engine.batch import Loss, feed_batch
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine import tensors
+from tests.engines import make
 from tests.pauses import pauses
 from tests.ranks import Ranks, run
 
@@ -113,7 +114,7 @@ def engine_over(
     options = {"costs": COSTS, "loss_fn": models.loss_fn, "timeout": 30} | options
     if layout.sequence:
         options["experts_over"] = ("ep", "tp")
-    return Engine(model, program, mesh=mesh, **options)
+    return make(model, program, mesh=mesh, **options)
 
 
 def labels(target: Tensor) -> int:
@@ -123,7 +124,7 @@ def labels(target: Tensor) -> int:
 def engine_of(model: nn.Module, mesh: DeviceMesh, over: Sequence[str] = ("ep", "tp")) -> Engine:
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
     options: dict[str, Any] = {"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 30, "experts_over": over}
-    return Engine(model, program, mesh=mesh, **options)
+    return make(model, program, mesh=mesh, **options)
 
 
 @cache
@@ -322,7 +323,7 @@ class Run:
         model = nn.Sequential(blocks[0], nn.Dropout(0.1), *blocks[1:])
         options: dict[str, Any] = {"experts_over": ("ep", "tp")} if layout.sequence else {}
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-        self.engine = Engine(
+        self.engine = make(
             model, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, overlap=3, timeout=30, **options
         )
         self.data = data_of(mesh, number_of(mesh)[0])
@@ -455,8 +456,7 @@ def _fails(rank: int, size: int) -> str:
         build_schedule("1f1b", microbatches=2),
         mesh=mesh,
         loss_fn=lambda y, _: y.sum(),
-        costs=COSTS,
-        timeout=1000,
+        options=EngineOptions(costs=COSTS, timeout=1000),
     )
     x = torch.ones(4, tensors.H)
     with pytest.raises((RuntimeError, KeyError)) as caught:
@@ -610,7 +610,7 @@ def _scaled(*, both: bool = False, mixed: bool = False) -> tuple[Engine, Scale]:
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     program = build_schedule("1f1b", microbatches=2)
     options: dict[str, Any] = {"mesh": mesh, "costs": COSTS, "timeout": 30}
-    return Engine(nn.Sequential(linear, scale), program, loss_fn=lambda y, _: y.float().sum(), **options), scale
+    return make(nn.Sequential(linear, scale), program, loss_fn=lambda y, _: y.float().sum(), **options), scale
 
 
 def _lacking(rank: int, size: int, used: Sequence[bool], mixed: bool = False) -> list[Any]:
@@ -707,7 +707,7 @@ def _passed_on(rank: int, size: int) -> list[str]:
         column = ColwiseParallel(input_layouts=into[0] if into else Replicate(), output_layouts=Replicate())
         parallelize_module(model[1], mesh["tp"], column)
         stages: dict[int, Any] = {0: [first]} if mesh.get_local_rank("pp") == 0 else {1: [second]}
-        engine = Engine(stages, program, mesh=mesh, loss_fn=mean_square, costs=COSTS, timeout=20)
+        engine = Engine(stages, program, mesh=mesh, loss_fn=mean_square, options=EngineOptions(costs=COSTS, timeout=20))
         for step in range(2):
             for p in engine.parameters():
                 p.grad = None
@@ -782,7 +782,7 @@ def _refused(rank: int, size: int) -> list[str]:
     for given, options in cases:
         model = tensors.build(other)
         with pytest.raises(ValueError, match="allowed") as caught:
-            Engine(model, program, mesh=given, loss_fn=models.loss_fn, timeout=10, **options)
+            make(model, program, mesh=given, loss_fn=models.loss_fn, timeout=10, **options)
         found.append(str(caught.value))
     return found
 
@@ -808,7 +808,13 @@ def _split_over_experts(rank: int, size: int, style: type[ColwiseParallel] | typ
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     parallelize_module(model[0], mesh, style())
     with pytest.raises(ValueError, match="allowed") as caught:
-        Engine(model, build_schedule("1f1b", microbatches=2), mesh=mesh, loss_fn=models.loss_fn, timeout=10)
+        Engine(
+            model,
+            build_schedule("1f1b", microbatches=2),
+            mesh=mesh,
+            loss_fn=models.loss_fn,
+            options=EngineOptions(timeout=10),
+        )
     return str(caught.value)
 
 
@@ -844,7 +850,9 @@ def _beside_the_mesh(rank: int, size: int) -> list[str]:
         model = tensors.build(mesh, layers=2, by_hand=True)
         for block in model if mesh.get_local_rank("tp") else ():
             block.register_forward_pre_hook(lambda *_: time.sleep(0.002))
-        engine = Engine(model, program, mesh=mesh["ep"], loss_fn=models.loss_fn, overlap=overlap, timeout=30)
+        engine = Engine(
+            model, program, mesh=mesh["ep"], loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, timeout=30)
+        )
         for _ in range(8):
             model.zero_grad()
             engine.step(inputs[0], target=inputs[1])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, carried
+from overlap1f1b.engine import Engine, EngineOptions, carried
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -23,6 +23,7 @@ from tests import models
 from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
+from tests.engines import make
 from tests.ranks import Ranks
 
 
@@ -81,7 +82,7 @@ def _after(verify: bool, overlap: Overlap, *, grads: str) -> dict[str, Any]:
         elif grads:
             parameter.grad = torch.full_like(parameter, float(grads))
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    engine = Engine(model, program, loss_fn=loss_fn, overlap=overlap, costs=COSTS, verify=verify)
+    engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(overlap=overlap, costs=COSTS, verify=verify))
     data = batch(0)
     losses = [engine.step(data[0], target=data[1]).loss for _ in range(2)]
     losses.append(engine.evaluate(data[0], target=data[1]).loss)
@@ -150,7 +151,7 @@ def _forwards(steps: Callable[[Engine], object], *, schedule: str = "combined_1f
     model = models.build(layers=1)
     model[1].register_forward_pre_hook(count)
     program = build_schedule(schedule, microbatches=4)
-    steps(Engine(model, program, loss_fn=models.loss_fn, costs=COSTS, **options))
+    steps(make(model, program, loss_fn=models.loss_fn, costs=COSTS, **options))
     return len(calls)
 
 
@@ -183,7 +184,7 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
     inputs, target = models.batch(4)
     model = models.build(block=Noisy)
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model, program, loss_fn=models.loss_fn, costs=COSTS)
+    engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
     if size > 0.1:
         with pytest.raises(VerificationError, match=r"two plain loops .* differ, .*allowed: random numbers"):
             engine.step(inputs, target=target)
@@ -193,14 +194,24 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
 
 def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="verify='no'; allowed: True or False"):
-        Engine(models.build(), build_schedule("1f1b", microbatches=2), loss_fn=models.loss_fn, verify="no")  # type: ignore[arg-type]
+        Engine(
+            models.build(),
+            build_schedule("1f1b", microbatches=2),
+            loss_fn=models.loss_fn,
+            options=EngineOptions(verify="no"),
+        )  # type: ignore[arg-type]
 
 
 def test_what_stands_around_nodes_meets_the_step_alone() -> None:
     """Who sums gradients outside the engine, as Megatron-Core's wrapper, sees the nodes of one step."""
     inputs, target = models.batch(4)
     model, seen = models.build(), list[object]()
-    engine = Engine(model, build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS)
+    engine = Engine(
+        model,
+        build_schedule("combined_1f1b", microbatches=4),
+        loss_fn=models.loss_fn,
+        options=EngineOptions(costs=COSTS),
+    )
 
     class Around:
         def __init__(self, node: object) -> None:
@@ -231,7 +242,10 @@ def test_the_places_that_others_have_changed_are_named() -> None:
 
     inputs, target = models.batch(4)
     engine = Engine(
-        models.build(block=Block), build_schedule("combined_1f1b", microbatches=4), loss_fn=models.loss_fn, costs=COSTS
+        models.build(block=Block),
+        build_schedule("combined_1f1b", microbatches=4),
+        loss_fn=models.loss_fn,
+        options=EngineOptions(costs=COSTS),
     )
     with pytest.raises(
         VerificationError, match=r"changed by another microbatch meanwhile: attribute 'scales' of Block"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap1f1b as o1
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
 from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
 from overlap1f1b.schedule import Pair, build_schedule
@@ -274,7 +275,7 @@ class Case:
             rank_mapping=mapping,
             expert_group=group,
             weight_store=STORE if kind == "late" else None,
-            timeout=30,
+            options=EngineOptions(timeout=30),
         )
         self.close = torch.equal if ep == 1 else lambda a, b: torch.allclose(a, b, rtol=1e-12, atol=1e-12)
 
@@ -460,7 +461,7 @@ def test_the_number_of_microbatches_may_change(ranks2: Ranks, kind: str) -> None
 def _sizes_change(rank: int, size: int, kind: str) -> list[str]:
     with double():
         stages = stages_of(kind, 2 * size)
-        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], dynamic_shapes=True, timeout=30)
+        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(dynamic_shapes=True, timeout=30))
         problems = []
         for rows in (8, 13):
             pipeline.zero_grad()
@@ -486,7 +487,7 @@ def _tied(rank: int, size: int, kind: str) -> list[str]:
         x, y = torch.randn(2, 9, H, generator=torch.Generator().manual_seed(2))
         for inputs, label in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
             criterion(nn.Sequential(*reference)(inputs), label).backward()
-        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], timeout=30)
+        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(timeout=30))
         pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
         places = zip((rank, -1 - rank), pipeline.module, strict=True)
         return [name for stage, module in places for name in different(module, [reference[stage]], 0)]
@@ -520,7 +521,9 @@ def _order(rank: int, size: int, own: bool) -> str:
     STORE.__init__()
     notes: list[str] = []
     kind = OwnRecorded if own else Recorded
-    pipeline = DualPipeV([kind(stage, notes) for stage in range(2)], weight_store=STORE, timeout=20)
+    pipeline = DualPipeV(
+        [kind(stage, notes) for stage in range(2)], weight_store=STORE, options=EngineOptions(timeout=20)
+    )
     pipeline.step(torch.zeros(3, H), num_chunks=3, criterion=criterion, labels=[torch.zeros(3, H)])
     return " ".join(notes)
 
@@ -555,7 +558,10 @@ def _refusals(rank: int, size: int, kind: str) -> dict[str, str]:
         "grid": lambda: DualPipe(modules, expert_group=dist.group.WORLD),
     }
     # Made before "grid", in which the ranks meet: a group freed by one rank while the other connects fails there.
-    pipeline, folded = DualPipe(modules, timeout=10), DualPipeV(modules, timeout=10)
+    pipeline, folded = (
+        DualPipe(modules, options=EngineOptions(timeout=10)),
+        DualPipeV(modules, options=EngineOptions(timeout=10)),
+    )
     made["none"] = lambda: pipeline.step(x, criterion=criterion, labels=[x])
     made["few"] = lambda: pipeline.step(x, num_chunks=2, criterion=criterion, labels=[x])
     made["odd"] = lambda: pipeline.step(x, num_chunks=5, criterion=criterion, labels=[x])
@@ -598,7 +604,7 @@ def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
     given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "labels": [torch.zeros(8, H)], "failing": False}
     given |= FAULTS[fault][0] if rank == 0 else {}
     modules = [Failing() if kind == "mlp" else OwnFailing() for _ in range(2)] if given["failing"] else None
-    pipeline = DualPipeV(modules or stages_of(kind, 2), timeout=20)
+    pipeline = DualPipeV(modules or stages_of(kind, 2), options=EngineOptions(timeout=20))
 
     def step(microbatches: int) -> str:
         options = {"num_chunks": microbatches, "criterion": given["criterion"], "labels": given["labels"]}
@@ -643,7 +649,7 @@ def _one_number(rank: int, size: int, name: str, own: bool) -> list[tuple[Any, .
     stages = size if name == "dualpipe" else 2 * size
     places = build_schedule(name, ranks=size, microbatches=microbatches).placement.places(rank)
     torch.manual_seed(3)
-    pipeline = CLASSES[name]([kind(stage == stages - 1) for _, stage in places], timeout=20)
+    pipeline = CLASSES[name]([kind(stage == stages - 1) for _, stage in places], options=EngineOptions(timeout=20))
     x, found = torch.randn(2 * microbatches, H), []
     for grad in (True, False):
         with torch.set_grad_enabled(grad):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.kernels import choice
 from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
@@ -215,7 +216,7 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
         use_kernels(model, recording := Recording(kernels))
-        engine = Engine(model, program, loss_fn=loss_fn, capacity=1.0 if carried else None)
+        engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(capacity=1.0 if carried else None))
         for _ in range(3):  # two that measure, one that overlaps
             model.zero_grad()
             loss = engine.step(inputs, target=labels).loss

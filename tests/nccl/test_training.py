@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.plan import compile
 from tests import models
 from tests.all_to_all import any_sizes
@@ -19,6 +19,7 @@ from tests.device.steps import LAYERS, program_of
 from tests.engine.foreign.test_exchanges import build
 from tests.engine.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, gradients, own_loop, programs
 from tests.engine.run.plain import MICROBATCHES, compare
+from tests.engines import make
 from tests.nccl.joined import on_nccl
 from tests.nccl.test_engine import batch_of
 from tests.ranks import Ranks
@@ -86,7 +87,7 @@ class Training:
         self.pp, self.ep = mesh.shape
         self.program = program_of("combined_1f1b", self.pp)
         self.model = models.build(mesh.get_group("ep") if self.ep > 1 else None, layers=LAYERS[self.pp]).to(device)
-        self.engine = Engine(
+        self.engine = make(
             self.model, self.program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, timeout=30, **options
         )
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=0.02, foreach=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.boundary import Spec, decode, encode, specs_of
@@ -94,7 +94,11 @@ def _streams(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
     program = build_schedule(name, ranks=size, microbatches=5)
     blocks, problems = build(), []
     engine = Engine(
-        blocks, program, mesh=mesh, loss_fn=lambda loss: loss, costs=COSTS, dynamic_shapes=dynamic, timeout=20
+        blocks,
+        program,
+        mesh=mesh,
+        loss_fn=lambda loss: loss,
+        options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=20),
     )
     for step, sizes in enumerate(([3, 4, 1, 7, 2], [2, 2, 5, 1, 1] if dynamic else [3, 4, 1, 7, 2])):
         parts = batch(sizes, seed=step)
@@ -124,7 +128,7 @@ def test_several_tensors_of_changing_sizes(ranks2: Ranks, name: str, dynamic: bo
 def _measured(rank: int, size: int) -> list[tuple[Any, ...]]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program = build_schedule("zb_v", ranks=size, microbatches=3)
-    engine = Engine(build(), program, mesh=mesh, loss_fn=lambda loss: loss, timeout=20)
+    engine = Engine(build(), program, mesh=mesh, loss_fn=lambda loss: loss, options=EngineOptions(timeout=20))
     for _ in range(3):
         engine.step(list(batch([3, 4, 1], 0)), target=[()] * 3)
     assert engine.costs is not None
@@ -142,7 +146,9 @@ def test_transfers_are_measured_where_they_arrive(ranks2: Ranks) -> None:
 def _resized(rank: int, size: int) -> str:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program = build_schedule("1f1b", ranks=size, microbatches=2)
-    engine = Engine(build(), program, mesh=mesh, loss_fn=lambda loss: loss, costs=COSTS, timeout=5)
+    engine = Engine(
+        build(), program, mesh=mesh, loss_fn=lambda loss: loss, options=EngineOptions(costs=COSTS, timeout=5)
+    )
     engine.step(list(batch([3, 3], 0)), target=[()] * 2)
     try:
         engine.step(list(batch([3, 4], 0)), target=[()] * 2)
@@ -166,7 +172,13 @@ def _two_engines(rank: int, size: int) -> list[bool]:
     _, expected = plain(build(), parts)
     models = [build(), build()]
     engines = [
-        Engine(m, build_schedule(n, ranks=size, microbatches=4), mesh=mesh, loss_fn=lambda loss: loss, timeout=20)
+        Engine(
+            m,
+            build_schedule(n, ranks=size, microbatches=4),
+            mesh=mesh,
+            loss_fn=lambda loss: loss,
+            options=EngineOptions(timeout=20),
+        )
         for m, n in zip(models, ("1f1b", "zb_v"), strict=True)
     ]
     for _ in range(3):
@@ -193,7 +205,11 @@ def _timed(rank: int, size: int, name: str, dynamic: bool) -> list[tuple[Kind, i
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program = build_schedule(name, ranks=size, microbatches=4)
     engine = Engine(
-        build(), program, mesh=mesh, loss_fn=lambda loss: loss, costs=COSTS, dynamic_shapes=dynamic, timeout=20
+        build(),
+        program,
+        mesh=mesh,
+        loss_fn=lambda loss: loss,
+        options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=20),
     )
     engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
     took = engine.boundary.timed()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport import streams
@@ -38,7 +38,12 @@ def test_more_blocks_than_multiprocessors() -> None:
         with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 24 to its 132 multiprocessors$"):
             Budget(133).check(GPU)
     with pytest.raises(ValueError, match=r"^ctas=23; allowed: 24 or more$"):
-        Engine(models.build(), build_schedule("sequential", microbatches=1), loss_fn=models.loss_fn, ctas=23)
+        Engine(
+            models.build(),
+            build_schedule("sequential", microbatches=1),
+            loss_fn=models.loss_fn,
+            options=EngineOptions(ctas=23),
+        )
 
 
 def _does_not_fit(rank: int, size: int) -> None:
@@ -91,7 +96,7 @@ def _closes(rank: int, size: int) -> None:
     model, data = models.build(mesh.get_group("ep")), models.batch(2, seed=rank)
     program = build_schedule("combined_1f1b", microbatches=2)
     for _ in range(2):
-        with Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, timeout=20) as engine:
+        with Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(timeout=20)) as engine:
             engine.step(data[0], target=data[1])
         with pytest.raises(RuntimeError, match="this engine is closed; allowed: a new one, on all ranks"):
             engine.step(data[0], target=data[1])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import PeerExchange
 from overlap1f1b.transport.failures import LostRankError
@@ -50,7 +50,13 @@ def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[s
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, data = mesh.get_group("ep"), models.batch(2, seed=rank)
     model = models.build(group)
-    engine = Engine(model, build_schedule("sequential", microbatches=2), mesh=mesh, loss_fn=models.loss_fn, timeout=20)
+    engine = Engine(
+        model,
+        build_schedule("sequential", microbatches=2),
+        mesh=mesh,
+        loss_fn=models.loss_fn,
+        options=EngineOptions(timeout=20),
+    )
     engine.step(data[0], target=data[1])
     assert isinstance(engine.exchange, PeerExchange)
     assert engine.exchange.background

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.suspend import Forward, Stack, ThreadState
@@ -248,7 +248,7 @@ def test_an_exception_leaves_no_greenlet_thread_or_context_behind(overlap: Any) 
     model, data = models.build(block=Failing), models.batch(4)
     attributes = {n: sorted(m.__dict__) for n, m in model.named_modules()}
     random_state, threads = torch.get_rng_state(), threading.active_count()
-    engine = Engine(model, programs(4)[3], loss_fn=models.loss_fn, overlap=overlap, costs=COSTS)
+    engine = Engine(model, programs(4)[3], loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, costs=COSTS))
     torch.randint(2**62, ())  # what the step draws
     expected_state = torch.get_rng_state()
     torch.set_rng_state(random_state)

@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange, settle
 from overlap1f1b.cli.bench.memory import peak_bytes
@@ -31,12 +32,13 @@ from overlap1f1b.cli.text import Corpus
 from overlap1f1b.cli.wire import Balanced, parse_wire, shape
 from overlap1f1b.cli.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.engine.engine import TRIES
+from overlap1f1b.engine.options import TRIES
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
+from overlap1f1b.transport.exchange import Exchange
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
@@ -115,7 +117,7 @@ class Bench:
             return {"plain": self.plain_loop}
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
         plan = default.plan.without_reductions()
-        engine = self._engine(plan.program, plan=plan, exchange=answers)  # an order that was found has its own program
+        engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
         replay = Replay(self.real, self._sizes, self.rank.device)
 
         def compute_only() -> float:
@@ -183,19 +185,20 @@ class Bench:
         """Return an engine that plays the variant over the recording exchange."""
         return self._engine(
             variant.program,
-            mesh=self.rank.mesh,
+            self.rank.mesh,
+            self.recording,
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
             costs=costs,
             tries=TRIES if variant.program.search_seconds else 0,  # other rows play what is predicted
             reduce=self.options.reduce,
-            exchange=self.recording,
         )
 
-    def _engine(self, program: Program, **given: Any) -> Engine:
+    def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
         # Gradients of all rows are compared at the end.
-        given = engine_options(self.options) | {"parts": self.parts, "verify": False} | given
-        return Engine(self.played, program, loss_fn=self.loss_fn, weights=self.weights, **given)
+        fixed: dict[str, Any] = {"parts": self.parts, "weights": self.weights, "verify": False}
+        options = replace(engine_options(self.options), **fixed, **given)
+        return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
 
     def step(self, player: Player) -> tuple[float, Any]:
         """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""

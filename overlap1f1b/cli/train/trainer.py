@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,13 +67,8 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = engine_options(options) | {
-            "loss_fn": loss,
-            "weights": weights,
-            "overlap": overlap,
-            "verify": options.verify,
-        }
-        self.engine = Engine(model, program, mesh=rank.mesh, **given)
+        given = replace(engine_options(options), weights=weights, overlap=overlap, verify=options.verify)
+        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import ClassVar
 
@@ -11,14 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.run.microbatch import Tensors, tensors
 from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
 from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
-from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import Mesh, grid_of
 
 
@@ -40,12 +39,8 @@ class Pipeline(nn.Module):
         process_group: The pipeline's ranks; by default all.
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
         expert_group: The ranks that share the experts of the modules, each in a separate pipeline.
-        overlap: See :class:`~overlap1f1b.engine.Engine`.
-        costs: Seconds of every node, instead of measuring them in the first steps.
+        options: How the engine plays. Gradients are never summed over ranks.
         weight_store: The ``WeightGradStore`` to which the modules defer weight gradients. The modules then run whole.
-        dynamic_shapes: Whether the sizes of tensors between stages may change from step to step.
-        verify: See :class:`~overlap1f1b.engine.Engine`.
-        timeout: Limit in seconds of every wait for another rank.
 
     Raises:
         ValueError: There are not two modules, the ranks do not fit the schedule, or the groups do not form a grid.
@@ -61,27 +56,22 @@ class Pipeline(nn.Module):
         rank_mapping: Sequence[int] | None = None,
         *,
         expert_group: dist.ProcessGroup | None = None,
-        overlap: Overlap = DEFAULT_OVERLAP,
-        costs: NodeCosts | None = None,
+        options: EngineOptions | None = None,
         weight_store: WeightStore | None = None,
-        dynamic_shapes: bool = False,
-        verify: bool = True,
-        timeout: float = DEFAULT_LIMIT_S,
     ) -> None:
         super().__init__()
         self.module = nn.ModuleList(modules)
         if len(self.module) != 2:
             raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
-        self.batch_dim, self.overlap, self.costs = batch_dim, overlap, costs
-        self.dynamic_shapes, self.timeout, self.weight_store = dynamic_shapes, timeout, weight_store
-        self.verify = verify
+        self.batch_dim, self.weight_store = batch_dim, weight_store
+        self.options = EngineOptions() if options is None else options
         self.group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         size = self.group.size()
         order = list(range(size) if rank_mapping is None else rank_mapping)
         if sorted(order) != list(range(size)):
             raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=float(self.options.timeout))
         self.mesh = grid_of(self.group, expert_group, self.device, limit, order=order)
         spanned = Mesh(self.mesh, limit)
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
@@ -153,18 +143,15 @@ class Pipeline(nn.Module):
             number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
         }
-        if self._runs_whole:
+        options = replace(self.options, reduce=False)
+        if self._runs_whole:  # in an order of their own, which is the user's
             stages = {number: [StandIn(self.device)] for number in self._stages}
+            options = replace(options, overlap="serial", verify=False)
         engine = Engine(
             stages,
             program,
             mesh=self.mesh,
-            overlap="serial" if self._runs_whole else self.overlap,
-            costs=self.costs,
-            reduce=False,
-            dynamic_shapes=self.dynamic_shapes,
-            verify=self.verify and not self._runs_whole,  # these play their own order, which is the user's
-            timeout=self.timeout,
+            options=options,
             exchange=next((other.exchange for other, _ in self._engines.values()), None),
         )
         if not self._runs_whole:

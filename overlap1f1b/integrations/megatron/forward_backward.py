@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, Feed
+from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.integrations.megatron.chunk import Chunk
 from overlap1f1b.integrations.megatron.config import (
     PARALLEL_STATE,
@@ -32,10 +32,8 @@ from overlap1f1b.integrations.megatron.config import (
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
 from overlap1f1b.moe import Experts
-from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
-from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.mesh import grid_of
 
 NO_PIPELINING = "forward_backward_no_pipelining"
@@ -64,11 +62,8 @@ def get_forward_backward_func(
     *,
     pg_collection: object = None,
     schedule: str | None = None,
-    overlap: Overlap = DEFAULT_OVERLAP,
-    costs: NodeCosts | None = None,
+    options: EngineOptions | None = None,
     split_rank: int | None = None,
-    verify: bool = True,
-    timeout: float = DEFAULT_LIMIT_S,
 ) -> ForwardBackward:
     """Return the function that runs the forwards and backwards of a step. Keep it: plans and costs end with it.
 
@@ -96,14 +91,12 @@ def get_forward_backward_func(
             and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
             else this rank alone.
         schedule: One of ``SCHEDULES``, instead of this choice.
-        overlap: See :class:`~overlap1f1b.engine.Engine`.
-        costs: Seconds of every node, instead of measuring them.
+        options: How the engine plays; ``reduce`` and ``dynamic_shapes`` follow from Megatron-Core's config. Groups in
+            which layers communicate ("tp", "cp", "ep", and the experts' groups of ``pg_collection``) get its
+            ``timeout``, too, and keep it. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is compared with
+            a plain loop is played three times.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
-        verify: See :class:`~overlap1f1b.engine.Engine`. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is
-            compared is played three times.
-        timeout: Limit in seconds of every wait for another rank. The groups in which layers communicate ("tp", "cp",
-            "ep", and the experts' groups of ``pg_collection``) get it, too, and keep it.
 
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule is unknown.
@@ -133,7 +126,7 @@ def get_forward_backward_func(
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(schedule, groups, vp_size, overlap, costs, split_rank, verify, timeout)
+    return ForwardBackward(schedule, groups, vp_size, EngineOptions() if options is None else options, split_rank)
 
 
 @dataclass(eq=False, repr=False)
@@ -143,11 +136,8 @@ class ForwardBackward:
     name: str
     groups: object
     vp_size: int | None
-    overlap: Overlap
-    costs: NodeCosts | None
+    options: EngineOptions
     split_rank: int | None
-    verify: bool
-    timeout: float
 
     def __post_init__(self) -> None:
         self.__name__ = self.name  # as of a function
@@ -222,7 +212,7 @@ class ForwardBackward:
         for chunk in models:
             check_options(chunk, suspends=False)
             # Given costs are the same on all ranks, so no group of "tp" has to agree on them.
-            check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.costs is None])
+            check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.options.costs is None])
         config = Config.of(models[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -298,7 +288,7 @@ class ForwardBackward:
             if chunk.suspends or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
-        limit = timedelta(seconds=self.timeout)
+        limit = timedelta(seconds=float(self.options.timeout))
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
@@ -307,12 +297,12 @@ class ForwardBackward:
             {stage: [chunk] for stage, chunk in chunks.items()},
             program,
             mesh=mesh,
-            overlap=self.overlap,
-            costs=agreed(self.costs, self.groups, limit),
-            reduce=False,
-            verify=self.verify,
-            dynamic_shapes=config.variable_seq_lengths,
-            timeout=self.timeout,
+            options=replace(
+                self.options,
+                costs=agreed(self.options.costs, self.groups, limit),
+                reduce=False,
+                dynamic_shapes=config.variable_seq_lengths,
+            ),
             exchange=self._exchange,
         )
         return ChunkEngine(engine, chunks, self.groups, limit)

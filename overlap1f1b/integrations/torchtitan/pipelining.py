@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import DEFAULT_OVERLAP, Engine
+from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, EngineOptions
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import Program, build_schedule
@@ -122,13 +122,15 @@ def pipelining_fn(
             stages,
             program,
             mesh=_mesh(parallel_dims),
-            experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",),
-            overlap=overlap,
-            recompute=recompute,
-            costs=costs,
-            dynamic_shapes=dynamic_shapes,
-            verify=verify,
-            timeout=timeout,
+            options=EngineOptions(
+                experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",),
+                overlap=overlap,
+                recompute=recompute,
+                costs=costs,
+                dynamic_shapes=dynamic_shapes,
+                verify=verify,
+                timeout=timeout,
+            ),
         )
 
     return Schedule(dict(zip(numbers, parts, strict=True)), program, loss_fn, make_engine), parts, first, last

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.play.parts import PartsChoice
 from overlap1f1b.plan import Recompute, parse_overlap, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
@@ -56,6 +57,18 @@ class OverlapArguments:
         parse_overlap(self.overlap)
         parse_recompute(self.recompute)
         PartsChoice(self.parts)
+
+    @property
+    def options(self) -> EngineOptions:
+        """The options of the engine."""
+        return EngineOptions(
+            overlap=parse_overlap(self.overlap),
+            recompute=self.recompute,
+            parts=self.parts,
+            dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
+            verify=self.verify,
+            timeout=self.timeout,
+        )
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
         """Return the sizes of "pp", "dp" and "ep" on that many ranks.

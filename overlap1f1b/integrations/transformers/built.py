@@ -12,7 +12,6 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments
 from overlap1f1b.integrations.transformers.split import Part, split_model
-from overlap1f1b.plan import parse_overlap
 from overlap1f1b.schedule import Program
 
 INPUTS = ("input_ids", "attention_mask", "position_ids")
@@ -84,10 +83,5 @@ class BuiltModel:
             self.stages,
             program,
             mesh=mesh,
-            overlap=parse_overlap(parallel.overlap),
-            recompute=parallel.recompute,
-            parts=parallel.parts,
-            dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
-            verify=parallel.verify,
-            timeout=parallel.timeout,
+            options=parallel.options,
         )

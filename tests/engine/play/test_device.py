@@ -24,6 +24,7 @@ from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
 from tests import models
+from tests.engines import make
 
 CPU = torch.device("cpu")
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1)
@@ -47,7 +48,7 @@ def loopback(noise: Noise) -> LoopbackExchange:
 def engine(microbatches: int, exchange: Exchange | None, overlap: Overlap, **options: Any) -> Engine:
     name, warmup = ("sequential", {}) if overlap == "serial" else ("combined_1f1b", {"extra_warmup": 1})
     program = build_schedule(name, microbatches=microbatches, **warmup)  # type: ignore[arg-type]
-    return Engine(
+    return make(
         models.build(layers=1, dropout=0.1),
         program,
         loss_fn=models.loss_fn,

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, NodeCosts, build_schedule
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.plan import Node, Op, Resource
 from overlap1f1b.schedule import Kind
@@ -54,7 +55,14 @@ def _early(rank: int, size: int, name: str) -> list[str]:
     for exchange in (build_exchange(group), Slow(build_exchange(group), seed=rank)):
         model = models.build(group)
         program = build_schedule(name, microbatches=5)
-        engine = Engine(model, program, loss_fn=models.loss_fn, mesh=mesh, costs=costs, exchange=exchange, timeout=20)
+        engine = Engine(
+            model,
+            program,
+            loss_fn=models.loss_fn,
+            mesh=mesh,
+            exchange=exchange,
+            options=EngineOptions(costs=costs, timeout=20),
+        )
         with all_tries():  # the plan has weight gradients that are placed late
             result = engine.step(data[0], target=data[1])
         planned = [node for node in engine.plan.ranks[0] if node.resource is Resource.COMPUTE]

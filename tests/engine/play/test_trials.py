@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.play.plans import Plans
 from overlap1f1b.engine.play.trials import Trials, worth_trying
 from overlap1f1b.plan import BlockShape, NodeCosts, Plan, fastest
@@ -22,6 +22,7 @@ from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engine.run.plain import engine_of
 from tests.engine.test_engine import Delayed
+from tests.engines import make
 from tests.ranks import Ranks
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4)
@@ -108,7 +109,7 @@ class Sluggish(models.Block):
 def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
     inputs, target = models.batch(4)
     model = models.build(block=Sluggish)
-    engine = Engine(model, PROGRAM, loss_fn=models.loss_fn, tries=2)
+    engine = Engine(model, PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(tries=2))
     steps, reference = 0, dict[str, Tensor]()
     while engine.settling:
         if steps == 2:  # measured: the plan that is predicted to be the fastest comes next
@@ -131,7 +132,7 @@ def test_nothing_is_tried(given: str) -> None:
     """Costs that are given are the user's word; so is ``tries=0``."""
     inputs, target = models.batch(4)
     options = {"costs": COSTS} if given == "costs" else {"tries": 0}
-    engine = Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, **options)  # type: ignore[arg-type]
+    engine = make(models.build(), PROGRAM, loss_fn=models.loss_fn, **options)  # type: ignore[arg-type]
     for _ in range(2):
         engine.step(inputs, target=target)
     assert not engine.settling
@@ -143,7 +144,10 @@ def test_nothing_is_tried(given: str) -> None:
 def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
     """The plans that were compiled to choose are not compiled again."""
     inputs, target = models.batch(4)
-    engine, steps = Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, parts="auto", tries=1), 0
+    engine, steps = (
+        Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(parts="auto", tries=1)),
+        0,
+    )
     with patch.object(Plans, "_compiled_all", autospec=True, side_effect=Plans._compiled_all) as compiled:
         while engine.settling:
             engine.step(inputs, target=target)
@@ -198,4 +202,4 @@ def test_all_ranks_try_and_keep_the_same(ranks2: Ranks) -> None:
 @pytest.mark.parametrize("tries", [-1, 1.5, True, "3"])
 def test_wrong_numbers_are_refused(tries: object) -> None:
     with pytest.raises(ValueError, match=r"^tries.*allowed: "):
-        Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, tries=tries)  # type: ignore[arg-type]
+        Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(tries=tries))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
@@ -96,7 +97,7 @@ def meshed(size: int, dp: int) -> DeviceMesh:
 
 
 def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None, **options: Any) -> Engine:
-    return Engine(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
+    return make(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
 
 
 def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> list[str]:

@@ -16,6 +16,7 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
+from tests.engines import make
 
 HIDDEN, MICROBATCHES, ROWS, STEPS = 12, 3, 6, 3
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
@@ -29,7 +30,7 @@ def engine_of(model: nn.Module, mesh: DeviceMesh, schedule: str = "combined_1f1b
     """Return an engine of small limits over ranks along "ep"; an ``exchange`` may take a random time."""
     program = options.pop("program", None) or build_schedule(schedule, microbatches=MICROBATCHES)  # type: ignore[arg-type]
     given = {"loss_fn": loss_fn, "costs": COSTS, "reduce": False, "timeout": 20, **options}
-    return Engine(model, program, mesh=mesh, **given)
+    return make(model, program, mesh=mesh, **given)
 
 
 def batch(rank: int, microbatches: int = MICROBATCHES) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.cli.bench.memory import peak_bytes
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
@@ -18,6 +18,7 @@ from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engine.test_engine import Delayed
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
@@ -42,7 +43,7 @@ def gradients(model: torch.nn.Sequential, data: tuple[Tensor, Tensor], case: Cas
     program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
     torch.manual_seed(1)
     options = {"loss_fn": models.loss_fn, "overlap": overlap, "costs": COSTS, "timeout": 20} | more | options
-    Engine(model, program, **options).step(data[0], target=data[1])
+    make(model, program, **options).step(data[0], target=data[1])
     return models.gradients(model)
 
 
@@ -118,7 +119,12 @@ def test_what_came_back_is_not_kept(recompute: Recompute) -> None:
             MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k, **options)
         )
         program = build_schedule("afab", microbatches=microbatches)
-        engine = Engine(model, program, loss_fn=models.loss_fn, overlap="serial", costs=COSTS, recompute=recompute)
+        engine = Engine(
+            model,
+            program,
+            loss_fn=models.loss_fn,
+            options=EngineOptions(overlap="serial", costs=COSTS, recompute=recompute),
+        )
         data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

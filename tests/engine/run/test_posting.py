@@ -33,7 +33,7 @@ def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failu
         o1.build_schedule("sequential", microbatches=2),
         exchange=OfADevice(),
         loss_fn=models.loss_fn,
-        timeout=7,
+        options=o1.EngineOptions(timeout=7),
     )
     engine.step(x, target=target)
     assert asked

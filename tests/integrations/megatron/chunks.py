@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.engine import split_blocks
+from overlap1f1b.engine import EngineOptions, split_blocks
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.plan import NodeCosts
 from tests import models
@@ -133,7 +133,9 @@ def call(forward_backward: ForwardBackward, parts: list[Part], data: list[Item],
 
 def with_config(**fields: Any) -> tuple[ForwardBackward, Part, SimpleNamespace]:
     config = SimpleNamespace(**fields)
-    function = get_forward_backward_func(schedule="combined_1f1b_schedule_for_no_pipelining", costs=COSTS, verify=False)
+    function = get_forward_backward_func(
+        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS, verify=False)
+    )
     return function, build(1, config=config)[0], config
 
 

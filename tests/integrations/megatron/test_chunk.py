@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.moe import GroupedExperts
 from tests import models
@@ -35,7 +36,7 @@ def test_autocast() -> None:
         torch.manual_seed(0)
         return Listed(nn.Embedding(models.V, models.H), nn.Linear(models.H, models.H), nn.Linear(models.H, models.V))
 
-    function, model, reference = get_forward_backward_func(costs=COSTS), dense(), dense()
+    function, model, reference = get_forward_backward_func(options=EngineOptions(costs=COSTS)), dense(), dense()
     model.config = SimpleNamespace(enable_autocast=True, autocast_dtype=torch.bfloat16)  # type: ignore[assignment]
     data = items(3)
     losses = []
@@ -63,7 +64,7 @@ def test_the_first_microbatch_is_marked() -> None:
 
 
 def test_a_chunk_is_one_block_that_is_cut_at_its_experts() -> None:
-    function = get_forward_backward_func(costs=COSTS)
+    function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
     call(function, build(1), items(1))
     (prepared,) = function._engines.values()
     (shape,) = prepared.engine.stages[0].shape
@@ -71,7 +72,7 @@ def test_a_chunk_is_one_block_that_is_cut_at_its_experts() -> None:
 
 
 def test_a_wrapped_chunk_is_looked_into() -> None:
-    function = get_forward_backward_func(costs=COSTS)
+    function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
     (part,), (reference,) = build(1, config=SimpleNamespace(grad_scale_func=lambda loss: loss * 2)), build(1)
     data = items(3)
     plain([reference], data, scale=2.0)
@@ -114,7 +115,9 @@ class Leaves(Part):
 
 @pytest.mark.parametrize("kind", [Skips, Passes, Borrows, Backwards, Leaves])
 def test_gradients_may_go_round_a_layer(kind: type[Part]) -> None:
-    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    function = get_forward_backward_func(
+        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS)
+    )
     cut, reference = (kind(list(models.build(layers=LAYERS)), None, first=True, last=True) for _ in range(2))
     data = items(3)
     if kind is Leaves:  # experts that are not called are an error
@@ -183,7 +186,9 @@ def fused_part(layers: int) -> Part:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_head_and_loss_are_walked_once(layers: int) -> None:
-    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining")
+    function = get_forward_backward_func(
+        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS)
+    )
     part, reference = fused_part(layers), fused_part(layers)
     data = items(4)
     for tokens, target in data:
@@ -235,7 +240,9 @@ def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> N
         ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
         return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
 
-    function = get_forward_backward_func(costs=COSTS, schedule="combined_1f1b_schedule_for_no_pipelining", verify=False)
+    function = get_forward_backward_func(
+        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS, verify=False)
+    )
     cut, reference = part(), part()
     fired: dict[str, int] = {}
     for name, parameter in cut.named_parameters():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
 from tests.integrations.megatron.chunks import COSTS, build, call, fake, items
 
@@ -85,4 +86,4 @@ def test_options_that_would_be_ignored_are_refused(fields: dict[str, Any], messa
 
 def test_costs_that_are_given_need_no_group_of_tensor_ranks() -> None:
     part = build(1, config=SimpleNamespace(tensor_model_parallel_size=2))
-    assert len(call(get_forward_backward_func(costs=COSTS), part, items(2))) == 2
+    assert len(call(get_forward_backward_func(options=EngineOptions(costs=COSTS)), part, items(2))) == 2

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import overlap1f1b as o1
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.play import trials
 from overlap1f1b.engine.play.trials import Trials
 from overlap1f1b.integrations.megatron import (
@@ -65,10 +66,12 @@ def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int)
             )
         expected.append((sequence, shards[mesh.get_local_rank("ep")], losses[mesh.get_local_rank("ep")], own))
     function = get_forward_backward_func(
-        pp, chunks if "interleav" in schedule and "without" not in schedule else None,
+        pp,
+        chunks if "interleav" in schedule and "without" not in schedule else None,
         pg_collection=ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep")),
-        schedule=schedule, costs=COSTS, timeout=30,
-    )  # fmt: skip
+        schedule=schedule,
+        options=EngineOptions(costs=COSTS, timeout=30),
+    )
     assert function.__name__ == schedule
     mine = build(pp * chunks, mesh.get_group("ep"))[mesh.get_local_rank("pp") :: pp]
     for sequence, data, losses, own in expected:
@@ -150,7 +153,7 @@ def test_four_ranks(ranks4: Ranks, schedule: str, pp: int, ep: int, chunks: int)
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if "interleaving" not in name])
 def test_one_rank(schedule: str, microbatches: int) -> None:
     chunks = 2 if "interleaved" in schedule else 1
-    function = get_forward_backward_func(schedule=schedule, costs=COSTS)
+    function = get_forward_backward_func(schedule=schedule, options=EngineOptions(costs=COSTS))
     parts, reference = build(chunks), build(chunks)
     for step in range(3):
         data = items(microbatches, seed=step)
@@ -182,7 +185,7 @@ def test_the_choice_is_megatrons() -> None:
 
 
 def test_overlap_flag_plays_the_combined_program() -> None:
-    function = get_forward_backward_func(costs=COSTS)
+    function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
     parts = [build(1, config=SimpleNamespace(overlap_moe_expert_parallel_comm=flag))[0] for flag in (True, False)]
     for part in parts:
         call(function, [part], items(3))
@@ -253,7 +256,9 @@ def test_timers_are_started_and_stopped() -> None:
 def _varied(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     config = SimpleNamespace(variable_seq_lengths=True)
-    function = get_forward_backward_func(pg_collection=ProcessGroups(pp=mesh.get_group("pp")), costs=COSTS, timeout=30)
+    function = get_forward_backward_func(
+        pg_collection=ProcessGroups(pp=mesh.get_group("pp")), options=EngineOptions(costs=COSTS, timeout=30)
+    )
     parts, reference = build(2, config=config), build(2)
     problems = []
     for step in range(3):
@@ -311,9 +316,10 @@ def _translate(rank: int, size: int, by_list: bool) -> list[str]:
     torch.manual_seed(0)
     reference = [Translator(stage) for stage in range(4)]
     function = get_forward_backward_func(
-        pg_collection=ProcessGroups(pp=mesh.get_group("pp")), costs=COSTS, timeout=30,
+        pg_collection=ProcessGroups(pp=mesh.get_group("pp")),
         split_rank=None if by_list else 2,
-    )  # fmt: skip
+        options=EngineOptions(costs=COSTS, timeout=30),
+    )
     pairs = [(s, t[:, :5]) for s, t in items(5)]
     expected = []
     for source, target in pairs:
@@ -382,7 +388,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     costs = NodeCosts.uniform(attention=attention, experts=4, dispatch=5 - 4 * tp.rank(), counts=0.4, dense=1)
     schedule = "combined_1f1b_schedule_for_no_pipelining"
     function = get_forward_backward_func(
-        pg_collection=groups, costs=costs if given else None, timeout=30, schedule=schedule
+        pg_collection=groups, schedule=schedule, options=EngineOptions(costs=costs if given else None, timeout=30)
     )
     (part,), (reference,) = build(1, ep, block=Shared, layers=2), build(1, layers=2)
     for block in part.modules():
@@ -445,7 +451,7 @@ def test_bad_calls_are_named(more: dict[str, Any], message: str) -> None:
         "forward_step_func": forward_step, "data_iterator": iter(items(3)), "model": build(1)[0],
         "num_microbatches": 3, "seq_length": 7, "micro_batch_size": 2,
     }  # fmt: skip
-    function = get_forward_backward_func(costs=COSTS)
+    function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
     with pytest.raises(ValueError, match=message):
         function(**{**given, **more})
     assert len(function(**{**given, "data_iterator": iter(items(3))})) == 3  # and it goes on
@@ -455,7 +461,13 @@ def _sharded(rank: int, size: int) -> str:
     (part,) = build(1)
     fully_shard(part.layers[0], mesh=init_device_mesh("cpu", (size,)))
     with pytest.raises(ValueError, match="FSDP2") as caught:
-        call(get_forward_backward_func(pg_collection=ProcessGroups(dp=dist.group.WORLD), costs=COSTS), [part], items(3))
+        call(
+            get_forward_backward_func(
+                pg_collection=ProcessGroups(dp=dist.group.WORLD), options=EngineOptions(costs=COSTS)
+            ),
+            [part],
+            items(3),
+        )
     return str(caught.value)
 
 

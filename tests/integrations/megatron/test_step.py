@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
 from tests import models
 from tests.integrations.megatron.chunks import (
@@ -69,7 +70,9 @@ def test_loss_by_tokens(per_token: bool) -> None:
 
 
 def _context_parallel(rank: int, size: int) -> list[str]:
-    function = get_forward_backward_func(pg_collection=ProcessGroups(cp=dist.group.WORLD), costs=COSTS)
+    function = get_forward_backward_func(
+        pg_collection=ProcessGroups(cp=dist.group.WORLD), options=EngineOptions(costs=COSTS)
+    )
     (part,), (reference,) = build(1), build(1)
     call(function, [part], items(3))
     plain([reference], items(3), scale=float(size))
@@ -141,7 +144,7 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
     if takes and fails:
         config.experimental_attention_variant = "dsa"
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
-    function = get_forward_backward_func(pg_collection=groups, costs=COSTS)
+    function = get_forward_backward_func(pg_collection=groups, options=EngineOptions(costs=COSTS))
     monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.agreed", lambda costs, *_: costs)
     monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.limit_inner", lambda *_: None)
     part = Attaches(list(models.build(layers=LAYERS)), config, first=True, last=True)

@@ -78,7 +78,7 @@ def schedule_of(model: nn.Module, loss_fn: Any, **options: Any) -> Schedule:
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
 
     def make(stages: Mapping[int, list[nn.Module]]) -> Engine:
-        return Engine(stages, program, **options)
+        return make(stages, program, **options)
 
     return Schedule({0: model}, program, loss_fn, make)
 

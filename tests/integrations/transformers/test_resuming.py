@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
-from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
+from tests.engines import make
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -34,7 +35,7 @@ class Run:
         program = build_schedule(schedule, ranks=ranks, microbatches=4 if schedule == "dualpipev" else 2)
         self.stages = split_model(tiny.build("mixtral", seed=seed, tie_word_embeddings=True), program, mesh)
         options: dict[str, Any] = {"loss_fn": self.stages.loss_fn, "costs": tiny.COSTS, "timeout": 30}
-        self.engine = Engine(self.stages, program, mesh=mesh, **options)
+        self.engine = make(self.stages, program, mesh=mesh, **options)
         self.fresh()
 
     def fresh(self) -> None:

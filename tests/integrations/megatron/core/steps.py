@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_INTERLEAVED, COMBINED_NO_PIPELINING
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -37,7 +38,9 @@ def our_step(case: Case, overlap: Overlap, *, verify: bool = True) -> list[Step]
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
     schedule = None if case.chosen else COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
     costs = None if case.measures else COSTS
-    function = get_forward_backward_func(schedule=schedule, overlap=overlap, costs=costs, verify=verify, timeout=30)
+    function = get_forward_backward_func(
+        schedule=schedule, options=EngineOptions(overlap=overlap, costs=costs, verify=verify, timeout=30)
+    )
     if case.chosen:
         from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
 

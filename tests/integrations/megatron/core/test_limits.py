@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.config import Config
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, SCHEDULES, ForwardBackward
@@ -56,7 +57,7 @@ def _failure(rank: int, size: int) -> str:
     shim.apply()
     with models.init_parallel(ep=size):
         (chunk,) = models.build(models.config_of(layers=1, ep=size))
-        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=2)
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=EngineOptions(timeout=2))
         with pytest.raises((OSError, RuntimeError)) as caught:
             one_step(function, chunk, 2, fails=rank == 0)
         dist.barrier()  # till then rank 0 stays, and closes no connection
@@ -76,7 +77,7 @@ def _bare_later(rank: int, size: int) -> str:
     flex.apply()
     with models.init_parallel(ep=size):
         (chunk,) = models.build(models.config_of(layers=1, ep=size, **DEEPEP))
-        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, timeout=10)
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=EngineOptions(timeout=10))
         for _ in range(2):
             one_step(function, chunk, 2)
         whole, chunk.forward = chunk.forward, torch.no_grad()(chunk.forward)

@@ -1,0 +1,109 @@
+"""The options of an engine: the only list of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, SupportsFloat
+
+from torch import Tensor
+
+from overlap1f1b.engine.capacity import Overflow
+from overlap1f1b.engine.play.parts import Parts
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
+from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.transport.exchange import DEFAULT_CTAS
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+DEFAULT_OVERLAP = 3
+MOST_S = 1e9
+"""Longest limit of a wait, in seconds: longer ones do not fit torch's."""
+TRIES = 3
+"""Steps in which each of the fastest plans is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an :class:`~overlap1f1b.engine.Engine` plays; all ranks are given the same.
+
+    >>> EngineOptions(overlap="pairs", recompute="experts").parts
+    1
+
+    Args:
+        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions. The schedule ``auto``
+            opens any number, as the costs ask for.
+        recompute: Activations that blocks drop after their forward and compute again before their backward:
+            ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
+            ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
+        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
+            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
+            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
+            1, 2 and 4 parts, two steps each, and keeps the number whose plan is the fastest.
+        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
+            Ranks along "ep" must have equally many tokens. By default sizes are exact.
+        overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
+        costs: Seconds of every node, instead of measuring them.
+        plan: A compiled plan to play, instead of compiling one.
+        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
+            and the one whose steps were the fastest is kept, see ``Engine.tried``. Gradients do not depend on it. With
+            0, and with costs that are given, the predicted fastest is kept.
+        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
+            :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
+        reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
+            For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
+            and over a tensor group batches, gradients and the tokens at the experts.
+        count_tokens: ``(*targets) → int`` or a scalar tensor, tokens that a microbatch's target counts for. The loss of
+            the step is then the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if
+            there are none.
+        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
+        experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
+            tensor group before the experts. Ranks along other dimensions have copies of them.
+        weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
+        ctas: Thread blocks that all transfers may occupy together on a GPU, see :class:`Budget`.
+        carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
+            flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
+
+    Raises:
+        ValueError: A value of another kind, or out of range. What depends on model or program, its Engine refuses.
+    """
+
+    overlap: Overlap = DEFAULT_OVERLAP
+    recompute: Recompute = "none"
+    parts: Parts = 1
+    capacity: float | None = None
+    overflow: Overflow = "raise"
+    costs: NodeCosts | None = None
+    plan: Plan | None = None
+    tries: int = TRIES
+    verify: bool = True
+    reduce: bool = True
+    count_tokens: Callable[..., int | Tensor] | None = None
+    dynamic_shapes: bool = False
+    timeout: float = DEFAULT_LIMIT_S
+    experts_over: Sequence[str] = ("ep",)
+    weights: Sequence[float] | None = None
+    ctas: int = 2 * DEFAULT_CTAS
+    carveout: bool = False
+
+    def __post_init__(self) -> None:
+        check_kind("costs", self.costs, NodeCosts, None)
+        check_kind("plan", self.plan, Plan, None)
+        check_size("tries", self.tries, 0)
+        if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
+            raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+        if not isinstance(self.verify, bool):
+            raise ValueError(f"verify={quoted(self.verify)}; allowed: True or False")
+        if self.count_tokens is not None and not callable(self.count_tokens):
+            raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """All options by their names, to be compared over ranks: limits may differ, functions have no value."""
+        every: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        del every["timeout"]
+        return every | {
+            "plan": None if self.plan is None else self.plan.fingerprint,
+            "count_tokens": None if self.count_tokens is None else "a function",
+            "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
+        }
