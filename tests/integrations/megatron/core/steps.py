@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -144,6 +145,8 @@ def _forget() -> None:
 
     MTPLossLoggingHelper.tracker.clear()
     get_moe_layer_wise_logging_tracker().clear()
+    if (later := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:  # after 0.16
+        later.destroy_moe_metrics_tracker()
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
         scaler.main_loss_backward_scale = torch.ones(1)
 
