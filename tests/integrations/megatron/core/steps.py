@@ -118,6 +118,8 @@ def _prepared(case: Case, *, delayed: bool) -> list[Any]:
     config.delay_wgrad_compute = delayed  # its constructor allows this with bf16 alone
     chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears)
     for chunk in chunks:
+        if case.forked:
+            models.fork(chunk)
         for parameter in chunk.parameters():
             parameter.requires_grad_(not parameter.place.startswith(case.frozen))
     if case.ddp is not None:
