@@ -29,6 +29,7 @@ class Case:
         frozen: How names of parameters begin that are not trained.
         quick: Whether the case is one of the few that are not marked slow.
         measures: Whether steps measure the costs of nodes, in place of costs that are given.
+        forked: Whether MoE layers and dispatchers are of a fork, see ``models.fork``.
         chosen: Whether the function is the one that Megatron-Core would choose, in place of the combined one.
     """
 
@@ -49,6 +50,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     quick: bool = False
     measures: bool = False
+    forked: bool = False
     chosen: bool = False
 
     @property
@@ -95,6 +97,7 @@ FIRST = ("embedding", "decoder.layers.0.")
 CASES: dict[str, Case] = {
     # one stage
     "plain": Case(quick=True, measures=True),
+    "forked": Case(SHARED, quick=True, forked=True),
     "one rank": Case({**SHARED, **AUX}, ep=1, chosen=True),
     "eight experts, dense between, sequence aux loss, by tokens, DDP": Case(
         {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [1, 0, 1]},
@@ -184,7 +187,7 @@ CASES: dict[str, Case] = {
     "pp 2, aux loss, tied, layers recomputed, reduce aligned": Case(
         {**AUX, **FULL}, pp=2, tied=True, ddp=OVERLAP_REDUCE, aligned=True, chosen=True
     ),
-    "pp 2, MTP": Case(MTP, pp=2, microbatches=4, quick=True, measures=True),
+    "pp 2, MTP, forked": Case(MTP, pp=2, microbatches=4, quick=True, measures=True, forked=True),
     "vp 2, aux loss, shared expert": Case(
         {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
     ),

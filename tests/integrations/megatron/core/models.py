@@ -81,6 +81,32 @@ def config_of(
     return TransformerConfig(**(given | fields))
 
 
+def fork(model: nn.Module) -> None:
+    """Let MoE layers and their dispatchers keep something of their own, as forks of Megatron-Core do."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    def scaled(x: Tensor, scale: Tensor) -> Tensor:
+        return x * scale.reshape(*x.shape[:-1], 1)
+
+    for layer in [module for module in model.modules() if type(module) is MoELayer]:
+
+        class Layer(MoELayer):  # type: ignore[misc]
+            def forward(self, hidden_states: Tensor, *args: Any, **more: Any) -> Any:
+                self.scale = hidden_states.detach()[..., :1].sigmoid() + 0.5
+                output, bias = super().forward(hidden_states, *args, **more)
+                return scaled(output, self.scale), bias
+
+        class Dispatcher(type(layer.token_dispatcher)):  # type: ignore[misc]
+            def dispatch_preprocess(self, hidden_states: Tensor, *args: Any) -> Any:
+                self.scale = hidden_states.detach()[..., 1:2].sigmoid() + 0.5
+                return super().dispatch_preprocess(hidden_states, *args)
+
+            def combine_postprocess(self, rows: Tensor) -> Tensor:
+                return scaled(super().combine_postprocess(rows), self.scale)
+
+        layer.__class__, layer.token_dispatcher.__class__ = Layer, Dispatcher
+
+
 def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.Module]:
     """Return the chunks of this rank. A weight depends on its place in the whole model, and not on the ranks.
 

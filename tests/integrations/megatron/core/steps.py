@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,6 +121,8 @@ def _prepared(case: Case, *, delayed: bool) -> list[Any]:
     config.delay_wgrad_compute = delayed  # its constructor allows this with bf16 alone
     chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears)
     for chunk in chunks:
+        if case.forked:
+            models.fork(chunk)
         for parameter in chunk.parameters():
             parameter.requires_grad_(not parameter.place.startswith(case.frozen))
     if case.ddp is not None:
@@ -147,6 +150,8 @@ def _forget() -> None:
 
     MTPLossLoggingHelper.tracker.clear()
     get_moe_layer_wise_logging_tracker().clear()
+    if (later := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:  # after 0.16
+        later.destroy_moe_metrics_tracker()
     for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):
         scaler.main_loss_backward_scale = torch.ones(1)
 

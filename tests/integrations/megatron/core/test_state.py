@@ -124,27 +124,12 @@ def _at_once(model: nn.Module, batches: list[dict[str, Any]], state: ModuleAttri
     return [found[seed] for seed in range(len(batches))]
 
 
-def _forked(model: nn.Module) -> None:
-    """Let MoE layers keep something of their own, as forks of Megatron-Core do."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    class Forked(MoELayer):  # type: ignore[misc]
-        def forward(self, hidden_states: Tensor, *args: Any, **more: Any) -> Any:
-            self.scale = hidden_states.detach()[..., :1].sigmoid() + 0.5
-            output, bias = super().forward(hidden_states, *args, **more)
-            return output * self.scale, bias
-
-    for module in model.modules():
-        if type(module) is MoELayer:
-            module.__class__ = Forked
-
-
 def _problems(rank: int, size: int, option: str, tp: int) -> list[str]:
     shim.apply()
     flex.apply()
     with models.init_parallel(ep=2, tp=tp):
         (model,) = models.build(models.config_of(layers=2, ep=2, tp=tp, **OPTIONS[option]))
-        _forked(model)
+        models.fork(model)
         chunk = Chunk(model, stage=0, last=True, exchanges=True)
         state, batches, found = ModuleAttributes(chunk, chunk.state), models.batches(MICROBATCHES, 1), list[Any]()
         for function in (_apart, _at_once):
