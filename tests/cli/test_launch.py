@@ -254,7 +254,14 @@ os._exit(1)
 
 def test_ranks_that_ignore_sigterm_or_are_suspended_are_killed(tmp_path: Path) -> None:
     stop = "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)"
-    script = f"{STUBBORN}ready(); until_ready(3)\nif rank == 1: sys.exit(1)\n{stop}\n{SLEEP}"
+    stopped = """
+if rank == 1:
+    import psutil
+    while not any(psutil.Process(int(path.name[3:])).status() == "stopped" for path in folder.glob("pid*")):
+        time.sleep(0.01)
+    sys.exit(1)
+"""
+    script = f"{STUBBORN}ready(); until_ready(3)\n{stop}\n{stopped}\n{SLEEP}"
     began = time.monotonic()
     parent = Parent(tmp_path, script, 3, grace_s=0.2)
     status, _, err = parent.wait()

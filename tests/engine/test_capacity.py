@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import CapacityOverflowError, Engine, EngineOptions
+from overlap1f1b.engine import CapacityOverflowError, Engine, EngineOptions, LostRankError
 from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -196,7 +196,7 @@ def test_two_ranks(ranks2: Ranks) -> None:
     assert ranks2.run(_ranks, timeout=120) == [[], []]
 
 
-def _later(rank: int, size: int, at: int, evaluates: bool) -> list[str]:
+def _later(rank: int, size: int, at: int, evaluates: bool) -> str:
     """What a step says in which one microbatch has fewer tokens on the last rank, behind a step that had not."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = models.build(mesh.get_group("ep"))
@@ -211,20 +211,17 @@ def _later(rank: int, size: int, at: int, evaluates: bool) -> list[str]:
     engine.step(inputs, target=target)
     if rank == size - 1:
         inputs[at], target[at] = inputs[at][:, 2:], target[at][:, 2:]
-    with pytest.raises(ValueError, match="tokens") as caught:
+    with pytest.raises((ValueError, LostRankError), match="tokens") as caught:  # the second if told by another rank
         (engine.evaluate if evaluates else engine.step)(inputs, target=target)
-    return [str(caught.value), *caught.value.__notes__]
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(("at", "evaluates"), [(0, False), (3, False), (1, True)])
 def test_other_numbers_of_tokens_in_a_later_step(ranks2: Ranks, ranks4: Ranks, at: int, evaluates: bool) -> None:
     """gloo would end the process by a signal."""
     for ranks, tokens in ((ranks2, [14, 10]), (ranks4, [14, 14, 14, 10])):
-        for said, *_ in ranks.run(_later, at, evaluates):
-            assert said == (
-                f"capacity={ranks.size} with {tokens} tokens on the ranks that share the experts; "
-                "allowed: equally many, or capacity=None"
-            )
+        for said in ranks.run(_later, at, evaluates):
+            assert f"capacity={ranks.size} with {tokens} tokens on the ranks that share the experts; allowed: " in said
 
 
 def test_gradients_of_a_parameter_in_two_places_add_up_once() -> None:

@@ -186,7 +186,9 @@ class Scripts:
         self.process.stdin.flush()
         assert select.select([self.process.stdout], [], [], 100)[0], "a rank does not end"
         status = json.loads(self.process.stdout.readline())
-        return [(Path(f"{store}-{rank}").read_text(), status[rank]) for rank in range(2)]
+        # Triton of torch 2.15 lists at the end what its bindings have left.
+        said = [Path(f"{store}-{rank}").read_text().partition("nanobind: leaked")[0] for rank in range(2)]
+        return list(zip(said, status, strict=True))
 
 
 @pytest.fixture(scope="module")
