@@ -31,7 +31,7 @@ from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.foreign.exchanges import find_functions, shown_by_all
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import watch_of
+from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.play.measure import BackToBack, measured_costs
 from overlap1f1b.engine.play.parts import PartsChoice
 from overlap1f1b.engine.play.plans import Plans
@@ -133,11 +133,7 @@ class Engine:
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
-            program.check()
-            if program.forward_only:
-                raise ValueError(
-                    f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none"
-                )
+            _check_trains(program)
             self.overlap = parse_overlap(options.overlap)
             shared = None if exchange is None else type(exchange).__name__
             self.mesh.agree(
@@ -174,7 +170,6 @@ class Engine:
             self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             # 4. Transfers between stages, and sums of gradients.
             device = self._device = next(iter(self.stages.values())).device
-            background = self.mesh.on_gloo
             watch = watch_of(device)
             stamp, self._queued = None if watch is None else watch.stamp, watch is not None
             self._communicators.use(device, stamp)
@@ -190,7 +185,7 @@ class Engine:
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._lanes = [
-                Lane("reduce", limit, self.failures, background=background, stamp=stamp, abort=self.mesh.abort),
+                Lane("reduce", limit, self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
             ]
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
@@ -198,29 +193,32 @@ class Engine:
             self.reductions = self._new_reductions(own, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
-            # 5. The player, and the plans that it plays. Weight gradients keep the places that a program, or the search
-            #    of an order, has given them; ranks that meet inside blocks play one order.
-            placed = program.splits(rank) or program.search_seconds > 0
-            self.player = Player(
-                limit,
-                self.failures,
-                exchange=self.exchange,
-                boundary=self.boundary,
-                reductions=self.reductions,
-                watch=watch,
-                fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-                carveout=options.carveout,
-            )
+            # 5. The player, the plans that it plays, and their comparison with a plain loop.
+            self.player = self._new_player(watch)
             self._plans = self._new_plans(options.costs)
-            self.verification = (
-                Verification(self.stages, self.mesh, self.player, self.sharding) if options.verify else None
-            )
+            compared = Verification(self.stages, self.mesh, self.player, self.sharding)
+            self.verification = compared if options.verify else None
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
             if options.plan is not None:
                 self.plan = options.plan
             for stage in self.stages.values():
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+
+    def _new_player(self, watch: Watch | None) -> Player:
+        # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
+        # or context group run collectives inside blocks, so they keep one order.
+        placed = self.program.splits(self.rank) or self.program.search_seconds > 0
+        return Player(
+            self._limit,
+            self.failures,
+            exchange=self.exchange,
+            boundary=self.boundary,
+            reductions=self.reductions,
+            watch=watch,
+            fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
+            carveout=self.options.carveout,
+        )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
         """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
@@ -725,6 +723,12 @@ class Engine:
         if position is None:
             return "before the first node of its plan"
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
+
+
+def _check_trains(program: Program) -> None:
+    program.check()
+    if program.forward_only:
+        raise ValueError(f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none")
 
 
 def _check_kinds(program: object, options: object, exchange: object, loss_fn: object) -> None:
