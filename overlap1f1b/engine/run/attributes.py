@@ -56,7 +56,8 @@ class ModuleAttributes:
         self.learning, self.known = True, dict[Key, MutableMapping[Any, Any]]()
         self._block, self._own = block, own
         self._staying = set[Key]()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Place] = {}  # while it learns
+        self._made = False  # whether a forward has made objects
         self._copies: dict[int, dict[Any, Any]] = {}  # of all places, at the begin of the running segment
         self._before: list[Any] = []  # known values, at the begin of the running segment
         self._carried = Carried({}, {})  # what the forward had set in earlier segments
@@ -69,14 +70,17 @@ class ModuleAttributes:
 
     @property
     def places(self) -> Iterable[Place]:
-        """All places, as far as they are known."""
-        if not self._places:
-            _walk([(self._block, "")], self._block, self._places)
-        return self._places.values()
+        """All places."""
+        found = dict[int, Place]()
+        _walk([(self._block, "")], self._block, found)
+        return found.values()
 
     def begin(self, seed: int | None) -> None:
         """Note what is there before a forward."""
-        assert self.places
+        if not self.learning:
+            self._places.clear()  # among them may be objects that a forward has made
+        elif not self._places:
+            _walk([(self._block, "")], self._block, self._places)
         if self._own is not None:
             self._own.begin(seed)
         self._put_on(Carried({}, {}))
@@ -90,6 +94,8 @@ class ModuleAttributes:
     def _put_on(self, carried: Carried) -> None:
         self._carried, self._outside = carried, {}
         for key, value in carried.values.items():
+            if key not in self.known:  # of an object that was made anew since
+                continue
             table, name = self.known[key], key[1]
             there = table.get(name, ABSENT)
             if there is not value:  # another forward was here
@@ -101,7 +107,6 @@ class ModuleAttributes:
 
     def look(self) -> None:
         """Learn which places have changed since the running segment began."""
-        made = []
         for number, before in self._copies.items():
             place = self._places[number]
             if len(before) == len(place.all) and all(map(is_, before.values(), place.all.values())):
@@ -111,8 +116,7 @@ class ModuleAttributes:
                 if now is not old and key not in self.known and not _is_pythons(name):
                     self.known[key] = place.table
                     self._before.append(old)
-                    made.append((now, ""))
-        _walk(made, self._block, self._places)  # objects that the forward has made
+                    self._made |= _may_hold(now)
 
     def leave(self, *, ended: bool) -> Carried:
         """Return what the running forward has set, and put back what was there, unless it has ended."""
@@ -133,6 +137,11 @@ class ModuleAttributes:
                 put(self.known[key], key[1], there)
         if ended:
             self._staying |= {key for key, start in starts.items() if values[key] is not start}
+            if self._made:
+                self._made = False
+                self._places.clear()
+                _walk([(self._block, "")], self._block, self._places)
+                self.known = {key: table for key, table in self.known.items() if key[0] in self._places}
         self._copies, self._before, self._carried, self._outside = {}, [], Carried({}, {}), {}
         return Carried(values, starts, None if self._own is None else self._own.leave())
 
@@ -222,7 +231,7 @@ def _walk(waiting: list[tuple[Any, str]], block: nn.Module, found: dict[int, Pla
         inside: Iterable[tuple[Any, Any]] = ()
         if is_table(held):
             found.setdefault(id(held), Place(held, held, "entry ", f" of {path}"))
-            inside = held.items()
+            inside = list(held.items())  # a look at a value may import something
         elif isinstance(held, list | tuple):
             inside = enumerate(held)
         elif isinstance(held, type):
@@ -262,12 +271,12 @@ def _of_class(kind: type, found: dict[int, Place]) -> Iterator[tuple[Any, str]]:
         return
     attributes, file = vars(kind), sys.modules.get(kind.__module__)
     found[id(kind)] = Place(_Attributes(kind, attributes), attributes, f"class attribute {kind.__name__}.", "", True)
-    yield from ((value, f"{kind.__name__}.{name}") for name, value in attributes.items() if not _is_pythons(name))
+    yield from ((value, f"{kind.__name__}.{name}") for name, value in list(attributes.items()) if not _is_pythons(name))
     if file is None or _package(kind) in _LIBRARIES or id(vars(file)) in found:
         return
     name = os.path.basename(getattr(file, "__file__", None) or file.__name__)
     found[id(vars(file))] = Place(vars(file), vars(file), "global ", f" of {name}", True)
-    for own, value in vars(file).items():
+    for own, value in list(vars(file).items()):
         if isinstance(value, type):
             yield from [(value, "")] if value.__module__ == kind.__module__ else []
         elif not _is_pythons(own) and _may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):

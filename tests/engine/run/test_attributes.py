@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -189,6 +191,24 @@ def _somewhere(rank: int, size: int, foreign: bool) -> list[str]:
 @pytest.mark.parametrize("foreign", [False, True])
 def test_what_is_kept_anywhere_goes_with_its_microbatch(ranks2: Ranks, foreign: bool) -> None:
     assert ranks2.run(_somewhere, foreign, timeout=120) == [[], []]
+
+
+def test_objects_that_forwards_make_end_with_them() -> None:
+    block, made = nn.Linear(2, 2), []
+    attributes = ModuleAttributes(block)
+    for learning in (True, True, False):
+        attributes.learning = learning
+        attributes.begin(None)
+        block.state = Plain()  # type: ignore[assignment]
+        made.append(weakref.ref(block.state))
+        carried = attributes.leave(ended=False)
+        attributes.enter(carried)
+        block.state.order = torch.ones(1)  # type: ignore[union-attr]
+        del carried
+        attributes.leave(ended=True)
+    gc.collect()
+    assert [one() is None for one in made] == [True, True, False]
+    assert len(attributes.known) == 1
 
 
 def test_every_place_has_a_name() -> None:
