@@ -74,10 +74,11 @@ class Witness:
     def _values(self, node: Node) -> dict[str, _Value]:
         """Return the values of all places that are not carried, of the blocks of a stage."""
         stage = self._stages[node.stage]
+        known = {key for state in stage.attributes for key in state.known}  # blocks share classes and files
         return {
             name: _Value(value)
-            for block, where, state in zip(stage.blocks, stage.names, stage.attributes, strict=True)
-            for name, value in places(block, where, state.known)
+            for block, where in zip(stage.blocks, stage.names, strict=True)
+            for name, value in places(block, where, known)
         }
 
 

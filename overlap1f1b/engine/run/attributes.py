@@ -116,7 +116,6 @@ class ModuleAttributes:
                 if now is not old and key not in self.known and not _is_pythons(name):
                     self.known[key] = place.table
                     self._before.append(old)
-                    self._made |= _may_hold(now)
 
     def leave(self, *, ended: bool) -> Carried:
         """Return what the running forward has set, and put back what was there, unless it has ended."""
@@ -129,6 +128,7 @@ class ModuleAttributes:
             if now is not before:
                 changes[key] = now
                 back.setdefault(key, before)
+                self._made |= self.learning and _may_hold(now)
         values |= changes
         for key, there in back.items():
             if key not in self._staying:
