@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.reduce.reduction import GradientsAside
+from overlap1f1b.engine.result import PlayedStep
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.moe.route import Route
+from overlap1f1b.plan import Plan
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
 
@@ -67,8 +69,27 @@ class Capacity:
         if route.dropped is not None:
             self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))
 
+    def repeating(
+        self, play_nodes: Callable[[Plan], PlayedStep], parameters: Iterable[nn.Parameter]
+    ) -> Callable[[Plan], PlayedStep]:
+        """Return a function that plays a step; if rows found no room, it undoes it, and plays exact sizes or raises."""
+        held = list(parameters)
+
+        def play(plan: Plan) -> PlayedStep:
+            with self._undoing(held) as undo:
+                played, lost = play_nodes(plan), self._lost_rows()
+                if lost is None:
+                    return played
+                if self.overflow == "raise":
+                    raise CapacityOverflowError(lost)
+                undo()
+                with self._exact():
+                    return play_nodes(plan)
+
+        return play
+
     @contextmanager
-    def undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    def _undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
         """Add the body's gradients to earlier ones if it succeeds; else leave these as they were.
 
         Yield a function that undoes the step, so that the same microbatches draw the same random numbers again.
@@ -93,7 +114,7 @@ class Capacity:
         finally:
             aside.add_back()
 
-    def lost_rows(self) -> str | None:
+    def _lost_rows(self) -> str | None:
         """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
         mine = self._lost_here()
         if not self.mesh.sums(mine is not None)[0]:
@@ -117,6 +138,6 @@ class Capacity:
                 )
         return None
 
-    def exact(self) -> AbstractContextManager[None]:
+    def _exact(self) -> AbstractContextManager[None]:
         """Send exact sizes in the body."""
         return replaced((vars(stage), "capacity", None) for stage in self.stages)

@@ -386,20 +386,20 @@ class Engine:
                     "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
                     stacklevel=2,
                 )
-        return self._play_batch(inputs, target, loss_scale=loss_scale, keep=return_outputs, grad=True)
+        make_feed = self._feed_of(inputs, target, loss_scale=loss_scale, keep=return_outputs)
+        return self.play(make_feed, loss_scale=loss_scale).result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        return self._play_batch(inputs, target, loss_scale=1.0, keep=return_outputs, grad=False)
+        return self.play(self._feed_of(inputs, target, loss_scale=1.0, keep=return_outputs), grad=False).result
 
-    def _play_batch(
-        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool, grad: bool
-    ) -> StepResult:
+    def _feed_of(
+        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool
+    ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        make_feed = partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
-        return self.play(make_feed, grad=grad, loss_scale=loss_scale).result
+        return partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
 
     def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
@@ -415,13 +415,11 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
+        play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
+        if self._capacity.factor is not None:
+            play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
         if not grad:
-            plan = self._plans.of_evaluation
-            with self.guarded(lambda: self._at(plan)):
-                self.player.position = None
-                self._plans.agree(plan)
-                with self.sharding.gathered():
-                    return self._play_verified(plan, make_feed, grad=False)
+            return self._play_forwards(play_nodes)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         plan, measuring, first = self.plan, self._plans.measuring, not self._steps
@@ -433,23 +431,18 @@ class Engine:
         ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
-            check_gradients_possible()
             self._plans.agree(plan)
-            if self.reductions:
-                for number, stage in self.stages.items():
-                    stage.check_trained(self._trained[number], self.sharding.holders)
-            if first and self._compares:
-                facts = values(self.stages, self._tied.parameters, self.mesh)
-                marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
-                self.mesh.agree(facts, f", or {marks}")
-                for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
-                    stage.first_rows = {}
+            self._check_parameters(first=first)
             begun = collectives_begun() if first and "share" not in vars(self) else None
             # 2. Forwards, backwards, exchanges, reductions.
             if measuring:
                 self._measure(True)
             same = self.mesh.compared(loss_scale)
-            played = self._play_verified(plan, make_feed, grad=True)
+            if self._is_new(plan):
+                played = self._verified(plan, play_nodes)
+            else:
+                with self.player.recorded_step():
+                    played = play_nodes(plan)
             # 3. All ranks have scaled alike, and called experts alike.
             if not same():  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
@@ -463,6 +456,26 @@ class Engine:
             self._learn(plan, played.result, measuring)
             self._steps += 1
         return played
+
+    def _play_forwards(self, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+        plan = self._plans.of_evaluation
+        with self.guarded(lambda: self._at(plan)):
+            self.player.position = None
+            self._plans.agree(plan)
+            with self.sharding.gathered():
+                return self._verified(plan, play_nodes) if self._is_new(plan) else play_nodes(plan)
+
+    def _check_parameters(self, *, first: bool) -> None:
+        """Check that parameters can be trained, and in the first step that ranks hold the same."""
+        check_gradients_possible()
+        for number, stage in self.stages.items() if self.reductions else ():
+            stage.check_trained(self._trained[number], self.sharding.holders)
+        if first and self._compares:
+            facts = values(self.stages, self._tied.parameters, self.mesh)
+            marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
+            self.mesh.agree(facts, f", or {marks}")
+            for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
+                stage.first_rows = {}
 
     def _share_with_others(self, begun: Mapping[tuple[int, ...], int]) -> None:
         """Measure alike with ranks outside of the mesh that blocks have met in collectives: they must play one plan.
@@ -538,63 +551,22 @@ class Engine:
             self.shapes = shapes
             self._plans = self._new_plans(self._plans.costs, self._cut_plan)
 
-    def _play_verified(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
-        """Play a step; compare it with a plain loop if its plan has another order, and was not compared before."""
-
-        def play() -> PlayedStep:
-            with self.player.recorder.step() if grad and self.player.recorder is not None else contextlib.nullcontext():
-                return self._play_in_room(plan, make_feed, grad=grad)
-
-        def rehearse(order: Plan) -> PlayedStep:
-            with self._unobserved():
-                return self._play_in_room(order, make_feed, grad=grad)
-
-        if self.verification is None or not self._is_new(plan):
-            return play()
+    def _verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+        """Play a step of a plan that was not played before, and compare it with a plain loop."""
+        assert self.verification is not None
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
         plain = plan.program.placement.ranks == 1 or not self.verification.plans
-        return self.verification.play(plan, self._plans.serial(plan, plain=plain), rehearse, play)
+        return self.verification.play(plan, self._plans.serial(plan, plain=plain), play_nodes, self.lanes)
 
     def rehearses(self, *, grad: bool = True) -> bool:
         """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        plan = self.plan if grad else self._plans.of_evaluation
-        return self.verification is not None and self._is_new(plan)
+        return self._is_new(self.plan if grad else self._plans.of_evaluation)
 
     def _is_new(self, plan: Plan) -> bool:
-        assert self.verification is not None
-        known = plan.fingerprint in self.verification.plans or self._plans.measuring
-        return not known and self._plans.serial(plan, plain=True).fingerprint != plan.fingerprint
-
-    @contextlib.contextmanager
-    def _unobserved(self) -> Iterator[None]:
-        """Play without a recorder, and without what stands around nodes."""
-        player, recorder, around = self.player, self.player.recorder, self.player.around
-        player.recorder = player.around = None
-        for lane in self.lanes:
-            lane.recorder = None
-        try:
-            yield
-        finally:
-            player.recorder, player.around = recorder, around
-            for lane in self.lanes:
-                lane.recorder = recorder
-
-    def _play_in_room(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
-        """Play a step; if rows found no room under a capacity, undo it, and play it again with exact sizes or raise."""
-        if not self._steps:
-            self._check_devices()
-        if self._capacity.factor is None:
-            return self._play_nodes(plan, make_feed(), grad=grad)
-        with self._capacity.undoing(self.parameters() if grad else ()) as undo:
-            played = self._play_nodes(plan, make_feed(), grad=grad)
-            lost = self._capacity.lost_rows()
-            if lost is None:
-                return played
-            if self._capacity.overflow == "raise":
-                raise CapacityOverflowError(lost)
-            undo()
-            with self._capacity.exact():
-                return self._play_nodes(plan, make_feed(), grad=grad)
+        """Return whether a plan has to be compared: not while nodes are measured, nor if it is the loop's."""
+        if self.verification is None or self._plans.measuring or plan.fingerprint in self.verification.plans:
+            return False
+        return self._plans.serial(plan, plain=True).fingerprint != plan.fingerprint
 
     def _check_devices(self) -> None:
         for stage in self.stages.values():
@@ -613,8 +585,10 @@ class Engine:
                             f"{str(self._device)!r}; allowed: a model that is on one device before its Engine is made"
                         )
 
-    def _play_nodes(self, plan: Plan, feed: Feed, *, grad: bool) -> PlayedStep:
-        nodes, placement = plan.ranks[self.rank], self.program.placement
+    def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
+        if not self._steps:
+            self._check_devices()
+        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
         check_feed(feed, self.program, self.rank)
         for stage in self.stages.values() if grad and self._looks else ():
             stage.look_for_exchanges()

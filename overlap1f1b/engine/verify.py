@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from overlap1f1b.engine.undo import Undo
 from overlap1f1b.engine.witness import Witness
 from overlap1f1b.plan import Plan
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import Mesh
 
 NOISE = 4.0
@@ -70,7 +72,7 @@ class Verification:
         self.plans: set[str] = set()
         self.tables: Tables = tuple
 
-    def play(self, plan: Plan, twin: Plan, rehearse: Rehearse, play: Callable[[], PlayedStep]) -> PlayedStep:
+    def play(self, plan: Plan, twin: Plan, play_nodes: Rehearse, lanes: Sequence[Lane]) -> PlayedStep:
         """Play a step of a plan for the first time; return it if it is equal to the loop's.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
@@ -79,14 +81,22 @@ class Verification:
         Args:
             plan: Plan of the step.
             twin: Plan of one microbatch after another.
-            rehearse: Plays the batch by a plan, without a recorder and without sums from outside.
-            play: Plays the batch by ``plan``.
+            play_nodes: Plays the batch by a plan.
+            lanes: All lanes, which a recorder observes.
 
         Raises:
             VerificationError: It differs, or two loops differ.
         """
         undo, summed_outside = self._undo(), self._player.around is not None
         versions = {parameter: parameter._version for _, _, parameter, _ in parameters_of(self._stages)}
+
+        def rehearse(order: Plan) -> PlayedStep:
+            with self._unobserved(lanes):
+                return play_nodes(order)
+
+        def play() -> PlayedStep:
+            with nullcontext() if plan.program.forward_only else self._player.recorded_step():
+                return play_nodes(plan)
 
         def anew(what: Callable[[], PlayedStep]) -> PlayedStep:
             undo()
@@ -118,6 +128,20 @@ class Verification:
                 yield f"the {attribute} of {name} of {where}{shared}", parameter, attribute
         for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
             yield f"{attribute} {number} of FSDP2", owner, attribute
+
+    @contextmanager
+    def _unobserved(self, lanes: Sequence[Lane]) -> Iterator[None]:
+        """Play without a recorder, and without what stands around nodes."""
+        player, recorder, around = self._player, self._player.recorder, self._player.around
+        player.recorder = player.around = None
+        for lane in lanes:
+            lane.recorder = None
+        try:
+            yield
+        finally:
+            player.recorder, player.around = recorder, around
+            for lane in lanes:
+                lane.recorder = recorder
 
     def _undo(self) -> Undo:
         stages = self._stages.values()

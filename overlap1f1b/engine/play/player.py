@@ -6,7 +6,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -132,6 +132,10 @@ class Player:
         self._live: set[Microbatch] = set()
         self._held: set[Microbatch] = set()
         self.peak_activations = self.peak_held = 0
+
+    def recorded_step(self) -> AbstractContextManager[None]:
+        """Return the context of a step: it is recorded if there is a recorder."""
+        return nullcontext() if self.recorder is None else self.recorder.step()
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play the nodes in order.
