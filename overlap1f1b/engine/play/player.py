@@ -13,12 +13,14 @@ from typing import Any, Protocol
 
 import torch
 
+from overlap1f1b.engine.graph.autograd import accumulate
 from overlap1f1b.engine.play.device import Carveout, StepTimes, Watch
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
-from overlap1f1b.engine.run import nodes as run
 from overlap1f1b.engine.run import posting
+from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
@@ -110,7 +112,7 @@ class Player:
         self.boundary, self.reductions = boundary, reductions
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
-        self.compute: Compute = run.compute
+        self.compute: Compute = compute
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
@@ -191,16 +193,53 @@ class Player:
         return Filler(nodes, ready, play)
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        resource = RESOURCE_OF[node.op]
-        if resource is Resource.COMPUTE:
-            self._compute(node, microbatches)
-        elif node.op is Op.REDUCE:
-            for reduction in self.reductions:
-                self.flights += reduction.launch(node)
-        elif resource is Resource.PEER:
-            self._pass(node, microbatches)
+        """Start a transfer; or compute, behind the transfers that bring its input."""
+        if RESOURCE_OF[node.op] is not Resource.COMPUTE:
+            self._transfer(node, microbatches)
+            return
+        microbatch = microbatches[node.stage, node.microbatch]
+        # 1. Count microbatches that hold activations.
+        if node.kind is Kind.F and microbatch not in self._live:
+            self._live.add(microbatch)
+            self._held.add(microbatch)
+            self.peak_activations = max(self.peak_activations, len(self._live))
+            self.peak_held = max(self.peak_held, len(self._held))
+        # 2. Wait for the exchange or transfer before it, perhaps with other weight gradients.
+        takes = node.op not in RECOMPUTES and node.kind is not Kind.W
+        received = self._await_input(node, microbatch) if takes else {}
+        # 3. Compute.
+        start, times = time.perf_counter(), self._times
+        if times is not None and self.before_launch is not None:
+            times.watch.hold()
+        begun = None if times is None else times.watch.stamp()
+        if self._around is None:
+            self.compute(node, microbatch, received)
         else:
-            self._launch(node, microbatches)
+            with self._around(node):
+                self.compute(node, microbatch, received)
+        if times is not None:
+            times.computed(node, begun)
+        else:
+            self._computed.append(node)
+            self._clock.append(start)
+            self._clock.append(time.perf_counter())
+        # 4. Release a microbatch that has ended.
+        if microbatch.ended:
+            self._live.discard(microbatch)
+            if not microbatch.queues:
+                self._held.discard(microbatch)
+                microbatch.finish()
+
+    def _await_input(self, node: Node, microbatch: Microbatch) -> dict[Place, Any]:
+        coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
+        if self._carveout is not None:
+            self._carveout.awaited(len(coming))
+        if not coming and arriving is None:
+            return {}
+        if self._filler is not None and self.position is not None:
+            flights = coming.values() if arriving is None else (*coming.values(), arriving)
+            self._filler.fill(flights, self.position)
+        return microbatch.await_input(node.kind, coming)
 
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play a node, and note when the thread had launched it."""
@@ -242,47 +281,15 @@ class Player:
         if counts is not None:
             self._since = max(self._since, counts.read)
 
-    def _compute(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        microbatch = microbatches[node.stage, node.microbatch]
-        # 1. Count microbatches that hold activations.
-        if node.kind is Kind.F and microbatch not in self._live:
-            self._live.add(microbatch)
-            self._held.add(microbatch)
-            self.peak_activations = max(self.peak_activations, len(self._live))
-            self.peak_held = max(self.peak_held, len(self._held))
-        # 2. Wait for the exchange or transfer before it, perhaps with other weight gradients.
-        received: dict[Place, Any] = {}
-        if node.op not in RECOMPUTES and node.kind is not Kind.W:
-            coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-            if self._carveout is not None:
-                self._carveout.awaited(len(coming))
-            if coming or arriving is not None:
-                if self._filler is not None and self.position is not None:
-                    flights = coming.values() if arriving is None else (*coming.values(), arriving)
-                    self._filler.fill(flights, self.position)
-                received = microbatch.await_input(node.kind, coming)
-        # 3. Compute.
-        start, times = time.perf_counter(), self._times
-        if times is not None and self.before_launch is not None:
-            times.watch.hold()
-        begun = None if times is None else times.watch.stamp()
-        if self._around is None:
-            self.compute(node, microbatch, received)
+    def _transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Start a reduction, a transfer between stages, or an exchange."""
+        if node.op is Op.REDUCE:
+            for reduction in self.reductions:
+                self.flights += reduction.launch(node)
+        elif RESOURCE_OF[node.op] is Resource.PEER:
+            self._pass(node, microbatches)
         else:
-            with self._around(node):
-                self.compute(node, microbatch, received)
-        if times is not None:
-            times.computed(node, begun)
-        else:
-            self._computed.append(node)
-            self._clock.append(start)
-            self._clock.append(time.perf_counter())
-        # 4. Release a microbatch that has ended.
-        if microbatch.ended:
-            self._live.discard(microbatch)
-            if not microbatch.queues:
-                self._held.discard(microbatch)
-                microbatch.finish()
+            self._launch(node, microbatches)
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""
@@ -331,3 +338,24 @@ def _outside_autocast(around: Around | None) -> Around | None:
             yield
 
     return within
+
+
+def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
+    """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
+    if node.kind is Kind.W:
+        accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+        return
+    run: BlockRun | None = microbatch.runs.get(node.block)
+    if run is None:
+        drops = microbatch.grad and microbatch.stage.shape[node.block].recompute != "none"
+        run = microbatch.runs[node.block] = (RecomputedRun if drops else BlockRun)(microbatch, node.block)
+    if node.op in RECOMPUTES:
+        assert isinstance(run, RecomputedRun)
+        if node.op is Op.RECOMPUTE_EXPERTS:
+            run.recompute_experts()
+        else:
+            run.recompute_attention()
+    elif node.kind is Kind.F:
+        run.run_forward(received)
+    else:
+        run.run_backward(received)

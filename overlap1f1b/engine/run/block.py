@@ -48,7 +48,7 @@ class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
-    before. Which node is which method: :mod:`overlap1f1b.engine.run.nodes`. Exchange nodes start in
+    before. Which node is which method: ``compute`` in ``engine/play/player.py``. Exchange nodes start in
     :mod:`overlap1f1b.engine.run.posting`.
     """
 

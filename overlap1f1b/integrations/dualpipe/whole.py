@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine import Engine, MicrobatchBlock
 from overlap1f1b.engine.graph.autograd import WeightQueue
-from overlap1f1b.engine.play.player import MicrobatchKey
-from overlap1f1b.engine.run import nodes
+from overlap1f1b.engine.play.player import MicrobatchKey, compute
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Place, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Labelled
 from overlap1f1b.plan import Node, NodeCosts, Op, Plan, compile
@@ -100,7 +99,7 @@ class WholeModules:
         key = node.stage, node.microbatch
         with torch.set_grad_enabled(microbatch.grad):
             if node.kind is Kind.W:
-                nodes.compute(node, microbatch, received)
+                compute(node, microbatch, received)
             elif node.kind is Kind.I:
                 if key not in self._paired:
                     self._backward(node.stage, self._begun.pop(key))

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from overlap1f1b.engine import Stage
-from overlap1f1b.engine.run import nodes
+from overlap1f1b.engine.play.player import compute
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import Chains, Node, Recompute, Resource
@@ -34,7 +34,7 @@ def test_each_node_calls_one_method_of_its_block(monkeypatch: pytest.MonkeyPatch
     expected = []
     for node in every:
         if node.kind is not Kind.W and node.resource is Resource.COMPUTE:
-            nodes.compute(node, microbatch, {})
+            compute(node, microbatch, {})
             expected.append(node.block)
     assert [block for _, block in called] == expected
     count = Counter(name for name, _ in called)
