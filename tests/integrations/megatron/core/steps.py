@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_INTERLEAVED, COMBINED_NO_PIPELINING
+from overlap1f1b.integrations.megatron.step import logged
 from overlap1f1b.plan import NodeCosts, Overlap
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import Case
@@ -26,6 +28,7 @@ class Step(NamedTuple):
 
     losses: list[float]
     grads: dict[str, Tensor | None]
+    tracked: dict[str, float]
 
 
 def serial_step(case: Case) -> list[Step]:
@@ -55,6 +58,7 @@ def unlike(expected: list[Step], found: list[Step]) -> list[str]:
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         lines += [f"losses {one.losses}, {other.losses}"] if one.losses != other.losses else []
         lines += [f"step {number}: {line}" for line in models.compared(one.grads, other.grads)]
+        lines += [f"logged {one.tracked}, {other.tracked}"] if one.tracked != pytest.approx(other.tracked) else []
     return lines
 
 
@@ -95,7 +99,7 @@ def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[S
             micro_batch_size=models.BATCH,
             forward_only=False,
         )
-        found.append(Step(models.losses(reports), models.grads(chunks)))
+        found.append(Step(models.losses(reports), models.grads(chunks), _tracked()))
         with torch.no_grad():  # so that every step has other weights
             for number, chunk in enumerate(chunks):
                 for parameter in chunk.parameters():
@@ -141,6 +145,17 @@ def _prepared(case: Case, *, delayed: bool) -> list[Any]:
                 config.grad_sync_func = starts if len(chunks) > 1 else starts[0]
         config.finalize_model_grads_func = finalize_model_grads
     return chunks
+
+
+def _tracked() -> dict[str, float]:
+    """Return the sums of what Megatron-Core's trackers have logged so far."""
+    found = {}
+    for table in logged():
+        for name, entry in table.items():
+            values = entry.get("values") if isinstance(entry, dict) else entry
+            if isinstance(values, Tensor) and values.is_floating_point():
+                found[str(name)] = float(values.sum())
+    return found
 
 
 def _forget() -> None:
