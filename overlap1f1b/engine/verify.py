@@ -37,7 +37,7 @@ ALLOWED = (
     "o1.carried(block, holder), overlap='serial' with schedule 'sequential', or verify=False"
 )
 
-Rehearse = Callable[[Plan], PlayedStep]
+PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
 
@@ -72,7 +72,7 @@ class Verification:
         self.plans: set[str] = set()
         self.tables: Tables = tuple
 
-    def play(self, plan: Plan, twin: Plan, play_nodes: Rehearse, lanes: Sequence[Lane]) -> PlayedStep:
+    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, lanes: Sequence[Lane]) -> PlayedStep:
         """Play a step of a plan for the first time; return it if it is equal to the loop's.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
@@ -182,7 +182,7 @@ class Verification:
                 "it; allowed: verify=False, on a model that no step has changed"
             )
 
-    def _judge(self, plan: Plan, twin: Plan, rehearse: Rehearse, undo: Undo, before: Mapping[str, int]) -> None:
+    def _judge(self, plan: Plan, twin: Plan, rehearse: PlayNodes, undo: Undo, before: Mapping[str, int]) -> None:
         """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
 
         ``before`` is the outcome of the loop that it was compared with.

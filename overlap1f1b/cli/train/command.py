@@ -79,7 +79,10 @@ class _Run:
         """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
         engine = self.trainer.engine
         measures, settling = engine.costs is None, engine.settling
+        order, compared = engine.plan.order, engine.rehearses()
         step = self.trainer.step(index)
+        if compared:
+            print_lines(self.screen, f"checked: order {order} gives the gradients of a plain loop")
         measured = measures and engine.costs is not None
         if measured and self.options.parts == "auto":
             print_lines(self.screen, f"parts: {engine.parts_choice}")
