@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any
 
-from overlap1f1b.plan.ranges import FORMAT
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import decode
+
+from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.profiling.chrome import add_events
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import Capture, Recording
-from overlap1f1b.profiling.records import RecordedSteps
+from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording
+from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.profiling.stream import read_events, taker
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
 """Endings of the files that are read from a folder."""
 MOST_RANKS = 1 << 20
+MOST_TEXT = 1 << 32
+"""Limit of bytes in a file that was compressed, which is held in memory."""
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
 )
@@ -82,7 +87,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
 
     Raises:
         ValueError: The file is missing, empty, truncated, of an unknown kind, or too large: more than ``MOST_EVENTS``
-            events or spans, ``MOST_VALUE`` characters in one, or ``MOST_TEXT`` characters.
+            events or spans, or ``MOST_TEXT`` bytes that were compressed.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise ValueError(f"{path} is a report of nsys; allowed: its export by nsys export --type sqlite")
@@ -96,44 +101,60 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
         if start == MAGIC:
             return _of_processes(read_nsys(path))
         with path.open("rb") as raw:
-            plain = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if start.startswith(_GZIP) else raw
-            text = io.TextIOWrapper(plain, encoding="utf-8")
-            return [_read_json(path, text, lambda: progress(path, raw.tell(), size))]
+            text: Any = mmap(raw.fileno(), 0, access=ACCESS_READ)
+            if start.startswith(_GZIP):
+                text = _unpacked(path, raw, lambda: progress(path, raw.tell(), size))
+            return [_read_json(path, text, lambda share: progress(path, round(share * size), size))]
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path}: it is truncated or damaged ({shortened(str(error))}); {_ALLOWED}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text; {_ALLOWED}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
 
 
-def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording:
-    capture, steps = Capture(path, "torch.profiler"), RecordedSteps()
+def _unpacked(path: Path, raw: IO[bytes], seen: Callable[[], None]) -> bytearray:
+    text = bytearray()
+    with gzip.GzipFile(fileobj=raw) as packed:
+        while part := packed.read(1 << 22):
+            text += part
+            if len(text) > MOST_TEXT:
+                raise ValueError(f"{path} has more than {MOST_TEXT} bytes of text; allowed: at most this number")
+            seen()
+    return text
+
+
+class _Place(Struct):
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo"}):
+    format: Any = None
+    version: Any = None
+    events: list[Raw] | None = None
+    place: _Place | None = None  # torch.profiler writes it if there is a process group
+
+
+def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recording:
     try:
-        content = read_events(text, taker(capture), steps, seen=seen)
-    except (UnicodeDecodeError, OSError):
-        raise
+        content = decode(text, type=_File | list[Raw])
+        if isinstance(content, list):
+            content = _File(events=content)
+        if content.format == FORMAT:
+            if content.version != VERSION:
+                raise ValueError(f"{path}: version {quoted(content.version)} of {FORMAT}; allowed: {VERSION}")
+            return read_record(path, text)
+        if content.events is None:
+            raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
+        if len(content.events) > MOST_EVENTS:
+            raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
+        place = content.place or _Place()
+        capture = Capture(path, "torch.profiler", rank=place.rank, world=place.world_size)
+        add_events(capture, content.events, seen)
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = shortened(str(error))
-        if type(error) is not ValueError:
-            why = f"an event is malformed ({type(error).__name__}: {why})"
-        raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
-    if content.get("format") == FORMAT:
-        return steps.record(path, content)
-    if "traceEvents" not in content:
-        raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-    place = content.get("distributedInfo")  # torch.profiler writes it if there is a process group
-    if isinstance(place, dict):
-        capture.rank, capture.world = (_whole(path, name, place.get(name)) for name in ("rank", "world_size"))
+    except (DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{path}: {shortened(str(error))}; {_ALLOWED}") from None
     return recording_of(capture)
-
-
-def _whole(path: Path, name: str, value: object) -> int | None:
-    if value is not None and type(value) is not int:
-        raise ValueError(f"{path}: {name} {quoted(value)} in distributedInfo; allowed: a whole number")
-    return value
 
 
 def _of_processes(captures: Sequence[Capture]) -> list[Recording]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overlap1f1b.plan import Resource
+from overlap1f1b.plan.intervals import clipped, difference, length
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
-from overlap1f1b.profiling.intervals import Times, covered, difference
-from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, What, lane_of
+from overlap1f1b.profiling.recording import Capture, Recording, Spans, StepRecord, Stream, Times, What, lane_of
 
 
 def recording_of(capture: Capture) -> Recording:
@@ -144,16 +145,20 @@ def _between(spans: Spans, begin: int, end: int) -> Spans:
 
 def _without(spans: Spans, waits: Spans) -> Spans:
     """Remove from spans the time in which the thread waits."""
-    there = waits.covered
-    inside = covered(spans.start, spans.end, there) > 0
-    kept = spans[~inside]
-    for what, start, end in spans[inside]:
-        left = difference(np.array([[start, end]]), there)
-        kept = kept + Spans.of(np.full(len(left), what), left[:, 0], left[:, 1])
-    return kept[np.argsort(kept.start, kind="stable")]
+    there, parts = waits.covered, []
+    for what, start, end in spans:
+        waited = clipped(there, start, end)
+        left = difference([(start, end)], waited) if length(waited) else [(start, end)]
+        parts += [(what, *part) for part in left]
+    return Spans.of(*_columns(sorted(parts, key=lambda part: part[1]), 3))
 
 
 Index = NDArray[np.int64]
+
+
+def _columns(rows: Sequence[Any], width: int) -> tuple[Index, ...]:
+    """Return the columns of rows, which may follow each other without brackets."""
+    return tuple(map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, width).T))
 
 
 class Ranges(NamedTuple):
@@ -189,7 +194,7 @@ class Table:
     """The ranges of a capture, parsed."""
 
     def __init__(self, capture: Capture) -> None:
-        name, thread, start, end = capture.ranges.arrays
+        name, thread, start, end = _columns(capture.ranges, 4)
         end = np.maximum(start, end)
         parsed = [parse_range(text) for text in capture.names]
         self.labels = [found for found in parsed if isinstance(found, Label)]
@@ -225,9 +230,9 @@ def owned(capture: Capture, table: Table) -> tuple[Kernels, list[str]]:
     The node is the innermost range around the launch on the launching thread. If that thread has no range, as
     autograd's has none, it is the range that is open on the issuing thread.
     """
-    correlation, stream, start, end = capture.kernels.arrays
+    correlation, stream, start, end = _columns(capture.kernels, 4)
     end = np.maximum(start, end)
-    number, thread, at = capture.launches.arrays
+    number, thread, at = _columns(capture.launches, 3)
     order = np.argsort(number, kind="stable")
     number, thread, at = number[order], thread[order], at[order]
     place = np.minimum(np.searchsorted(number, correlation), max(len(number) - 1, 0))

@@ -6,51 +6,45 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_clocks
+from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
 
-Interval = tuple[float, float]
 
+class OverlapFigures(NamedTuple):
+    """Time with an exchange in flight, and the part of it without compute; of one unit.
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint sorted intervals that cover the same points.
-
-    >>> union([(3, 4), (0, 1), (1, 2)])
-    [(0, 2), (3, 4)]
+    >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
+    0.75
     """
-    merged: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[1] > i[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
+    exchange: float = 0.0
+    exposed: float = 0.0
 
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length of disjoint intervals."""
-    return sum((end - start for start, end in intervals), 0.0)
+    @classmethod
+    def of(cls, exchange: Intervals, compute: Intervals) -> OverlapFigures:
+        """Return the figures of the times with an exchange in flight, and of those with compute."""
+        in_flight = length(exchange)
+        return cls(in_flight, in_flight - length(intersection(exchange, compute)))
 
+    @classmethod
+    def sum(cls, parts: Iterable[OverlapFigures]) -> OverlapFigures:
+        """Return the sums over steps or ranks."""
+        return cls(*map(sum, zip(*parts, strict=True)))
 
-def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Return the intersection of two lists of disjoint sorted intervals.
+    @property
+    def hidden(self) -> float:
+        """Exchange with compute beside it."""
+        return self.exchange - self.exposed
 
-    >>> intersection([(0, 2), (3, 6)], [(1, 4)])
-    [(1, 2), (3, 4)]
-    """
-    common, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the exchange with compute beside it; 1 without an exchange."""
+        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
 
 @dataclass(frozen=True)
@@ -76,25 +70,29 @@ class Timeline:
         """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
-    def busy(self, *resources: Resource) -> list[Interval]:
+    def busy(self, *resources: Resource) -> Intervals:
         """Return the disjoint intervals in which one of the resources works."""
         return union((span.start, span.end) for span in self.spans if span.node.resource in resources)
+
+    @cached_property
+    def overlap(self) -> OverlapFigures:
+        """The exchange: time in which one or more, counts and reductions included, are in flight."""
+        return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
     @property
     def exchange(self) -> float:
         """Time in which at least one exchange, counts included, is in flight."""
-        return length(self.busy(Resource.EXCHANGE, Resource.CONTROL))
+        return self.overlap.exchange
 
     @property
     def exposed(self) -> float:
         """Time in which an exchange is in flight and nothing is computed."""
-        in_flight = self.busy(Resource.EXCHANGE, Resource.CONTROL)
-        return length(in_flight) - length(intersection(in_flight, self.busy(Resource.COMPUTE)))
+        return self.overlap.exposed
 
     @property
     def hidden_fraction(self) -> float:
         """Share of the step's exchange time with compute beside it; 1 without an exchange."""
-        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+        return self.overlap.hidden_fraction
 
     @property
     def late(self) -> float:
@@ -174,8 +172,7 @@ class PlanTimeline:
     @property
     def hidden_fraction(self) -> float:
         """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
-        exchange = sum(rank.exchange for rank in self.ranks)
-        return 1.0 - sum(rank.exposed for rank in self.ranks) / exchange if exchange else 1.0
+        return OverlapFigures.sum(rank.overlap for rank in self.ranks).hidden_fraction
 
     def peak_activations(self, rank: int) -> float:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""

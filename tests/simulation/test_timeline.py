@@ -1,9 +1,8 @@
-"""Interval arithmetic against a raster of unit cells, and Timelines of known spans."""
+"""Timelines of known spans."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,10 @@ from overlap1f1b.plan import (
     compile,
     forward_chain,
 )
+from overlap1f1b.plan.intervals import length
 from overlap1f1b.schedule import Action, Kind, build_schedule, combined_1f1b, sequential
 from overlap1f1b.simulation import Costs, Timeline, simulate
-from overlap1f1b.simulation.timeline import Interval, intersection, length, union
-from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
+from tests.plan.cases import MOE, cells, costs_of, makespan, play, programs, shapes
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
 LANES = {
@@ -36,43 +35,9 @@ LANES = {
     SEND: Resource.PEER,
 }
 
-intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
-
-
-def cells(parts: list[tuple[int, int]] | list[Interval]) -> set[int]:
-    """The unit cells that intervals with whole ends cover; of one that ends before it starts none."""
-    return {cell for start, end in parts for cell in range(int(start), int(end))}
-
 
 def timeline(*spans: tuple[Op, float, float]) -> Timeline:
     return Timeline(tuple(Span(Node(op, Kind.F, i, 0), start, end) for i, (op, start, end) in enumerate(spans)))
-
-
-@given(intervals)
-def test_union_covers_the_same_cells(parts: list[tuple[int, int]]) -> None:
-    merged = union(parts)
-    assert cells(merged) == cells(parts)
-    assert length(merged) == len(cells(parts))
-    assert all(start < end for start, end in merged)
-    assert all(before[1] < after[0] for before, after in pairwise(merged))
-
-
-@given(intervals, intervals)
-def test_intersection_covers_the_common_cells(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    common = intersection(union(a), union(b))
-    assert cells(common) == cells(a) & cells(b)
-    assert length(common) == len(cells(a) & cells(b))
-    assert common == intersection(union(b), union(a))
-    assert all(start < end for start, end in common)
-    assert common == sorted(common)
-
-
-def test_union_and_intersection_of_known_intervals() -> None:
-    assert union([]) == []
-    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.75), (5, 5), (7, 6)]) == [(0, 2), (3, 4)]
-    assert intersection([(0, 2), (3, 6), (8, 9)], [(1, 4), (5, 8)]) == [(1, 2), (3, 4), (5, 6)]
-    assert intersection([(0, 1)], [(1, 2)]) == []
-    assert length([]) == 0
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlap1f1b.profiling import (
-    Exposed,
-    Figures,
-    OverlapFigures,
-    Recording,
-    Recordings,
-    advice,
-    figures_of,
-    longest,
-    verdict,
-)
-from overlap1f1b.simulation import Timeline
+from overlap1f1b.profiling import Exposed, Figures, Recording, Recordings, advice, figures_of, longest, verdict
+from overlap1f1b.simulation import OverlapFigures, Timeline
 
 PARTIAL = "Partial: "
 
