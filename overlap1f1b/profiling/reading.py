@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, Any
@@ -99,7 +100,9 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
             raise ValueError(f"{path} is empty; {_ALLOWED}")
         progress(path, 0, size)
         if start == MAGIC:
-            return _of_processes(read_nsys(path))
+            captures = read_nsys(path)
+            # A launcher has neither ranges nor kernels.
+            return [recording_of(of) for of in captures if len(captures) == 1 or of.ranges or of.kernels]
         with path.open("rb") as raw:
             text: Any = mmap(raw.fileno(), 0, access=ACCESS_READ)
             if start.startswith(_GZIP):
@@ -157,13 +160,6 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
     return recording_of(capture)
 
 
-def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
-    """Return the processes that have ranges or kernels: a launcher has neither."""
-    if len(captures) == 1:
-        return [recording_of(captures[0])]
-    return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
-
-
 def _placed(recording: Recording) -> Recording:
     """Return ``recording``; raise ``ValueError`` for an impossible rank or mesh position."""
     rank, world = recording.rank or 0, recording.world
@@ -200,25 +196,17 @@ def files_of(*paths: str | Path) -> list[Path]:
 
 def _set(found: list[Recording], left_out: list[str]) -> Recordings:
     """Return the ranks in order, each once; a rank without a number takes the next free one."""
-    taken: dict[int, Path] = {}
-    for recording in found:
-        if recording.rank is None:
-            continue
-        if recording.rank in taken:
+    taken: dict[int, Recording] = {}
+    for recording in sorted(found, key=lambda recording: recording.rank is None):
+        rank, note = recording.rank, recording.notes
+        if rank is None:
+            rank = next(number for number in count() if number not in taken)
+            note = (*note, f"no rank in it: called rank {rank}, the next free number")
+        if rank in taken:
             raise ValueError(
-                f"{taken[recording.rank]} and {recording.path} are both of rank {recording.rank}; "
-                "allowed: one file a rank, of one run"
+                f"{taken[rank].path} and {recording.path} are both of rank {rank}; allowed: one file a rank, of one run"
             )
-        taken[recording.rank] = recording.path
-    numbered, free = [], 0
-    for recording in found:
-        if recording.rank is None:
-            while free in taken:
-                free += 1
-            taken[free] = recording.path
-            note = f"no rank in it: called rank {free}, the next free number"
-            recording = replace(recording, rank=free, notes=(*recording.notes, note))  # noqa: PLW2901
-        numbered.append(recording)
-    ranks = tuple(sorted(numbered, key=lambda recording: recording.rank or 0))
+        taken[rank] = replace(recording, rank=rank, notes=note)
+    ranks = tuple(recording for _, recording in sorted(taken.items()))
     world = max((recording.world or 0 for recording in ranks), default=0)
-    return Recordings(ranks, tuple(sorted(set(range(world)) - set(taken))), tuple(left_out))
+    return Recordings(ranks, tuple(sorted(set(range(world)) - taken.keys())), tuple(left_out))

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_clocks
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
-from overlap1f1b.schedule.values import check_size
-from overlap1f1b.simulation.drawing import draw
 from overlap1f1b.simulation.trace import Event, write_trace
 
 
@@ -75,24 +73,24 @@ class Timeline:
         return union((span.start, span.end) for span in self.spans if span.node.resource in resources)
 
     @cached_property
-    def overlap(self) -> OverlapFigures:
+    def figures(self) -> OverlapFigures:
         """The exchange: time in which one or more, counts and reductions included, are in flight."""
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
     @property
     def exchange(self) -> float:
         """Time in which at least one exchange, counts included, is in flight."""
-        return self.overlap.exchange
+        return self.figures.exchange
 
     @property
     def exposed(self) -> float:
         """Time in which an exchange is in flight and nothing is computed."""
-        return self.overlap.exposed
+        return self.figures.exposed
 
     @property
     def hidden_fraction(self) -> float:
         """Share of the step's exchange time with compute beside it; 1 without an exchange."""
-        return self.overlap.hidden_fraction
+        return self.figures.hidden_fraction
 
     @property
     def late(self) -> float:
@@ -105,24 +103,6 @@ class Timeline:
             late += max(0.0, min(start, ready) - before)
             before = max(before, end)
         return late
-
-    def draw(self, width: int = 100) -> str:
-        """Draw the resources as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
-
-        ::
-
-            compute  A0-A1-E0--
-            exchange    D0--D1----
-
-        A attention, N counts, D dispatch, E experts, C combine, G aggregate, M a block without experts, R reduce, S
-        send; ``w`` marks a weight gradient. If there are several stages, the stage comes first, as in ``3E2``. Counts
-        and sends, on the resources ``control`` and ``peer``, and launches of the host have lines if they take time.
-
-        Raises:
-            ValueError: The width is not a whole number from 1.
-        """
-        check_size("width", width)
-        return draw(self.spans, width, self.host)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a track for each resource, and for the host's launches.
@@ -172,21 +152,11 @@ class PlanTimeline:
     @property
     def hidden_fraction(self) -> float:
         """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
-        return OverlapFigures.sum(rank.overlap for rank in self.ranks).hidden_fraction
+        return OverlapFigures.sum(rank.figures for rank in self.ranks).hidden_fraction
 
     def peak_activations(self, rank: int) -> float:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
         return self.plan.live(rank) * self.plan.program.placement.share
-
-    def draw(self, width: int = 100) -> str:
-        """Draw every rank as text, all on one scale; see :meth:`Timeline.draw`."""
-        check_size("width", width)
-        makespan = self.makespan
-        drawn = []
-        for number, rank in enumerate(self.ranks):
-            scaled = rank.draw(max(1, round(width * rank.makespan / makespan))) if makespan else rank.draw(width)
-            drawn.append(f"rank {number}\n{scaled}" if len(self.ranks) > 1 else scaled)
-        return "\n".join(drawn)
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a resource.

@@ -353,7 +353,7 @@ class Overlapped(Trainer):
             tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
         figures = {"tokens": tokens}
         if mesh.size("ep") > 1:
-            every = mesh.every(result.overlap.overlap).values()
+            every = mesh.every(result.overlap.figures).values()
             figures["exchange_exposed_s"] = max(rank.exposed for rank in every)
             figures["exchange_hidden"] = min(rank.hidden_fraction for rank in every)
         return figures
