@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -49,14 +50,9 @@ def read_record(path: Path, text: bytes) -> Recording:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
     if sum(len(step.spans) for step in record.steps) > MOST_EVENTS:
         raise ValueError(f"{path} has more than {MOST_EVENTS} spans; allowed: at most this number")
-    index: dict[str, int] = {}
-    names: list[Node] = []
-    for name in (name for step in record.steps for _, name, _, _ in step.spans):
-        if name not in index:
-            if (node := parse_node(name)) is None:
-                raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(name)} is not a node)")
-            index[name] = len(names)
-            names.append(node)
+    texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
+    names = [_node(path, text) for text in texts]
+    index = dict(zip(texts, count()))
     steps: list[StepRecord] = []
     for step in record.steps:
         steps.append(_step(path, step, steps[-1].end if steps else 0, index, names))
@@ -65,16 +61,22 @@ def read_record(path: Path, text: bytes) -> Recording:
     return Recording(path, record.rank, record.mesh, world, tuple(names), tuple(steps), "records", device=device)
 
 
+def _node(path: Path, text: str) -> Node:
+    node = parse_node(text)
+    if node is None:
+        raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(text)} is not a node)")
+    return node
+
+
 def _step(path: Path, step: _Step, begin: int, index: Mapping[str, int], names: Sequence[Node]) -> StepRecord:
     """Return one step; its clock starts at ``begin``."""
-    kinds, nodes, *columns = zip(*step.spans, strict=True) if step.spans else ((),) * 4
-    times = np.array(columns, float)
+    times = np.array([[start for _, _, start, _ in step.spans], [end for *_, end in step.spans]], float)
     if not (0 <= step.seconds < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
         raise ValueError(f"{path}: not a record of overlap1f1b profile (step {step.step} has impossible times)")
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
-    every = Spans.of([index[name] for name in nodes], start, end)
+    every = Spans.of([index[text] for _, text, _, _ in step.spans], start, end)
     order = np.argsort(start, kind="stable")
-    every, kind = every[order], np.array(kinds, "U6")[order]
+    every, kind = every[order], np.array([kind for kind, *_ in step.spans], "U6")[order]
     issued, flights, waits, device = (every[kind == name] for name in get_args(Kind))
     computes = np.array([what.resource is Resource.COMPUTE for what in names], bool)
     compute = issued[computes[issued.what]]
