@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from overlap1f1b.plan import Node, Resource
 from overlap1f1b.plan.intervals import Intervals, union
 
+Index = NDArray[np.int64]
 Times = NDArray[np.int64]
 """One column of times, in nanoseconds."""
+Column = Sequence[int] | NDArray[np.int64]
 
 
 class Stream(NamedTuple):
@@ -47,18 +49,20 @@ class Spans:
         start: Start of each span.
         end: End of each span.
         launched: Time at which the host launched it; for the host's own work its start.
+        place: Thread of the host's work, stream of a device's.
     """
 
-    what: NDArray[np.int64]
+    what: Index
     start: Times
     end: Times
     launched: Times
+    place: Index
 
     @classmethod
-    def of(cls, what: Sequence[int] | Times, start: Sequence[int] | Times, end: Sequence[int] | Times) -> Spans:
-        """Return spans of the host."""
-        columns = [np.asarray(column, np.int64) for column in (what, start, end)]
-        return cls(columns[0], columns[1], columns[2], columns[1])
+    def of(cls, what: Column, start: Column, end: Column) -> Spans:
+        """Return spans of the host, on one thread."""
+        begin = np.asarray(start, np.int64)
+        return cls(np.asarray(what, np.int64), begin, np.asarray(end, np.int64), begin, np.zeros_like(begin))
 
     def __len__(self) -> int:
         return len(self.what)
@@ -67,12 +71,16 @@ class Spans:
         """Index, start and end of each span."""
         return zip(self.what.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
 
-    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Spans:
-        return Spans(self.what[chosen], self.start[chosen], self.end[chosen], self.launched[chosen])
+    def __getitem__(self, chosen: NDArray[np.bool_] | Index | slice) -> Spans:
+        return Spans(*(column[chosen] for column in vars(self).values()))
 
     def __add__(self, other: Spans) -> Spans:
-        every = [(spans.what, spans.start, spans.end, spans.launched) for spans in (self, other)]
-        return Spans(*(np.concatenate(pair) for pair in zip(*every, strict=True)))
+        return Spans(*map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def ordered(self) -> Spans:
+        """The spans by their starts."""
+        return self[np.argsort(self.start, kind="stable")]
 
     @property
     def covered(self) -> Intervals:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -75,23 +76,16 @@ def _step(path: Path, step: _Step, begin: int, index: Mapping[str, int], names: 
         raise ValueError(f"{path}: not a record of overlap1f1b profile (step {step.step} has impossible times)")
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
     every = Spans.of([index[text] for _, text, _, _ in step.spans], start, end)
-    order = np.argsort(start, kind="stable")
-    every, kind = every[order], np.array([kind for kind, *_ in step.spans], "U6")[order]
-    issued, flights, waits, device = (every[kind == name] for name in get_args(Kind))
+    kinds = np.array([kind for kind, *_ in step.spans], "U6")
+    issued, flights, waits, device = (every[kinds == kind].ordered for kind in get_args(Kind))
     computes = np.array([what.resource is Resource.COMPUTE for what in names], bool)
     compute = issued[computes[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits, device) if len(spans)), default=begin)
     if len(device):
-        device = _launched(device, issued)
+        begins = {what: start for what, start, _ in issued}  # a span was launched when the host began its node
+        launched = np.array([begins.get(what, start) for what, start, _ in device], np.int64)
+        device = replace(device, launched=launched)
         compute, travelled = (device[computes[device.what] == does] for does in (True, False))
-        flights = travelled + flights[~np.isin(flights.what, travelled.what)]
-        flights = flights[np.argsort(flights.start, kind="stable")]
+        flights = (travelled + flights[~np.isin(flights.what, travelled.what)]).ordered
     until = max(begin + round(step.seconds * _SECOND), last)
     return StepRecord(step.step, begin, until, issued, compute, flights, waits)
-
-
-def _launched(device: Spans, issued: Spans) -> Spans:
-    """Return the spans of a device, launched when the host began to issue their nodes."""
-    begins = {what: start for what, start, _ in issued}
-    launched = [begins.get(what, start) for what, start, _ in device]
-    return Spans(device.what, device.start, device.end, np.array(launched, np.int64))
