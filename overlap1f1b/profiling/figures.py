@@ -269,7 +269,7 @@ def _blocked(idle: Intervals, compute: Spans) -> Intervals:
 
 
 class Exposed(NamedTuple):
-    """A time with exchange and without compute, in nanoseconds; ``start`` counts from the start of the step.
+    """A time with exchange and without compute, as in a report's JSON; ``start_ms`` is from the start of the step.
 
     ``in_flight`` names the transfers under way, longest first; ``waited_for`` the transfer that the rank waited for;
     ``next`` the node computed afterwards.
@@ -278,8 +278,8 @@ class Exposed(NamedTuple):
     rank: int
     step: int
     phase: str
-    start: float
-    duration: float
+    start_ms: float
+    exposed_ms: float
     in_flight: tuple[str, ...]
     waited_for: str
     next: str
@@ -310,8 +310,8 @@ def _described(lanes: Lanes, start: float, end: float) -> Exposed:
         rank=recording.rank or 0,
         step=step.number,
         phase=phase,
-        start=start - lanes.window[0],
-        duration=end - start,
+        start_ms=(start - lanes.window[0]) / 1e6,
+        exposed_ms=(end - start) / 1e6,
         in_flight=tuple(dict.fromkeys(str(names[what]) for what in flights.what[order].tolist())),
         waited_for=str(names[int(waited)]),
         next=str(names[int(later.what[np.argmin(later.start)])]) if len(later) else "",
