@@ -59,9 +59,9 @@ from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchan
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Op, Overlap, Resource
+from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Timeline, simulate
-from overlap1f1b.simulation.timeline import Interval, intersection, length, union
 from overlap1f1b.transport.exchange import own_exchange
 from tests.integrations.megatron.core import models, shim
 
@@ -118,7 +118,7 @@ class Waits:
     def __init__(self) -> None:
         from megatron.core.transformer.moe import token_dispatcher
 
-        self.intervals: list[Interval] = []
+        self.intervals: Intervals = []
         self._gather = token_dispatcher.gather_from_sequence_parallel_region
         token_dispatcher.gather_from_sequence_parallel_region = self._timed
 

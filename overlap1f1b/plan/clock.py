@@ -8,6 +8,7 @@ from operator import add
 from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.intervals import Interval, common, difference, length, union
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, brought_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
@@ -15,7 +16,6 @@ from overlap1f1b.schedule.placement import SINGLE
 Key = tuple[int, int, int, Kind]
 """Pipe, stage, microbatch and direction of a chain of nodes."""
 
-_Time = tuple[float, float]  # start and end
 _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
@@ -45,7 +45,7 @@ class _Transfer:
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start, end
-        self.shared: list[_Time] = []  # times in which it has half of a link
+        self.shared: list[Interval] = []  # times in which it has half of a link
 
     def share(self, since: float, alone: float) -> None:
         """Delay this transfer by an exchange that takes ``alone`` and shares its link.
@@ -53,7 +53,7 @@ class _Transfer:
         Time that two such delays cover counts once.
         """
         shared = since, since + 2 * alone
-        self.end += sum([end - start for start, end in _without(shared, self.shared)]) / 2
+        self.end += length(difference([shared], union(self.shared))) / 2
         self.shared.append(shared)
 
 
@@ -204,22 +204,22 @@ class Clock:
         self.sent[to] = self.arrivals[key] = transfer
         return start, transfer.end
 
-    def _share(self, transfer: _Transfer, opposite: Sequence[_Transfer]) -> _Time:
+    def _share(self, transfer: _Transfer, opposite: Sequence[_Transfer]) -> Interval:
         """Let a transfer share the links with exchanges that have been launched; return the longest common time.
 
         An exchange uses both directions of a link. A transfer the opposite way has delayed it already.
         """
         free, time = self.free[Resource.EXCHANGE], (transfer.start, transfer.end)
-        more = _without(time, [(other.start, other.end) for other in opposite])
+        more = difference([time], union((other.start, other.end) for other in opposite))
         busy = list(zip(self.since, free, strict=False))
-        free[: len(busy)] = [until + sum([_common(part, (since, until)) for part in more]) for since, until in busy]
+        free[: len(busy)] = [until + sum([common(part, (since, until)) for part in more]) for since, until in busy]
         shared = [(max(since, transfer.start), min(until, transfer.end)) for since, until in busy]
         return max(shared, key=lambda one: one[1] - one[0], default=(transfer.start, transfer.start))
 
     def _delayed(self, cost: float, start: float) -> float:
         """Return the time of an exchange that shares the links with transfers."""
         time = start, start + cost
-        shared = [sum([_common(time, (o.start, o.end)) for o in way]) for way in (self.outward, self.inward)]
+        shared = [sum([common(time, (o.start, o.end)) for o in way]) for way in (self.outward, self.inward)]
         return cost + min(cost, max(shared))
 
     def cost(self, node: Node) -> tuple[float, tuple[float, ...]]:
@@ -255,18 +255,6 @@ class Clock:
                     transfer.share(since, until - since)
         free[:] = map(add, starts, costs)
         return min(starts), max(free)
-
-
-def _common(one: _Time, other: _Time) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
-
-
-def _without(time: _Time, others: Sequence[_Time]) -> list[_Time]:
-    """Return the parts of a time that no other covers."""
-    left = [time]
-    for begun, ended in others:
-        left = [part for a, b in left for part in ((a, min(b, begun)), (max(a, ended), b)) if part[0] < part[1]]
-    return left
 
 
 def play_ranks(

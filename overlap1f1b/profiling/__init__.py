@@ -1,7 +1,7 @@
 """Floor ``profiling``: how much of the exchange a run hid, from its traces and records. Needs no torch."""
 
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
-from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, OverlapFigures, figures_of, longest
+from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, figures_of, longest
 from overlap1f1b.profiling.predicted import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
 from overlap1f1b.profiling.recording import Recording, StepRecord
@@ -12,7 +12,6 @@ __all__ = [
     "Exposed",
     "Figures",
     "Lanes",
-    "OverlapFigures",
     "Recording",
     "Recordings",
     "StepRecord",

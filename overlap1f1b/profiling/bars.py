@@ -11,8 +11,8 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.clock import destination
+from overlap1f1b.plan.intervals import union
 from overlap1f1b.profiling.figures import Lanes
-from overlap1f1b.profiling.intervals import union
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import Timeline
@@ -109,7 +109,7 @@ def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
     return "", "other" if lane == "compute" else "exchange"
 
 
-def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]]:
+def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, float]]:
     """Yield nodes from first to last kernel, and other kernels of a stream, joined over short gaps."""
     if not len(spans):
         return
@@ -120,15 +120,14 @@ def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, int, int]
             if end > start:
                 yield what, start, end
         else:
-            these = spans[spans.what == index]
-            for first, last in union(these.start, these.end + finest).tolist():
-                yield what, first, last - finest
+            these = ((begun, ended + finest) for which, begun, ended in spans if which == index)
+            yield from ((what, first, last - finest) for first, last in union(these))
 
 
 Landed = Mapping[object, int]
 
 
-def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
+def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
 
     Ranks that share experts receive the rows of an exchange at about the same time, and a transfer ends on its sender
@@ -137,7 +136,7 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[int]:
     """
     landings = [_landings(recording, step) for recording, step in steps]
     starts = [Lanes(recording, step).window[0] for recording, step in steps]
-    found: dict[int, int] = {0: -starts[0]}
+    found: dict[int, float] = {0: -starts[0]}
     while len(found) < len(steps):
         pairs = ((known, new) for known in found for new in range(len(steps)) if new not in found)
         linked = next(((k, n, gap) for k, n in pairs if (gap := _gap(landings[k], landings[n])) is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,46 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
-from overlap1f1b.profiling.intervals import (
-    Intervals,
-    Times,
-    clipped,
-    covered,
-    difference,
-    intersection,
-    joined,
-    length,
-    union,
-)
-from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, What
+from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
+from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, Times, What
 from overlap1f1b.schedule import Kind
+from overlap1f1b.simulation import OverlapFigures
 
 PHASES = ("warm_up", "steady", "cool_down")
 IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
-
-
-class OverlapFigures(NamedTuple):
-    """Exchange and its exposed part, in nanoseconds.
-
-    >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
-    0.75
-
-    ``exchange`` is the time with an exchange in flight, ``exposed`` the part of it without compute, as in
-    :class:`overlap1f1b.simulation.Timeline`.
-    """
-
-    exchange: int = 0
-    exposed: int = 0
-
-    @property
-    def hidden(self) -> int:
-        """Exchange with compute beside it."""
-        return self.exchange - self.exposed
-
-    @property
-    def hidden_fraction(self) -> float:
-        """Share of the exchange with compute beside it; 1 without an exchange."""
-        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
 
 @dataclass(frozen=True)
@@ -73,15 +41,15 @@ class Figures:
     """
 
     steps: int
-    time: int
-    compute: int
+    time: float
+    compute: float
     overlap: OverlapFigures
     by_sub_op: Mapping[str, OverlapFigures]
     by_phase: Mapping[str, OverlapFigures]
-    idle: Mapping[str, int]
+    idle: Mapping[str, float]
     open_actions: int
-    queued: int
-    starved: int
+    queued: float
+    starved: float
     device: bool
 
     @classmethod
@@ -92,7 +60,7 @@ class Figures:
             steps=sum(part.steps for part in parts),
             time=sum(part.time for part in parts),
             compute=sum(part.compute for part in parts),
-            overlap=_sum(part.overlap for part in parts),
+            overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
             idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
@@ -111,14 +79,9 @@ class Figures:
         return time / self.time if self.time else 0.0
 
 
-def _sum(parts: Iterable[OverlapFigures]) -> OverlapFigures:
-    exchange, exposed = map(sum, zip(*parts, strict=True))
-    return OverlapFigures(exchange, exposed)
-
-
 def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFigures]:
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: _sum(part[name] for part in parts if name in part) for name in names}
+    return {name: OverlapFigures.sum(part[name] for part in parts if name in part) for name in names}
 
 
 def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> Figures:
@@ -148,19 +111,18 @@ class Lanes:
         return difference(self.exchange, self.compute)
 
     @cached_property
-    def window(self) -> tuple[int, int]:
+    def window(self) -> Interval:
         """Start and end of the step, with all of its compute and exchange."""
-        there = [edges for edges in (self.compute, self.exchange) if len(edges)]
-        starts, ends = [int(edges[0, 0]) for edges in there], [int(edges[-1, 1]) for edges in there]
-        return min([self.step.start, *starts]), max([self.step.end, *ends])
+        there = [edges for edges in ([(self.step.start, self.step.end)], self.compute, self.exchange) if edges]
+        return min(edges[0][0] for edges in there), max(edges[-1][1] for edges in there)
 
     @cached_property
     def gaps(self) -> Intervals:
         """Intervals of the step without compute."""
-        return difference(np.array([self.window], np.int64), self.compute)
+        return difference([self.window], self.compute)
 
     @cached_property
-    def phases(self) -> Mapping[str, tuple[int, int]]:
+    def phases(self) -> Mapping[str, Interval]:
         """Windows of warm-up (until the first backward), steady and cool-down (after the last forward).
 
         Empty without ranges; the whole step is steady if it has no forwards or no backwards.
@@ -178,13 +140,13 @@ class Lanes:
     @property
     def overlap(self) -> OverlapFigures:
         """Exchange of the whole step."""
-        return OverlapFigures(length(self.exchange), length(self.exposed))
+        return OverlapFigures.of(self.exchange, self.compute)
 
     @property
     def by_phase(self) -> dict[str, OverlapFigures]:
         """Exchange of each phase; the phases add up to the step."""
         return {
-            name: OverlapFigures(length(clipped(self.exchange, *edges)), length(clipped(self.exposed, *edges)))
+            name: OverlapFigures.of(clipped(self.exchange, *edges), clipped(self.compute, *edges))
             for name, edges in self.phases.items()
         }
 
@@ -195,9 +157,8 @@ class Lanes:
         sub_ops, number = np.unique([what.name for what in self.recording.names], return_inverse=True)
         found = {}
         for place, sub_op in enumerate(sub_ops.tolist()):
-            covered = flights[number[flights.what] == place].covered
-            if len(covered):
-                found[sub_op] = OverlapFigures(length(covered), length(difference(covered, self.compute)))
+            if covered := flights[number[flights.what] == place].covered:
+                found[sub_op] = OverlapFigures.of(covered, self.compute)
         return found
 
     @property
@@ -215,7 +176,7 @@ class Lanes:
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
 
     @property
-    def idle(self) -> dict[str, int]:
+    def idle(self) -> dict[str, float]:
         """Time of the step without compute, by reason; every nanosecond counts for one reason.
 
         The first reason is an exchange in flight. The second is the pipeline: the thread waits for another stage, or,
@@ -227,20 +188,20 @@ class Lanes:
         waiting = recording.on(step.waits, Resource.PEER).covered
         transfers = recording.transfers(step).covered
         if recording.device:
-            blocked = _blocked(self.gaps, step.compute.start, step.compute.launched)
-            waiting = joined(waiting, intersection(transfers, blocked))
+            blocked = _blocked(self.gaps, step.compute)
+            waiting = union([*waiting, *intersection(transfers, blocked)])
         elif not len(step.waits):  # the file has no waits
             waiting = transfers
         bubble = length(intersection(rest, waiting))
         return dict(zip(IDLE, (length(self.gaps) - length(rest), bubble, length(rest) - bubble), strict=True))
 
     @property
-    def starved(self) -> int:
+    def starved(self) -> float:
         """Time in which a device had nothing to compute but what the host was still launching."""
         compute, issued = self.step.compute, self.step.issued
         if not self.recording.device or not len(compute):
             return 0
-        starved = length(self.gaps) - length(_blocked(self.gaps, compute.start, compute.launched))
+        starved = length(self.gaps) - length(_blocked(self.gaps, compute))
         if self.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
             until = {what: end for what, _, end in issued}
             for what, start, end in compute:
@@ -248,7 +209,7 @@ class Lanes:
         return starved
 
     @property
-    def queued(self) -> int:
+    def queued(self) -> float:
         """Time in which an exchange could have started but another microbatch's compute was on the device.
 
         It can start once it is launched and the earlier compute of its own chain has ended.
@@ -262,11 +223,11 @@ class Lanes:
         flights = recording.exchanges(step)
         _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
         flights = flights[first]
-        ready = flights.launched.copy()
-        for place, (what, start, _) in enumerate(flights):
+        alone, queued = difference(self.compute, self.exchange), 0.0
+        for (what, start, _), launched in zip(flights, flights.launched.tolist(), strict=True):
             before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
-            ready[place] = min(start, max([ready[place], *before]))
-        return int(covered(ready, flights.start, difference(self.compute, self.exchange)).sum())
+            queued += length(clipped(alone, min(start, max([launched, *before])), start))
+        return queued
 
     @property
     def figures(self) -> Figures:
@@ -300,16 +261,15 @@ def _of_chain(node: Node) -> bool:
     return not apart and node.resource is not Resource.PEER
 
 
-def _blocked(idle: Intervals, start: Times, launched: Times) -> Intervals:
+def _blocked(idle: Intervals, compute: Spans) -> Intervals:
     """Return the idle time in which the next kernel has been launched already; all of it if there is no next."""
-    order = np.argsort(start, kind="stable")
-    start, launched = start[order], np.append(launched[order], np.iinfo(np.int64).min)
-    after = np.searchsorted(start, idle[:, 1])
-    return union(np.maximum(idle[:, 0], launched[after]), idle[:, 1])
+    launches = sorted(zip(compute.start.tolist(), compute.launched.tolist(), strict=True))
+    launches.append((float("inf"), float("-inf")))
+    return union((max(since, launches[bisect_left(launches, (until,))][1]), until) for since, until in idle)
 
 
 class Exposed(NamedTuple):
-    """A time with exchange and without compute, in nanoseconds; ``start`` counts from the start of the step.
+    """A time with exchange and without compute, as in a report's JSON; ``start_ms`` is from the start of the step.
 
     ``in_flight`` names the transfers under way, longest first; ``waited_for`` the transfer that the rank waited for;
     ``next`` the node computed afterwards.
@@ -318,8 +278,8 @@ class Exposed(NamedTuple):
     rank: int
     step: int
     phase: str
-    start: int
-    duration: int
+    start_ms: float
+    exposed_ms: float
     in_flight: tuple[str, ...]
     waited_for: str
     next: str
@@ -327,16 +287,12 @@ class Exposed(NamedTuple):
 
 def longest(ranks: Iterable[Recording], count: int = 10) -> list[Exposed]:
     """Return the longest exposed exchanges over all steps of all ranks."""
-    found = []
-    for lanes in (Lanes(recording, step) for recording in ranks for step in recording.steps):
-        durations = lanes.exposed[:, 1] - lanes.exposed[:, 0]
-        places = np.argsort(-durations, kind="stable")[:count].tolist()
-        found += [(int(durations[place]), lanes, place) for place in places]
-    return [_described(lanes, place) for _, lanes, place in nlargest(count, found, key=lambda one: one[0])]
+    every = (Lanes(recording, step) for recording in ranks for step in recording.steps)
+    found = ((lanes, start, end) for lanes in every for start, end in lanes.exposed)
+    return [_described(*one) for one in nlargest(count, found, key=lambda one: one[2] - one[1])]
 
 
-def _described(lanes: Lanes, place: int) -> Exposed:
-    start, end = lanes.exposed[place].tolist()
+def _described(lanes: Lanes, start: float, end: float) -> Exposed:
     recording, step = lanes.recording, lanes.step
     names = recording.names
     flights = recording.exchanges(step)
@@ -354,14 +310,14 @@ def _described(lanes: Lanes, place: int) -> Exposed:
         rank=recording.rank or 0,
         step=step.number,
         phase=phase,
-        start=start - lanes.window[0],
-        duration=end - start,
+        start_ms=(start - lanes.window[0]) / 1e6,
+        exposed_ms=(end - start) / 1e6,
         in_flight=tuple(dict.fromkeys(str(names[what]) for what in flights.what[order].tolist())),
         waited_for=str(names[int(waited)]),
         next=str(names[int(later.what[np.argmin(later.start)])]) if len(later) else "",
     )
 
 
-def _within(spans: Spans, start: int, end: int) -> Times:
+def _within(spans: Spans, start: float, end: float) -> Times:
     """Return how much of each span lies between two times; negative if nothing does."""
     return np.minimum(spans.end, end) - np.maximum(spans.start, start)

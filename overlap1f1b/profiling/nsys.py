@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from overlap1f1b.plan.ranges import PREFIX
-from overlap1f1b.profiling.recording import MOST_NAME, Capture
-from overlap1f1b.profiling.stream import MOST_EVENTS
+from overlap1f1b.profiling.recording import MOST_EVENTS, MOST_NAME, Capture
 from overlap1f1b.schedule.values import shortened
 
 Row = TypeVar("Row", bound=tuple[object, ...])
@@ -68,11 +67,11 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     for name in devices:
         rows = _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end"))
         for process, *kernel in counted(rows):
-            of(process // _PROCESS).kernels.append(tuple(kernel))
+            of(process // _PROCESS).kernels.extend(kernel)
     if _RUNTIME in tables:
         for thread, number, start in counted(_rows(database, _RUNTIME, ("globalTid", "correlationId", "start"))):
             if (capture := captures.get(thread // _PROCESS)) is not None:
-                capture.launches.append((number, thread, start))
+                capture.launches.extend((number, thread, start))
     return list(captures.values())
 
 

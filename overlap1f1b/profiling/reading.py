@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any
 
-from overlap1f1b.plan.ranges import FORMAT
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import decode
+
+from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.profiling.chrome import add_events
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import Capture, Recording
-from overlap1f1b.profiling.records import RecordedSteps
+from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording
+from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.profiling.stream import read_events, taker
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
 """Endings of the files that are read from a folder."""
 MOST_RANKS = 1 << 20
+MOST_TEXT = 1 << 32
+"""Limit of bytes in a file that was compressed, which is held in memory."""
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
 )
@@ -82,7 +88,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
 
     Raises:
         ValueError: The file is missing, empty, truncated, of an unknown kind, or too large: more than ``MOST_EVENTS``
-            events or spans, ``MOST_VALUE`` characters in one, or ``MOST_TEXT`` characters.
+            events or spans, or ``MOST_TEXT`` bytes that were compressed.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise ValueError(f"{path} is a report of nsys; allowed: its export by nsys export --type sqlite")
@@ -94,53 +100,64 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
             raise ValueError(f"{path} is empty; {_ALLOWED}")
         progress(path, 0, size)
         if start == MAGIC:
-            return _of_processes(read_nsys(path))
+            captures = read_nsys(path)
+            # A launcher has neither ranges nor kernels.
+            return [recording_of(of) for of in captures if len(captures) == 1 or of.ranges or of.kernels]
         with path.open("rb") as raw:
-            plain = cast("IO[bytes]", gzip.GzipFile(fileobj=raw)) if start.startswith(_GZIP) else raw
-            text = io.TextIOWrapper(plain, encoding="utf-8")
-            return [_read_json(path, text, lambda: progress(path, raw.tell(), size))]
+            text: Any = mmap(raw.fileno(), 0, access=ACCESS_READ)
+            if start.startswith(_GZIP):
+                text = _unpacked(path, raw, lambda: progress(path, raw.tell(), size))
+            return [_read_json(path, text, lambda share: progress(path, round(share * size), size))]
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path}: it is truncated or damaged ({shortened(str(error))}); {_ALLOWED}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text; {_ALLOWED}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
 
 
-def _read_json(path: Path, text: IO[str], seen: Callable[[], None]) -> Recording:
-    capture, steps = Capture(path, "torch.profiler"), RecordedSteps()
+def _unpacked(path: Path, raw: IO[bytes], seen: Callable[[], None]) -> bytearray:
+    text = bytearray()
+    with gzip.GzipFile(fileobj=raw) as packed:
+        while part := packed.read(1 << 22):
+            text += part
+            if len(text) > MOST_TEXT:
+                raise ValueError(f"{path} has more than {MOST_TEXT} bytes of text; allowed: at most this number")
+            seen()
+    return text
+
+
+class _Place(Struct):
+    rank: int | None = None
+    world_size: int | None = None
+
+
+class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo"}):
+    format: Any = None
+    version: Any = None
+    events: list[Raw] | None = None
+    place: _Place | None = None  # torch.profiler writes it if there is a process group
+
+
+def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recording:
     try:
-        content = read_events(text, taker(capture), steps, seen=seen)
-    except (UnicodeDecodeError, OSError):
-        raise
+        content = decode(text, type=_File | list[Raw])
+        if isinstance(content, list):
+            content = _File(events=content)
+        if content.format == FORMAT:
+            if content.version != VERSION:
+                raise ValueError(f"{path}: version {quoted(content.version)} of {FORMAT}; allowed: {VERSION}")
+            return read_record(path, text)
+        if content.events is None:
+            raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
+        if len(content.events) > MOST_EVENTS:
+            raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
+        place = content.place or _Place()
+        capture = Capture(path, "torch.profiler", rank=place.rank, world=place.world_size)
+        add_events(capture, content.events, seen)
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        why = shortened(str(error))
-        if type(error) is not ValueError:
-            why = f"an event is malformed ({type(error).__name__}: {why})"
-        raise ValueError(f"{path}: {why}; {_ALLOWED}") from None
-    if content.get("format") == FORMAT:
-        return steps.record(path, content)
-    if "traceEvents" not in content:
-        raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-    place = content.get("distributedInfo")  # torch.profiler writes it if there is a process group
-    if isinstance(place, dict):
-        capture.rank, capture.world = (_whole(path, name, place.get(name)) for name in ("rank", "world_size"))
+    except (DecodeError, UnicodeDecodeError, OverflowError) as error:
+        raise ValueError(f"{path}: {shortened(str(error))}; {_ALLOWED}") from None
     return recording_of(capture)
-
-
-def _whole(path: Path, name: str, value: object) -> int | None:
-    if value is not None and type(value) is not int:
-        raise ValueError(f"{path}: {name} {quoted(value)} in distributedInfo; allowed: a whole number")
-    return value
-
-
-def _of_processes(captures: Sequence[Capture]) -> list[Recording]:
-    """Return the processes that have ranges or kernels: a launcher has neither."""
-    if len(captures) == 1:
-        return [recording_of(captures[0])]
-    return [recording_of(capture) for capture in captures if len(capture.ranges) or len(capture.kernels)]
 
 
 def _placed(recording: Recording) -> Recording:
@@ -179,25 +196,17 @@ def files_of(*paths: str | Path) -> list[Path]:
 
 def _set(found: list[Recording], left_out: list[str]) -> Recordings:
     """Return the ranks in order, each once; a rank without a number takes the next free one."""
-    taken: dict[int, Path] = {}
-    for recording in found:
-        if recording.rank is None:
-            continue
-        if recording.rank in taken:
+    taken: dict[int, Recording] = {}
+    for recording in sorted(found, key=lambda recording: recording.rank is None):
+        rank, note = recording.rank, recording.notes
+        if rank is None:
+            rank = next(number for number in count() if number not in taken)
+            note = (*note, f"no rank in it: called rank {rank}, the next free number")
+        if rank in taken:
             raise ValueError(
-                f"{taken[recording.rank]} and {recording.path} are both of rank {recording.rank}; "
-                "allowed: one file a rank, of one run"
+                f"{taken[rank].path} and {recording.path} are both of rank {rank}; allowed: one file a rank, of one run"
             )
-        taken[recording.rank] = recording.path
-    numbered, free = [], 0
-    for recording in found:
-        if recording.rank is None:
-            while free in taken:
-                free += 1
-            taken[free] = recording.path
-            note = f"no rank in it: called rank {free}, the next free number"
-            recording = replace(recording, rank=free, notes=(*recording.notes, note))  # noqa: PLW2901
-        numbered.append(recording)
-    ranks = tuple(sorted(numbered, key=lambda recording: recording.rank or 0))
+        taken[rank] = replace(recording, rank=rank, notes=note)
+    ranks = tuple(recording for _, recording in sorted(taken.items()))
     world = max((recording.world or 0 for recording in ranks), default=0)
-    return Recordings(ranks, tuple(sorted(set(range(world)) - set(taken))), tuple(left_out))
+    return Recordings(ranks, tuple(sorted(set(range(world)) - taken.keys())), tuple(left_out))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,7 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from overlap1f1b.plan import Node, Resource
-from overlap1f1b.profiling.intervals import Intervals, Times, union
+from overlap1f1b.plan.intervals import Intervals, union
+
+Index = NDArray[np.int64]
+Times = NDArray[np.int64]
+"""One column of times, in nanoseconds."""
+Column = Sequence[int] | NDArray[np.int64]
 
 
 class Stream(NamedTuple):
@@ -43,18 +49,20 @@ class Spans:
         start: Start of each span.
         end: End of each span.
         launched: Time at which the host launched it; for the host's own work its start.
+        place: Thread of the host's work, stream of a device's.
     """
 
-    what: NDArray[np.int64]
+    what: Index
     start: Times
     end: Times
     launched: Times
+    place: Index
 
     @classmethod
-    def of(cls, what: Sequence[int] | Times, start: Sequence[int] | Times, end: Sequence[int] | Times) -> Spans:
-        """Return spans of the host."""
-        columns = [np.asarray(column, np.int64) for column in (what, start, end)]
-        return cls(columns[0], columns[1], columns[2], columns[1])
+    def of(cls, what: Column, start: Column, end: Column) -> Spans:
+        """Return spans of the host, on one thread."""
+        begin = np.asarray(start, np.int64)
+        return cls(np.asarray(what, np.int64), begin, np.asarray(end, np.int64), begin, np.zeros_like(begin))
 
     def __len__(self) -> int:
         return len(self.what)
@@ -63,17 +71,21 @@ class Spans:
         """Index, start and end of each span."""
         return zip(self.what.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
 
-    def __getitem__(self, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> Spans:
-        return Spans(self.what[chosen], self.start[chosen], self.end[chosen], self.launched[chosen])
+    def __getitem__(self, chosen: NDArray[np.bool_] | Index | slice) -> Spans:
+        return Spans(*(column[chosen] for column in vars(self).values()))
 
     def __add__(self, other: Spans) -> Spans:
-        every = [(spans.what, spans.start, spans.end, spans.launched) for spans in (self, other)]
-        return Spans(*(np.concatenate(pair) for pair in zip(*every, strict=True)))
+        return Spans(*map(np.concatenate, zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    @property
+    def ordered(self) -> Spans:
+        """The spans by their starts."""
+        return self[np.argsort(self.start, kind="stable")]
 
     @property
     def covered(self) -> Intervals:
         """The time that they cover."""
-        return union(self.start, self.end)
+        return union(zip(self.start.tolist(), self.end.tolist(), strict=True))
 
     @property
     def whole(self) -> list[tuple[int, int, int]]:
@@ -154,48 +166,23 @@ def lane_of(what: What) -> Resource:
     return what.resource if isinstance(what, Node) else Resource.EXCHANGE
 
 
-class Columns:
-    """A growing table of ``width`` columns; eight bytes a number.
-
-    >>> table = Columns(2)
-    >>> table.append((1, 10))
-    >>> table.append((2, 20))
-    >>> [column.tolist() for column in table.arrays]
-    [[1, 2], [10, 20]]
-    """
-
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self._flat = array("q")
-
-    def append(self, row: tuple[int, ...]) -> None:
-        """Add a row."""
-        self._flat.extend(row)
-
-    def __len__(self) -> int:
-        return len(self._flat) // self.width
-
-    @property
-    def arrays(self) -> tuple[NDArray[np.int64], ...]:
-        """The columns, each ``[rows]``."""
-        table = np.array(self._flat, np.int64).reshape(-1, self.width)
-        return tuple(np.ascontiguousarray(table[:, column]) for column in range(self.width))
-
-
 MOST_NAME = 1000
 """Limit of characters in the name of a range."""
+MOST_EVENTS = 10_000_000
+"""Limit of events or spans in a file."""
+_integers = partial(array, "q")
 
 
 @dataclass(eq=False)
 class Capture:
-    """Events of one process; times in nanoseconds of its clock.
+    """Events of one process, row by row; times in nanoseconds of its clock.
 
     Args:
         source: Program that wrote it.
         names: Names of ranges, by their index.
-        ranges: Columns name, thread, start, end: ranges of our grammar on the host.
-        launches: Columns correlation, thread, start: calls that launch kernels and copies.
-        kernels: Columns correlation, stream, start, end: kernels and copies on the device.
+        ranges: Rows of name, thread, start, end: ranges of our grammar on the host.
+        launches: Rows of correlation, thread, start: calls that launch kernels and copies.
+        kernels: Rows of correlation, stream, start, end: kernels and copies on the device.
         rank: Number from the profiler, or None; a label among the ranges has precedence.
         world: Number of ranks from the profiler, or None.
     """
@@ -203,12 +190,12 @@ class Capture:
     path: Path
     source: Literal["torch.profiler", "nsys"]
     names: dict[str, int] = field(default_factory=dict)
-    ranges: Columns = field(default_factory=lambda: Columns(4))
-    launches: Columns = field(default_factory=lambda: Columns(3))
-    kernels: Columns = field(default_factory=lambda: Columns(4))
+    ranges: array[int] = field(default_factory=_integers)
+    launches: array[int] = field(default_factory=_integers)
+    kernels: array[int] = field(default_factory=_integers)
     rank: int | None = None
     world: int | None = None
 
     def add_range(self, name: str, thread: int, start: int, end: int) -> None:
         """Note a range."""
-        self.ranges.append((self.names.setdefault(name, len(self.names)), thread, start, end))
+        self.ranges.extend((self.names.setdefault(name, len(self.names)), thread, start, end))

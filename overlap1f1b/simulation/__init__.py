@@ -16,7 +16,7 @@ from overlap1f1b.simulation.search import (
 )
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.synthesis import found_orders, synthesize
-from overlap1f1b.simulation.timeline import PlanTimeline, Timeline, play_nodes
+from overlap1f1b.simulation.timeline import OverlapFigures, PlanTimeline, Timeline, play_nodes
 
 __all__ = [
     "ActionModel",
@@ -25,6 +25,7 @@ __all__ = [
     "Model",
     "NodeModel",
     "Outcome",
+    "OverlapFigures",
     "PlanTimeline",
     "Played",
     "ProgramTimeline",

@@ -1,4 +1,4 @@
-"""Drawing in text: spans stacked in rows, one letter a sub-op."""
+"""Drawing: spans stacked in rows, one letter a sub-op."""
 
 from __future__ import annotations
 
@@ -101,22 +101,3 @@ def rows_of(spans: Sequence[Span], host: Iterable[Span]) -> Iterator[tuple[Resou
             rows = [[]]
         for number, row in enumerate(rows):
             yield resource, number, row
-
-
-def draw(spans: Sequence[Span], width: int, host: Sequence[Span] = ()) -> str:
-    """Return a line for each resource, and further lines if its spans overlap; unused resources are left out.
-
-    The launches of ``host`` have a line above.
-    """
-    end = max((span.end for span in (*spans, *host)), default=0.0)
-    scale = width / end if end else 0.0
-    several = staged(span.node for span in spans)
-    lines = []
-    for resource, number, row in rows_of(spans, host):
-        line = [" "] * (width + 1)
-        for span in row:
-            first, last = round(span.start * scale), round(span.end * scale)
-            line[first:last] = text_of(span.node, staged=several)[: last - first].ljust(last - first, "-")
-        name = "" if number else "host" if resource is None else resource.value
-        lines.append(f"{name:8} {''.join(line)[: width + 1].rstrip()}".rstrip())
-    return "\n".join(lines)

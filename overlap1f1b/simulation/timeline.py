@@ -6,51 +6,43 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_clocks
-from overlap1f1b.schedule.values import check_size
-from overlap1f1b.simulation.drawing import draw
+from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.simulation.trace import Event, write_trace
 
-Interval = tuple[float, float]
 
+class OverlapFigures(NamedTuple):
+    """Time with an exchange in flight, and the part of it without compute; of one unit.
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return disjoint sorted intervals that cover the same points.
-
-    >>> union([(3, 4), (0, 1), (1, 2)])
-    [(0, 2), (3, 4)]
+    >>> OverlapFigures(exchange=8, exposed=2).hidden_fraction
+    0.75
     """
-    merged: list[Interval] = []
-    for start, end in sorted(i for i in intervals if i[1] > i[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
 
+    exchange: float = 0.0
+    exposed: float = 0.0
 
-def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length of disjoint intervals."""
-    return sum((end - start for start, end in intervals), 0.0)
+    @classmethod
+    def of(cls, exchange: Intervals, compute: Intervals) -> OverlapFigures:
+        """Return the figures of the times with an exchange in flight, and of those with compute."""
+        in_flight = length(exchange)
+        return cls(in_flight, in_flight - length(intersection(exchange, compute)))
 
+    @classmethod
+    def sum(cls, parts: Iterable[OverlapFigures]) -> OverlapFigures:
+        """Return the sums over steps or ranks."""
+        return cls(*map(sum, zip(*parts, strict=True)))
 
-def intersection(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """Return the intersection of two lists of disjoint sorted intervals.
+    @property
+    def hidden(self) -> float:
+        """Exchange with compute beside it."""
+        return self.exchange - self.exposed
 
-    >>> intersection([(0, 2), (3, 6)], [(1, 4)])
-    [(1, 2), (3, 4)]
-    """
-    common, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            common.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the exchange with compute beside it; 1 without an exchange."""
+        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
 
 
 @dataclass(frozen=True)
@@ -76,25 +68,29 @@ class Timeline:
         """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
-    def busy(self, *resources: Resource) -> list[Interval]:
+    def busy(self, *resources: Resource) -> Intervals:
         """Return the disjoint intervals in which one of the resources works."""
         return union((span.start, span.end) for span in self.spans if span.node.resource in resources)
+
+    @cached_property
+    def figures(self) -> OverlapFigures:
+        """The exchange: time in which one or more, counts and reductions included, are in flight."""
+        return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
     @property
     def exchange(self) -> float:
         """Time in which at least one exchange, counts included, is in flight."""
-        return length(self.busy(Resource.EXCHANGE, Resource.CONTROL))
+        return self.figures.exchange
 
     @property
     def exposed(self) -> float:
         """Time in which an exchange is in flight and nothing is computed."""
-        in_flight = self.busy(Resource.EXCHANGE, Resource.CONTROL)
-        return length(in_flight) - length(intersection(in_flight, self.busy(Resource.COMPUTE)))
+        return self.figures.exposed
 
     @property
     def hidden_fraction(self) -> float:
         """Share of the step's exchange time with compute beside it; 1 without an exchange."""
-        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+        return self.figures.hidden_fraction
 
     @property
     def late(self) -> float:
@@ -107,24 +103,6 @@ class Timeline:
             late += max(0.0, min(start, ready) - before)
             before = max(before, end)
         return late
-
-    def draw(self, width: int = 100) -> str:
-        """Draw the resources as text; ``A2`` is the forward of microbatch 2 on attention, ``a2`` its backward.
-
-        ::
-
-            compute  A0-A1-E0--
-            exchange    D0--D1----
-
-        A attention, N counts, D dispatch, E experts, C combine, G aggregate, M a block without experts, R reduce, S
-        send; ``w`` marks a weight gradient. If there are several stages, the stage comes first, as in ``3E2``. Counts
-        and sends, on the resources ``control`` and ``peer``, and launches of the host have lines if they take time.
-
-        Raises:
-            ValueError: The width is not a whole number from 1.
-        """
-        check_size("width", width)
-        return draw(self.spans, width, self.host)
 
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a track for each resource, and for the host's launches.
@@ -174,22 +152,11 @@ class PlanTimeline:
     @property
     def hidden_fraction(self) -> float:
         """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
-        exchange = sum(rank.exchange for rank in self.ranks)
-        return 1.0 - sum(rank.exposed for rank in self.ranks) / exchange if exchange else 1.0
+        return OverlapFigures.sum(rank.figures for rank in self.ranks).hidden_fraction
 
     def peak_activations(self, rank: int) -> float:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
         return self.plan.live(rank) * self.plan.program.placement.share
-
-    def draw(self, width: int = 100) -> str:
-        """Draw every rank as text, all on one scale; see :meth:`Timeline.draw`."""
-        check_size("width", width)
-        makespan = self.makespan
-        drawn = []
-        for number, rank in enumerate(self.ranks):
-            scaled = rank.draw(max(1, round(width * rank.makespan / makespan))) if makespan else rank.draw(width)
-            drawn.append(f"rank {number}\n{scaled}" if len(self.ranks) > 1 else scaled)
-        return "\n".join(drawn)
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a resource.

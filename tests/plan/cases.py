@@ -21,6 +21,7 @@ from overlap1f1b.plan import (
     play_ranks,
 )
 from overlap1f1b.plan.costs import Cost, CostKey
+from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, peaks_of, sequential
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -125,3 +126,8 @@ def table_costs(ratio: float) -> NodeCosts:
 def table_bound(microbatches: int, layers: int, ratio: float) -> float:
     """The larger of compute only and exchange only, by :func:`table_costs`."""
     return microbatches * layers * 21 * max(1.0, ratio)
+
+
+def cells(parts: Intervals) -> set[int]:
+    """The unit cells that intervals with whole ends cover; of one that ends before it starts none."""
+    return {cell for start, end in parts for cell in range(int(start), int(end))}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.profiling import read, read_file
+from overlap1f1b.profiling import read, read_file, reading, records
 from tests.profiling.cases import device, host
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
 
@@ -26,16 +26,24 @@ def refusal(*paths: Path) -> str:
 def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
     files = {
         "empty.json": (b"", "is empty"),
-        "text.json": (b"loss 2.4\n", "it is not a JSON object or array"),
+        "text.json": (b"loss 2.4\n", "JSON is malformed: invalid character (byte 0)"),
         "other.json": (b'{"a": 1}', "has no traceEvents"),
-        "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "is not text"),
+        "picture.png": (b"\x89PNG\r\n\x1a\n\0\0\xff\xfe", "JSON is malformed: invalid character (byte 0)"),
+        "number.json": (b"12", "Expected `object | array`, got `int`"),
+        "latin.json": (b'{"traceEvents": [{"name": "\xff"}]}', "can't decode byte 0xff"),
         "events.json": (b'{"traceEvents": []}', "has no ranges of overlap1f1b and no kernels"),
-        "kernel.json": (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}', "an event is malformed"),
+        "kernel.json": (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}',
+            "Object missing required field `ts`",
+        ),
         "late.json": (
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}, "ts": 1e30, "dur": 1}]}',
-            "malformed",
+            "int too big to convert",
         ),
-        "args.json": (b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "args": 3}]}', "an event is malformed"),
+        "args.json": (
+            b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "args": 3}]}',
+            "Expected `object`, got `int` - at `$.args`",
+        ),
         "deep.json": (b"[" * 100_000, "it is nested too deeply"),
         "broken.json.gz": (b"\x1f\x8b\x08 no gzip", "broken.json.gz"),
         "profile.nsys-rep": (b"\1\2\3", "allowed: its export by nsys export --type sqlite"),
@@ -53,8 +61,9 @@ def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
 def test_truncated_files(tmp_path: Path) -> None:
     whole = write_chrome(tmp_path / "whole.json", device())
     cut = tmp_path / "cut.json"
-    cut.write_bytes(whole.read_bytes()[:-40])
-    assert "truncated" in refusal(cut)
+    for end in range(1, len(text := whole.read_bytes()), 100):
+        cut.write_bytes(text[:end])
+        assert re.search("truncated|malformed", refusal(cut))
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes(gzip.compress(whole.read_bytes())[:-20])
     assert "truncated" in refusal(packed)
@@ -63,6 +72,24 @@ def test_truncated_files(tmp_path: Path) -> None:
     with (tmp_path / "cut.sqlite").open("r+b") as file:
         file.truncate(5000)
     assert "allowed: a whole file of nsys export --type sqlite" in refusal(tmp_path / "cut.sqlite")
+
+
+def test_as_much_is_read_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = write_chrome(tmp_path / "trace.json.gz", device())
+    record = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)] * 9])
+    text = gzip.decompress(trace.read_bytes())
+    events = len(json.loads(text)["traceEvents"])
+    for where, name, most in (
+        (reading, "MOST_TEXT", len(text)),
+        (reading, "MOST_EVENTS", events),
+        (records, "MOST_EVENTS", 9),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, most)
+            read(trace)
+            read(record)
+            patch.setattr(where, name, most - 1)
+            assert f"has more than {most - 1}" in refusal(trace if where is reading else record)
 
 
 def test_foreign_databases(tmp_path: Path) -> None:
@@ -158,7 +185,7 @@ def test_bad_files_of_a_set_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"traceEvents": [')
     found = read(tmp_path)
     assert (found.missing, found.partial) == ((1,), True)
-    assert "b.json: it is truncated" in found.left_out[0]
+    assert "b.json: Input data was truncated" in found.left_out[0]
     (tmp_path / "a.json").write_text("")
     assert "is empty" in refusal(tmp_path)
 
@@ -193,7 +220,7 @@ def test_who_says_which_rank(tmp_path: Path) -> None:
 def test_a_rank_that_is_no_number_leaves_the_other_files(tmp_path: Path, place: dict[str, Any]) -> None:
     write_chrome(tmp_path / "a.json", device(0))
     path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
-    assert "in distributedInfo; allowed: a whole number" in refusal(path)
+    assert "Expected `int | null`, got" in refusal(path)
     assert len(read(tmp_path).left_out) == 1
 
 
@@ -208,7 +235,7 @@ def test_a_step_of_a_number_that_is_too_large(tmp_path: Path) -> None:
 def test_text_behind_the_end(tmp_path: Path) -> None:
     path = write_chrome(tmp_path / "a.json", device(0))
     path.write_text(path.read_text() + "}")
-    assert "it has text behind its end" in refusal(path)
+    assert "JSON is malformed: trailing characters" in refusal(path)
 
 
 def test_a_trace_that_is_an_array(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def content(**changes: Any) -> dict[str, Any]:
 
 
 STEP = {"step": 1, "seconds": 1.0, "spans": []}
-BAD = (float("nan"), float("inf"), 1e300, -1)
+BAD = (1e300, -1)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,11 @@ BAD = (float("nan"), float("inf"), 1e300, -1)
         (content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0]]}]), "not a record of overlap1f1b profile"),
         (content(steps=[]), "no steps"),
         *[(content(steps=[{**STEP, "spans": [["node", "dense.f[0] m0", 0, at]]}]), "impossible times") for at in BAD],
-        (content(steps=[{**STEP, "seconds": float("inf")}]), "impossible times"),
+        (content(steps=[{**STEP, "seconds": float("inf")}]), "JSON is malformed"),
+        (content(steps=[{**STEP, "seconds": 1e300}]), "impossible times"),
         (content(steps=[{**STEP, "seconds": -1}]), "impossible times"),
-        (content(steps=[{**STEP, "step": 1.5}]), "TypeError"),
-        (content(steps=[STEP], rank=0.5), "TypeError"),
+        (content(steps=[{**STEP, "step": 1.5}]), "Expected `int`, got `float` - at `$.steps[0].step`"),
+        (content(steps=[STEP], rank=0.5), "Expected `int`, got `float` - at `$.rank`"),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str) -> None:

@@ -55,7 +55,12 @@ def test_a_device(tmp_path: Path, kind: str) -> None:
         f"stream {COMPUTE}",
     ]  # fmt: skip
     (span,) = longest([recording])
-    assert (span.start, span.duration, span.waited_for, span.next) == (319, 120, "dispatch.f[0] m0", "experts.f[0] m0")
+    assert (span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) == (
+        319,
+        120,
+        "dispatch.f[0] m0",
+        "experts.f[0] m0",
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +73,7 @@ def test_a_host(tmp_path: Path, kind: str) -> None:
     assert figures.by_phase == {"warm_up": (45, 32), "steady": (0, 0), "cool_down": (10, 0)}
     assert (recording.rank, recording.world, recording.device) == (1, 2, False)
     spans = longest([recording], count=2)
-    assert [(span.start, span.duration, span.waited_for, span.next) for span in spans] == [
+    assert [(span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) for span in spans] == [
         (60, 20, "reduce.w[0] m0 s1", "experts.w[0] m0 s1"),
         (38, 7, "dispatch.f[0] m0 s1", "experts.f[0] m0 s1"),
     ]

@@ -1,9 +1,8 @@
-"""Interval arithmetic against a raster of unit cells, and Timelines of known spans."""
+"""Timelines of known spans."""
 
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 import overlap1f1b as o1
 from overlap1f1b.plan import (
-    BlockShape,
     Node,
     NodeCosts,
     Op,
@@ -20,12 +18,11 @@ from overlap1f1b.plan import (
     Resource,
     Span,
     compile,
-    forward_chain,
 )
-from overlap1f1b.schedule import Action, Kind, build_schedule, combined_1f1b, sequential
+from overlap1f1b.plan.intervals import length
+from overlap1f1b.schedule import Kind, build_schedule, combined_1f1b, sequential
 from overlap1f1b.simulation import Costs, Timeline, simulate
-from overlap1f1b.simulation.timeline import Interval, intersection, length, union
-from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
+from tests.plan.cases import MOE, cells, costs_of, makespan, programs, shapes
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
 LANES = {
@@ -36,43 +33,9 @@ LANES = {
     SEND: Resource.PEER,
 }
 
-intervals = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8)
-
-
-def cells(parts: list[tuple[int, int]] | list[Interval]) -> set[int]:
-    """The unit cells that intervals with whole ends cover; of one that ends before it starts none."""
-    return {cell for start, end in parts for cell in range(int(start), int(end))}
-
 
 def timeline(*spans: tuple[Op, float, float]) -> Timeline:
     return Timeline(tuple(Span(Node(op, Kind.F, i, 0), start, end) for i, (op, start, end) in enumerate(spans)))
-
-
-@given(intervals)
-def test_union_covers_the_same_cells(parts: list[tuple[int, int]]) -> None:
-    merged = union(parts)
-    assert cells(merged) == cells(parts)
-    assert length(merged) == len(cells(parts))
-    assert all(start < end for start, end in merged)
-    assert all(before[1] < after[0] for before, after in pairwise(merged))
-
-
-@given(intervals, intervals)
-def test_intersection_covers_the_common_cells(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
-    common = intersection(union(a), union(b))
-    assert cells(common) == cells(a) & cells(b)
-    assert length(common) == len(cells(a) & cells(b))
-    assert common == intersection(union(b), union(a))
-    assert all(start < end for start, end in common)
-    assert common == sorted(common)
-
-
-def test_union_and_intersection_of_known_intervals() -> None:
-    assert union([]) == []
-    assert union([(3, 4), (0, 1), (1, 2), (0.5, 0.75), (5, 5), (7, 6)]) == [(0, 2), (3, 4)]
-    assert intersection([(0, 2), (3, 6), (8, 9)], [(1, 4), (5, 8)]) == [(1, 2), (3, 4), (5, 6)]
-    assert intersection([(0, 1)], [(1, 2)]) == []
-    assert length([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -169,19 +132,11 @@ def test_both_clocks(tmp_path: Path) -> None:
         ("aggregate.f[0] m0", 20),
     ]
     assert step.ranks[0].late == 2 + 4  # until the first launch, and from 6 on until experts are launched
-    assert step.draw(width=20).splitlines()[0] == "host     A0N0  D0E0C0G0"
     step.to_chrome_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["cat"] == "host" for event in events) == 6
     free = simulate(step.plan, NodeCosts.uniform(attention=4, experts=4, dispatch=4), counts_block=True)
     assert (free.ranks[0].host, free.ranks[0].late) == ((), 0)
-
-
-def test_a_drawing_shows_every_lane_to_scale() -> None:
-    nodes = tuple(forward_chain(Action(Kind.F, 0, 0), (BlockShape(1),)))
-    costs = NodeCosts.uniform(attention=4, experts=4, dispatch=4)
-    drawn = Timeline(tuple(play(nodes, costs))).draw(width=16)
-    assert drawn == "compute  A0--    E0--\nexchange     D0--    C0--"
 
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=0, send=0)
@@ -229,7 +184,7 @@ def test_exposed_exchange_and_hidden_fraction() -> None:
     assert best.peak_activations(0) == 2.0
 
 
-def test_trace_and_picture_of_all_ranks(tmp_path: Path) -> None:
+def test_trace_of_all_ranks(tmp_path: Path) -> None:
     timeline = o1.simulate(
         build_schedule("dualpipe", ranks=2, microbatches=4),
         o1.NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1),
@@ -241,6 +196,3 @@ def test_trace_and_picture_of_all_ranks(tmp_path: Path) -> None:
     tracks = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"compute", "exchange", "peer"} <= tracks
     assert sum(event["ph"] == "X" for event in events) == sum(len(rank.spans) for rank in timeline.ranks)
-    lines = timeline.draw(60).splitlines()
-    assert [line for line in lines if line.startswith("rank")] == ["rank 0", "rank 1"]
-    assert max(map(len, lines)) <= 60 + len("exchange ") + 1

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from overlap1f1b.profiling import (
-    Exposed,
-    Figures,
-    OverlapFigures,
-    Recording,
-    Recordings,
-    advice,
-    figures_of,
-    longest,
-    verdict,
-)
-from overlap1f1b.simulation import Timeline
+from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, longest, verdict
+from overlap1f1b.simulation import OverlapFigures, Timeline
 
 PARTIAL = "Partial: "
 
@@ -29,7 +19,7 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
     return {
         "ranks": [_rank(recording, figures) for recording, figures in ranks.items()],
         "all": _figures(every),
-        "longest_exposed": [_exposed(span) for span in longest(recordings.ranks)],
+        "longest_exposed": [span._asdict() for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
         "advice": advice(every),
         "partial": recordings.partial,
@@ -101,17 +91,4 @@ def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
         "hidden_ms": of.per_step_ms(overlap.hidden),
         "exposed_ms": of.per_step_ms(overlap.exposed),
         "hidden_fraction": overlap.hidden_fraction if overlap.exchange else None,
-    }
-
-
-def _exposed(span: Exposed) -> dict[str, Any]:
-    return {
-        "rank": span.rank,
-        "step": span.step,
-        "phase": span.phase,
-        "start_ms": span.start / 1e6,
-        "exposed_ms": span.duration / 1e6,
-        "in_flight": list(span.in_flight),
-        "waited_for": span.waited_for,
-        "next": span.next,
     }

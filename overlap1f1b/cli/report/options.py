@@ -40,7 +40,7 @@ class ReportOptions:
 
     Reads records of overlap1f1b profile, Chrome traces of torch.profiler (also gzipped) and SQLite files of nsys
     export, one a rank; torch is not loaded. Times are milliseconds of a step. A file may have at most 10 million events
-    or spans, 8 GiB of text, and 16 MiB in one event; a larger file is refused: profile fewer steps.
+    or spans, and 4 GiB of text if it is compressed; a larger file is refused: profile fewer steps.
 
     For example
 

@@ -22,6 +22,7 @@ from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import Program
+from overlap1f1b.simulation import OverlapFigures
 
 BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -110,16 +111,15 @@ class Trainer:
         self.optimizer.zero_grad()
         for router in self._routers:
             router.update_correction_bias(BIAS_RATE, self._data_group)
-        overlap = result.overlap
-        exchange = overlap.exchange if rank.group is not None else 0.0  # a single rank sends rows only to itself
-        seen = list(self.engine.mesh.every((overlap.exposed, exchange)).values())
-        shares = [1 - exposed / exchange for exposed, exchange in seen if exchange]
+        # A single rank sends rows only to itself.
+        overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
+        every = self.engine.mesh.every(overlap).values()
         return Step(
             loss=loss,
             grad_norm=norm,
             seconds=time.perf_counter() - start,
-            exposed=max(exposed for exposed, _ in seen),
-            hidden=min(shares, default=None),
+            exposed=max(of.exposed for of in every),
+            hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
             measuring=measuring,
             trying=settling and not measuring,
         )

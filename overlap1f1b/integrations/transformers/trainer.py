@@ -347,16 +347,15 @@ class Overlapped(Trainer):
         return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:
-        mesh, timeline = self.engine.mesh, result.overlap
+        mesh = self.engine.mesh
         tokens, self._tokens = float(self._tokens), 0.0
         if not self.args.average_tokens_across_devices:  # they are this rank's
             tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
         figures = {"tokens": tokens}
         if mesh.size("ep") > 1:
-            every = mesh.every((timeline.exposed, timeline.exchange)).values()
-            hidden = [1.0 - exposed / exchange for exposed, exchange in every if exchange]
-            figures["exchange_exposed_s"] = max(exposed for exposed, _ in every)
-            figures["exchange_hidden"] = min(hidden, default=1.0)
+            every = mesh.every(result.overlap.figures).values()
+            figures["exchange_exposed_s"] = max(rank.exposed for rank in every)
+            figures["exchange_hidden"] = min(rank.hidden_fraction for rank in every)
         return figures
 
     # -------------------------------------------------------------------------------------------------- evaluation
