@@ -29,7 +29,8 @@ def check(program: Rows) -> None:
 
     Time is linear in the number of actions.
 
-    >>> from overlap1f1b.schedule import Program, sequential
+    >>> from overlap1f1b.schedule import Program
+    >>> from overlap1f1b.schedule.generators.plain import sequential
     >>> slots = sequential(2).ranks[0]
     >>> check(Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)))
     Traceback (most recent call last):

@@ -277,9 +277,9 @@ def candidates(
     for schedule in schedules:
         takes = schedule_of(schedule)
         for v in (v for v in chunks if takes.chunks in (None, v)):
-            for extra in (extra for extra in extra_warmup if takes.extra_warmup or extra == 0):
+            for extra in (extra for extra in extra_warmup if takes.takes("extra_warmup") or extra == 0):
                 for overlap in overlaps:
-                    yield Candidate(schedule, v, extra if takes.extra_warmup else None, None, overlap)
+                    yield Candidate(schedule, v, extra if takes.takes("extra_warmup") else None, None, overlap)
 
 
 def search(

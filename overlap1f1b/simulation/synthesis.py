@@ -333,7 +333,7 @@ class _Search:
         chunks, ranks = self.placement.stages // self.placement.ranks, self.placement.ranks
         programs = []
         for name in SCHEDULES:
-            for extra in (0, 1, 2) if schedule_of(name).extra_warmup else (None,):
+            for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
                 try:
                     program = build_schedule(
                         name, ranks=ranks, microbatches=self.microbatches, chunks=chunks, extra_warmup=extra

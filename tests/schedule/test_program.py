@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, combined_1f1b, forward_only
+from overlap1f1b.schedule import Action, Kind, Pair, Program
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import forward_only
 
 
 def test_actions_in_the_order_in_which_they_open() -> None:
@@ -30,7 +32,7 @@ def test_drawing_names_the_second_pipe() -> None:
 def test_forward_only_means_no_rank_runs_a_backward() -> None:
     forwards = forward_only(2).ranks[0]
     assert Program("mine", 2, (forwards, forwards), (2, 2)).forward_only
-    assert not Program("mine", 2, (forwards, combined_1f1b(2).ranks[0]), (2, 2)).forward_only
+    assert not Program("mine", 2, (forwards, combined_1f1b(2, 0).ranks[0]), (2, 2)).forward_only
 
 
 def test_programs_are_values() -> None:

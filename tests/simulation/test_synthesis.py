@@ -99,7 +99,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     """Every fixed schedule of a placement."""
     programs = []
     for name in SCHEDULES:
-        for extra in (0, 1, 2) if schedule_of(name).extra_warmup else (None,):
+        for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
             options: dict[str, Any] = {"ranks": placement.ranks, "microbatches": microbatches, "extra_warmup": extra}
             try:
                 program = build_schedule(name, chunks=placement.stages // placement.ranks, **options)

@@ -22,7 +22,9 @@ from overlap1f1b.plan import (
     compile,
     forward_chain,
 )
-from overlap1f1b.schedule import Action, Kind, build_schedule, combined_1f1b, sequential
+from overlap1f1b.schedule import Action, Kind, build_schedule
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import sequential
 from overlap1f1b.simulation import Costs, Timeline, simulate
 from overlap1f1b.simulation.timeline import Interval, intersection, length, union
 from tests.plan.cases import MOE, costs_of, makespan, play, programs, shapes
