@@ -30,7 +30,7 @@ class Program(Rows):
         peak_weights: Declared limit of weight gradients that wait at once, per rank: (stage, microbatch) between I and
             W. Empty if nothing is declared.
         search_seconds: If above 0, an Engine replaces the order by one that a search of this size finds for measured
-            costs, within ``peak_activations``; see :func:`~overlap1f1b.synthesize`.
+            costs, within ``peak_activations``; see :func:`~overlap1f1b.found_orders`.
     """
 
     def draw(self) -> str:

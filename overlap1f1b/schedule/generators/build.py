@@ -96,7 +96,7 @@ def build_schedule(
 
     Args:
         name: One of ``SCHEDULES``, or ``"auto"``: an Engine measures costs in the order of ``sequential`` and then goes
-            over to an order that it finds for them. See :func:`~overlap1f1b.synthesize`.
+            over to an order that it finds for them. See :func:`~overlap1f1b.found_orders`.
         ranks: Pipeline ranks, P.
         microbatches: Microbatches of the step, M, at least 1; over both pipes for ``dualpipe``.
         chunks: Stages a rank, v, for ``sequential``, ``afab``, ``interleaved_1f1b``, ``combined_1f1b`` and ``zb_h1``;
