@@ -211,14 +211,15 @@ class _Search:
 
     def _try(self, later: float, slope: float, **settings: Any) -> Priorities:
         """Return a try whose forwards come ``later``, with ``slope`` between a microbatch's begin and its end."""
-        stages, least = self.placement.stages, {"caps": self.most, "deferred": 2, "patience": 0.4}
+        stages = self.placement.stages
+        usual: dict[str, Any] = {"caps": self.most, "deferred": 2, "patience": 0.4}
         keys = {
             (0, stage, microbatch, kind): slope * position / (2 * stages) + late + microbatch
             for stage in range(stages)
             for kind, position, late in ((Kind.F, stage, later), (Kind.I, 2 * stages - 1 - stage, 0.0))
             for microbatch in range(self.microbatches)
         }
-        return Priorities(keys, self.limits, **least | settings)
+        return Priorities(keys, self.limits, **usual | settings)
 
     def _drawn(self) -> Priorities:
         """Return a random try; the first ones are microbatch first, backward first, and by distance from the start."""
@@ -260,7 +261,8 @@ class _Search:
         draw = self.random
         what = draw.choice(("later", "slope", *_SETTINGS, "caps", "caps", "caps"))
         if what in _SETTINGS:
-            return tried._replace(**{what: draw.choice(_SETTINGS[what])})
+            changed: dict[str, Any] = {what: draw.choice(_SETTINGS[what])}
+            return tried._replace(**changed)
         if what != "caps":
             amount = draw.gauss(0, 1 if what == "later" else self.microbatches / 8)
             more = self._try(amount, 0.0) if what == "later" else self._try(0.0, amount)
