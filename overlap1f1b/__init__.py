@@ -17,7 +17,7 @@ _HOME = {
         "load_checkpoint save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
-        "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate synthesize",
+        "simulation": "Costs PlanTimeline ProgramTimeline Timeline found_orders simulate",
         "transport.calls": "exchange",
     }.items()
     for name in names.split()
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     )
     from overlap1f1b.plan import NodeCosts, Plan, compile
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate, synthesize
+    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, found_orders, simulate
     from overlap1f1b.transport.calls import exchange
 
 __all__ = [
@@ -64,10 +64,10 @@ __all__ = [
     "compile",
     "consolidate",
     "exchange",
+    "found_orders",
     "load_checkpoint",
     "save_checkpoint",
     "simulate",
-    "synthesize",
 ]
 
 

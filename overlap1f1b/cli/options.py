@@ -68,7 +68,7 @@ class RunOptions:
     chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a pipeline rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
-    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
+    """Additional forwards before the first backward, for schedules that take them."""
     memory: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
     """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
     model."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from heapq import heappop, heappush
 from itertools import count
@@ -13,7 +14,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by, parts_of
-from overlap1f1b.plan.scheduler import run_together
+from overlap1f1b.plan.scheduler import RankScheduler, run_together
 from overlap1f1b.schedule import Action, Kind
 
 _FOREVER = float("inf")
@@ -53,21 +54,19 @@ class _Step(NamedTuple):
     needs: int  # number of the action's exchanges that it needs
 
 
+@dataclass(slots=True, eq=False)
 class _Work:
-    """A forward or backward whose input has been sent."""
+    """A forward or backward whose input has been sent; ``before`` is the same of the microbatch before."""
 
-    __slots__ = (
-        "at", "before", "blocked", "key", "launched", "launches", "microbatch", "priority", "queue", "stage", "steps",
-    )  # fmt: skip
-
-    def __init__(self, key: Key, steps: tuple[_Step, ...], priority: float, before: _Work | None) -> None:
-        _, self.stage, self.microbatch, _ = self.key = key
-        self.steps, self.priority, self.before = steps, priority, before
-        self.at = 0
-        self.queue: deque[Node] = deque()  # exchanges that are not launched yet
-        self.launches = -_FOREVER  # their key
-        self.launched = 0
-        self.blocked: _Work | None = None  # the next microbatch, if it waits for this one
+    key: Key
+    steps: tuple[_Step, ...]
+    priority: float
+    before: _Work | None
+    at: int = 0
+    queue: deque[Node] = field(default_factory=deque)  # exchanges that are not launched yet
+    launches: float = -_FOREVER  # their key
+    launched: int = 0
+    blocked: _Work | None = None  # the next microbatch, if it waits for this one
 
 
 class Steps:
@@ -118,7 +117,7 @@ class Steps:
         return tuple(steps)
 
 
-class FreeScheduler:
+class FreeScheduler(RankScheduler):
     """A list scheduler of one rank that chooses among all actions whose inputs are there.
 
     - Of the nodes that can start, it issues the one whose action has the smallest key.
@@ -141,14 +140,12 @@ class FreeScheduler:
         limit: float = _FOREVER,
     ) -> None:
         placement = steps.chains.placement
+        super().__init__(Clock(steps.costs, placement=placement, clocks=clocks))
         self.steps, self.priorities, self.microbatches = steps, priorities, microbatches
         self.pipe, self.rank = placement.pipes[0], rank
-        self.clock = Clock(steps.costs, placement=placement, clocks=clocks)
-        self.order: list[Node] = []
         self.worked = 0.0
         # Times in which compute, and the exchanges, may do nothing if the step shall end within the limit.
         self.may_idle, self.links_may_idle = (limit - microbatches * load for load in steps.loads[rank])
-        self.given_up = False
         self.pending: list[tuple[float, int, _Work]] = []  # by the time at which the next step can start
         self.ready: list[tuple[float, int, _Work]] = []  # by key
         self.roomless: list[_Work] = []  # forwards without room
@@ -170,17 +167,13 @@ class FreeScheduler:
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been issued, or the step is known to end beyond the limit."""
         return self.given_up or not (self.left or self.weights)
 
     def expect(self, received: Node) -> None:
-        """Take note of a message that another rank has sent."""
-        self.order.append(received)
-        self.clock.play(received)
+        self._issue(received)
         self._open((0, received.stage, received.microbatch, received.kind))
 
     def step(self, horizon: float) -> float | None:
-        """Issue a node if one can start by ``horizon``, or return the time until which this rank would wait."""
         time, pending = max(self.clock.now, horizon), self.pending
         while pending and pending[0][0] <= time:
             work = heappop(pending)[2]
@@ -224,8 +217,7 @@ class FreeScheduler:
             work = heappop(self.launches)[2]
             before = max(free, default=0.0)
             node = work.queue.popleft()
-            self.clock.play(node)
-            self.order.append(node)
+            self._issue(node)
             work.launched += 1
             self.links_may_idle -= max(0.0, self.clock.now - before)
             self.given_up |= self.links_may_idle < 0
@@ -242,7 +234,7 @@ class FreeScheduler:
         before = self.latest.get((kind, stage)) if microbatch else None
         work = _Work(key, self.steps.of(kind, stage, microbatch), self.priorities.keys[key], before)
         self.latest[kind, stage] = work
-        heappush(self.pending, (self.clock.needed(work.steps[0].node), next(self.number), work))
+        self._await(work)
 
     def _choose(self) -> _Work | None:
         """Take the first work whose next step may be issued; the others wait until it may."""
@@ -258,23 +250,22 @@ class FreeScheduler:
         return None
 
     def _has_room(self, work: _Work) -> bool:
-        if self.alive[work.stage] >= self.priorities.caps[work.stage]:
+        _, stage, microbatch, _ = work.key
+        if self.alive[stage] >= self.priorities.caps[stage]:
             return False
-        if work.microbatch != self.oldest and self.stages + self.live - self.older >= self.limit:
+        if microbatch != self.oldest and self.stages + self.live - self.older >= self.limit:
             return False
         return self.live < self.limit and self.held < self.limit + self.priorities.deferred
 
     def _advance(self, work: _Work) -> None:
-        clock, order = self.clock, self.order
-        microbatch, kind = work.microbatch, work.key[3]
+        _, _, microbatch, kind = work.key
         if not work.at and kind is _F:
             self._begin(work)
         node, at_once, exchanges, weight, *_ = work.steps[work.at]
         work.at += 1
         self._compute(node)
         for other in at_once:
-            clock.play(other)
-            order.append(other)
+            self._issue(other)
         if weight is not None:
             heappush(self.weights, (microbatch, next(self.number), weight))
         if exchanges:
@@ -294,8 +285,7 @@ class FreeScheduler:
             work.blocked = None
 
     def _compute(self, node: Node) -> None:
-        start, end = self.clock.play(node)[1:]
-        self.order.append(node)
+        _, start, end = self._issue(node)
         self.worked += end - start
         self.given_up |= end - self.worked > self.may_idle
 

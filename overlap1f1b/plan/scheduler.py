@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Clocks
+from overlap1f1b.plan.clock import Clock, Clocks, Span
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, without_part
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
@@ -19,6 +20,37 @@ _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _COMPUTE, _EXPERTS = Resource.COMPUTE, Op.EXPERTS
+
+
+class RankScheduler(ABC):
+    """A list scheduler of one rank, which takes turns with others. The result is the order of nodes, not the times."""
+
+    given_up = False
+    """Whether the step is known to end too late; then all ranks stop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.order: list[Node] = []
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether everything has been issued."""
+
+    @abstractmethod
+    def step(self, horizon: float) -> float | None:
+        """Issue a node of compute that starts by ``horizon``, or return the time until which the rank would wait.
+
+        After ``horizon``, a message of another rank may let an earlier node start. The time is infinite if no input has
+        arrived.
+        """
+
+    def expect(self, received: Node) -> None:  # noqa: B027  a scheduler in a program's order looks by itself
+        """Take note of a message that another rank has sent."""
+
+    def _issue(self, node: Node) -> Span:
+        self.order.append(node)
+        return self.clock.play(node)
 
 
 class Policy(NamedTuple):
@@ -65,8 +97,8 @@ class _Open:
         return self.issued == len(self.chain)
 
 
-class ListScheduler:
-    """A list scheduler: it orders the nodes of one rank's actions. The result is the order, not the times.
+class ListScheduler(RankScheduler):
+    """A list scheduler in a program's order of actions.
 
     - Among the next nodes of the open actions, it issues the node that can start first; on a tie, the node of the older
       action.
@@ -102,6 +134,7 @@ class ListScheduler:
         clocks: Clocks | None = None,
         peak_weights: int | None = None,
     ) -> None:
+        super().__init__(Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks))
         self.chains, self.policy, self.peak = chains, policy, peak
         self.peak_weights = _FOREVER if peak_weights is None else peak_weights
         self.waiting = deque(actions)
@@ -109,9 +142,6 @@ class ListScheduler:
         self.parts = any(block.parts > 1 for shape in chains.shapes for block in shape)
         self.open: list[_Open] = []
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
-        self.clock = Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks)
-        self.order: list[Node] = []
-        self.given_up = False
         self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
         self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
         self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients still to come
@@ -130,18 +160,9 @@ class ListScheduler:
 
     @property
     def ended(self) -> bool:
-        """Whether everything has been issued."""
         return not (self.open or self.waiting or self.weights)
 
-    def expect(self, received: Node) -> None:
-        """Do nothing: an open action looks for its message by itself."""
-
     def step(self, horizon: float) -> float | None:
-        """Issue the next compute node with the launches before it, if it starts by ``horizon``.
-
-        After ``horizon``, a message of another rank may let an earlier node start. Then return the time until which
-        this rank would wait; infinite if no input has arrived.
-        """
         self._open_next()
         self._launch()
         if self.ended:
@@ -166,10 +187,6 @@ class ListScheduler:
             if chain:
                 turn = (self.weight_turn if action.kind is _W else self.turn).get(microbatch_of(action), 0)
                 self.open.append(_Open(action, chain, turn, tuple(map(_direction, self.chains.local_needs(action)))))
-
-    def _issue(self, node: Node) -> None:
-        self.clock.play(node)
-        self.order.append(node)
 
     def _launch(self) -> None:
         for entry in self.open[:]:
@@ -334,26 +351,7 @@ def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: P
     return [scheduler.order for scheduler in schedulers]
 
 
-class Scheduler(Protocol):
-    """A scheduler of one rank that takes turns with others."""
-
-    clock: Clock
-    order: list[Node]
-    given_up: bool
-    """Whether the step is known to end too late; then all ranks stop."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether everything has been issued."""
-
-    def expect(self, received: Node) -> None:
-        """Take note of a message that another rank has sent."""
-
-    def step(self, horizon: float) -> float | None:
-        """Issue a node that starts by ``horizon``, or return the time until which the rank would wait."""
-
-
-def run_together(schedulers: Sequence[Scheduler], chains: Chains) -> None:
+def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> None:
     """Let every rank issue its nodes, all in one common time.
 
     The rank whose time is earliest issues its next node. It never waits beyond the time of the other ranks, since one

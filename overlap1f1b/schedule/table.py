@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from overlap1f1b.schedule.action import Slot, actions_of, parse_slot, peaks_of
 from overlap1f1b.schedule.placement import Placement
-from overlap1f1b.schedule.rows import Rows
 from overlap1f1b.schedule.values import check_size, quoted
 
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
@@ -25,26 +25,15 @@ _LONGEST_NAME, _MOST_DIGITS = 200, 40
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
 
 
-def write(program: Rows, path: str | Path, *, header: bool = True) -> None:
-    """Write a program to a file.
-
-    Args:
-        header: Whether the file begins with ``#`` lines for name, microbatches, placement and declared peaks. Without
-            them torch can read the file, if the program has one pipe.
-    """
-    lines = []
-    if header:
-        lines.append(f"# name: {program.name}")
-        lines.append(f"# pipes: {'; '.join(' '.join(map(str, pipe)) for pipe in program.placement.pipes)}")
-        lines.append(f"# microbatches: {program.microbatches}")
-        lines.append(f"# peak_activations: {' '.join(map(str, program.peak_activations))}")
-        lines.append(f"# peak_weights: {' '.join(map(str, program.peak_weights))}".rstrip())
-    lines += [",".join(map(str, slots)) for slots in program.ranks]
+def write(ranks: Sequence[Sequence[Slot]], path: str | Path, header: Mapping[str, object]) -> None:
+    """Write the rows of a program behind ``#`` lines of a header."""
+    lines = [f"# {key}: {value}".rstrip() for key, value in header.items()]
+    lines += [",".join(map(str, slots)) for slots in ranks]
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read(path: str | Path) -> Rows:
-    """Read a file of ``write``, or a table of torch's pipeline schedules.
+def read(path: str | Path) -> dict[str, Any]:
+    """Return the fields of a program from a file of ``write``, or from a table of torch's pipeline schedules.
 
     Blank cells and torch's communication cells are skipped. Without a header, placement, microbatches and declared
     peaks follow from the rows.
@@ -78,16 +67,15 @@ def read(path: str | Path) -> Rows:
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
-    microbatches = 1 + max(action.microbatch for slots in ranks for slot in slots for action in actions_of(slot))
     alive, pending = zip(*map(peaks_of, ranks), strict=True)
-    return Rows(
-        said.get("name", path.stem),
-        said.get("microbatches", microbatches),
-        ranks,
-        said.get("peak_activations", alive),
-        said["pipes"] if "pipes" in said else _placement(ranks, path),
-        said.get("peak_weights", pending),
-    )
+    implied = {
+        "name": path.stem,
+        "microbatches": 1 + max(action.microbatch for slots in ranks for slot in slots for action in actions_of(slot)),
+        "peak_activations": alive,
+        "peak_weights": pending,
+    }
+    placement = said.pop("pipes") if "pipes" in said else _placement(ranks, path)
+    return {**implied, **said, "ranks": ranks, "placement": placement}
 
 
 def _numbers(text: str) -> tuple[int, ...]:

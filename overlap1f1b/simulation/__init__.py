@@ -15,7 +15,7 @@ from overlap1f1b.simulation.search import (
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import found_orders, synthesize
+from overlap1f1b.simulation.synthesis import found_orders
 from overlap1f1b.simulation.timeline import OverlapFigures, PlanTimeline, Timeline, play_nodes
 
 __all__ = [
@@ -42,5 +42,4 @@ __all__ = [
     "played",
     "search",
     "simulate",
-    "synthesize",
 ]

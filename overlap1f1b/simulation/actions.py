@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
 from overlap1f1b.schedule.action import levels_of
-from overlap1f1b.schedule.rows import flow
+from overlap1f1b.schedule.program import flow
 from overlap1f1b.simulation.trace import Event, write_trace
 
 

@@ -11,7 +11,7 @@ from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resourc
 from overlap1f1b.plan.chains import Shapes
 from overlap1f1b.plan.clock import Clock
 from overlap1f1b.schedule import Action, Kind, Placement, Program, actions_of
-from overlap1f1b.schedule.rows import flow
+from overlap1f1b.schedule.program import flow
 from overlap1f1b.schedule.values import check_size
 
 

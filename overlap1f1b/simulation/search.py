@@ -15,7 +15,7 @@ from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import synthesize
+from overlap1f1b.simulation.synthesis import found_orders
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 Played = ProgramTimeline | PlanTimeline
@@ -135,7 +135,7 @@ class NodeModel:
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
-        seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.synthesize`.
+        seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.found_orders`.
         progress: Called with the share of a search for an order that is done, after each try.
     """
 
@@ -166,7 +166,7 @@ class NodeModel:
         placements = _placements(ranks, chunks)
         costs, waits = self._costs, bool(self.costs.launch)
         plans = [
-            synthesize(
+            found_orders(
                 placement,
                 microbatches,
                 self._shape_of_a_stage(placement),
@@ -175,7 +175,7 @@ class NodeModel:
                 seconds=self.seconds / len(placements),
                 counts_block=waits,
                 progress=partial(self._tell, number, len(placements)),
-            )
+            )[0]
             for number, placement in enumerate(placements)
         ]
         return play_nodes(min(plans, key=lambda plan: plan.predicted), costs, counts_block=waits)
@@ -277,9 +277,9 @@ def candidates(
     for schedule in schedules:
         takes = schedule_of(schedule)
         for v in (v for v in chunks if takes.chunks in (None, v)):
-            for extra in (extra for extra in extra_warmup if takes.extra_warmup or extra == 0):
+            for extra in (extra for extra in extra_warmup if takes.takes("extra_warmup") or extra == 0):
                 for overlap in overlaps:
-                    yield Candidate(schedule, v, extra if takes.extra_warmup else None, None, overlap)
+                    yield Candidate(schedule, v, extra if takes.takes("extra_warmup") else None, None, overlap)
 
 
 def search(

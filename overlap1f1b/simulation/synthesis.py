@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import itemgetter
 from random import Random
 from types import MappingProxyType
@@ -53,6 +53,7 @@ SPREAD = 1.03
 """A random try is given up when it is so much slower than the best."""
 
 SEED = 0
+_Try = tuple[float, Priorities]  # with its time
 _FIRST = ((0.0, 0.0), (2.0, 0.0), (0.0, 0.8))
 _SETTINGS: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {
@@ -61,10 +62,10 @@ _SETTINGS: Mapping[str, tuple[float, ...]] = MappingProxyType(
         "deferred": (0, 1, 2),
     }
 )
-"""Tried values of settings; see :class:`~overlap1f1b.plan.free.Priorities`."""
+"""Tried values of settings; see :class:`~overlap1f1b.plan.free.Priorities`. A unit of a key is a microbatch."""
 
 
-def synthesize(
+def found_orders(
     placement: Placement,
     microbatches: int,
     shape: Shapes,
@@ -74,18 +75,18 @@ def synthesize(
     seconds: float = SEARCH_SECONDS,
     counts_block: bool = False,
     progress: Callable[[float], None] = lambda share: None,
-) -> Plan:
-    """Return the fastest plan that a search finds, with a program whose order of actions is made for the costs.
+) -> list[Plan]:
+    """Return the plans that a search has compared, the fastest first, each with a program made for the costs.
 
     The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
     with the priorities of fixed schedules, then with random ones, then with changes of the best. It is never slower
     than the fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions:
-    if one of them is faster, its plan is returned. The result depends on the arguments alone: it is the same on all
+    if one of them is faster, its plan is the first. The result depends on the arguments alone: it is the same on all
     ranks.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
-    >>> plan = synthesize(Placement.v(2), 4, (BlockShape(seams=1),), costs, peak_activations=3, seconds=0.1)
+    >>> plan = found_orders(Placement.v(2), 4, (BlockShape(seams=1),), costs, peak_activations=3, seconds=0.1)[0]
     >>> plan.program.name, plan.program.peak_activations
     ('auto', (6, 6))
 
@@ -107,24 +108,6 @@ def synthesize(
         ValueError: The placement has two pipes, no order can keep the limit, a cost is missing, or a size is out of
             range.
     """
-    return found_orders(
-        placement, microbatches, shape, costs, peak_activations=peak_activations, seconds=seconds,
-        counts_block=counts_block, progress=progress,
-    )[0]  # fmt: skip
-
-
-def found_orders(
-    placement: Placement,
-    microbatches: int,
-    shape: Shapes,
-    costs: NodeCosts,
-    *,
-    peak_activations: float | None = None,
-    seconds: float = SEARCH_SECONDS,
-    counts_block: bool = False,
-    progress: Callable[[float], None] = lambda share: None,
-) -> list[Plan]:
-    """Return the plan of :func:`synthesize`, then others that it has compared, the fastest first."""
     check_size("microbatches", microbatches)
     limits = check_search(placement, peak_activations, seconds)
     if not isinstance(costs, NodeCosts):
@@ -147,29 +130,6 @@ def _check_costs(chains: Chains, costs: NodeCosts) -> None:
                     and (node.op, kind) not in costs.by_op
                 ):
                     raise ValueError(f"no cost of {node.name} of stage {stage}; allowed: a cost for every sub-op")
-
-
-@dataclass(frozen=True)
-class _Genes:
-    """Parameters of a try. A unit of the numbers is the distance of two microbatches.
-
-    Args:
-        caps: Live microbatches of every stage.
-        later: Number by which all forwards come later.
-        slope: Number between the first forward and the last backward of a microbatch.
-        places: Numbers of single stages and directions.
-        single: Numbers of single actions.
-        lookahead, patience, deferred: See :class:`~overlap1f1b.plan.free.Priorities`.
-    """
-
-    caps: tuple[int, ...]
-    later: float = 0.0
-    slope: float = 0.0
-    places: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
-    single: Mapping[Key, float] = field(default_factory=dict)
-    lookahead: float = 0.0
-    patience: float = 0.4
-    deferred: float = 2
 
 
 class _Search:
@@ -229,20 +189,17 @@ class _Search:
         self.tries += 1
         return self.tries <= least or self.budget > left
 
-    def _play(self, genes: _Genes, limit: float) -> tuple[float, _Genes]:
-        ranks, end = self._schedule(genes, limit)
+    def _play(self, priorities: Priorities, limit: float) -> _Try:
+        ranks, end = self._schedule(priorities, limit)
         self.budget -= sum(map(len, ranks))
         if self.plays and end < float("inf"):
             end = self._end([with_reductions(nodes, self.chains) for nodes in ranks])
         self.played += 1
         least = LEAST_TRIES + len(self.programs[:LIKE])
         self.progress(min(self.played / least, 1 - self.budget / max(1, self.whole), 1.0) / 2)
-        return end, genes
+        return end, priorities
 
-    def _schedule(self, genes: _Genes, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
-        priorities = Priorities(
-            self._keys(genes), self.limits, genes.caps, genes.deferred, genes.lookahead, genes.patience
-        )
+    def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
         ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
         if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
             ranks = [launched_early(nodes) for nodes in ranks]
@@ -252,69 +209,70 @@ class _Search:
         spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)
         return max(span.end for rank in spans for span in rank)
 
-    def _keys(self, genes: _Genes) -> dict[Key, float]:
-        stages, keys = self.placement.stages, {}
-        for stage in range(stages):
-            for kind, position in ((Kind.F, stage), (Kind.I, 2 * stages - 1 - stage)):
-                at = genes.slope * position / (2 * stages) + genes.places.get((kind, stage), 0.0)
-                at += genes.later if kind is Kind.F else 0.0
-                for microbatch in range(self.microbatches):
-                    key = 0, stage, microbatch, kind
-                    keys[key] = at + microbatch + genes.single.get(key, 0.0)
-        return keys
+    def _try(self, later: float, slope: float, **settings: Any) -> Priorities:
+        """Return a try whose forwards come ``later``, with ``slope`` between a microbatch's begin and its end."""
+        stages = self.placement.stages
+        usual: dict[str, Any] = {"caps": self.most, "deferred": 2, "patience": 0.4}
+        keys = {
+            (0, stage, microbatch, kind): slope * position / (2 * stages) + late + microbatch
+            for stage in range(stages)
+            for kind, position, late in ((Kind.F, stage, later), (Kind.I, 2 * stages - 1 - stage, 0.0))
+            for microbatch in range(self.microbatches)
+        }
+        return Priorities(keys, self.limits, **usual | settings)
 
-    def _drawn(self) -> _Genes:
+    def _drawn(self) -> Priorities:
         """Return a random try; the first ones are microbatch first, backward first, and by distance from the start."""
-        draw, most = self.random, tuple(self.most)
+        draw = self.random
         span = float(min(self.microbatches, 4 * self.placement.ranks))
         if self.tries <= len(_FIRST):
             later, slope = _FIRST[self.tries - 1]
-            return _Genes(most, later * span, slope * span)
-        caps = tuple(draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in most)
-        return _Genes(
-            later=draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
-            slope=draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
-            caps=caps if draw.random() < 0.5 else most,
-            lookahead=draw.choice(_SETTINGS["lookahead"]),
-            patience=draw.choice(_SETTINGS["patience"]),
-            deferred=draw.choice(_SETTINGS["deferred"]),
+            return self._try(later * span, slope * span)
+        caps = [draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in self.most]
+        return self._try(
+            draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
+            draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
+            caps=caps if draw.random() < 0.5 else self.most,
+            **{name: draw.choice(values) for name, values in _SETTINGS.items()},
         )
 
-    def _changed(self, genes: _Genes) -> _Genes:
-        """Return a try with one random change."""
+    def _changed(self, tried: Priorities) -> Priorities:
+        """Return a try with one random change: of a setting, of the keys of whole stages, or of single keys."""
         draw, stages = self.random, self.placement.stages
         what = draw.random()
         if what < 0.35:
-            return self._changed_setting(genes)
+            return self._changed_setting(tried)
+        keys = dict(tried.keys)
         if what < 0.7:
-            places = dict(genes.places)
             for _ in range(draw.choice((1, 1, 2, 3))):
-                place = draw.choice((Kind.F, Kind.I)), draw.randrange(stages)
-                places[place] = places.get(place, 0.0) + draw.gauss(0, draw.choice((0.5, 1.0, 2.0)))
-            return replace(genes, places=places)
-        single, around, width = dict(genes.single), draw.randrange(self.microbatches), draw.choice((0.5, 1.0, 2.0))
+                kind, stage = draw.choice((Kind.F, Kind.I)), draw.randrange(stages)
+                later = draw.gauss(0, draw.choice((0.5, 1.0, 2.0)))
+                for microbatch in range(self.microbatches):
+                    keys[0, stage, microbatch, kind] += later
+            return tried._replace(keys=keys)
+        around, width = draw.randrange(self.microbatches), draw.choice((0.5, 1.0, 2.0))
         for _ in range(draw.choice((1, 3, 10, 30))):
             microbatch = min(self.microbatches - 1, max(0, int(draw.gauss(around, 2))))
             key = 0, draw.randrange(stages), microbatch, draw.choice((Kind.F, Kind.I))
-            single[key] = single.get(key, 0.0) + draw.gauss(0, width)
-        return replace(genes, single=single)
+            keys[key] += draw.gauss(0, width)
+        return tried._replace(keys=keys)
 
-    def _changed_setting(self, genes: _Genes) -> _Genes:
+    def _changed_setting(self, tried: Priorities) -> Priorities:
         draw = self.random
         what = draw.choice(("later", "slope", *_SETTINGS, "caps", "caps", "caps"))
         if what in _SETTINGS:
             changed: dict[str, Any] = {what: draw.choice(_SETTINGS[what])}
-            return replace(genes, **changed)
-        if what == "later":
-            return replace(genes, later=genes.later + draw.gauss(0, 1))
-        if what == "slope":
-            return replace(genes, slope=genes.slope + draw.gauss(0, self.microbatches / 8))
-        caps, stage = list(genes.caps), draw.randrange(self.placement.stages)
+            return tried._replace(**changed)
+        if what != "caps":
+            amount = draw.gauss(0, 1 if what == "later" else self.microbatches / 8)
+            more = self._try(amount, 0.0) if what == "later" else self._try(0.0, amount)
+            return tried._replace(keys={key: at + more.keys[key] - key[2] for key, at in tried.keys.items()})
+        caps, stage = list(tried.caps), draw.randrange(self.placement.stages)
         caps[stage] = max(1, min(self.most[stage], caps[stage] + draw.choice((-2, -1, 1, 2))))
-        return replace(genes, caps=tuple(caps))
+        return tried._replace(caps=caps)
 
-    def _plan(self, genes: _Genes) -> Plan:
-        plan = plan_of(self._schedule(genes)[0], self.chains, self.microbatches)
+    def _plan(self, tried: Priorities) -> Plan:
+        plan = plan_of(self._schedule(tried)[0], self.chains, self.microbatches)
         return replace(plan, predicted=self._end(plan.ranks))
 
     def _fixed(self, best: float) -> Iterator[Plan]:
@@ -333,7 +291,7 @@ class _Search:
         chunks, ranks = self.placement.stages // self.placement.ranks, self.placement.ranks
         programs = []
         for name in SCHEDULES:
-            for extra in (0, 1, 2) if schedule_of(name).extra_warmup else (None,):
+            for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
                 try:
                     program = build_schedule(
                         name, ranks=ranks, microbatches=self.microbatches, chunks=chunks, extra_warmup=extra
@@ -344,18 +302,16 @@ class _Search:
                     programs.append((bound(program, self.chains.shapes, self.free, OVERLAP), program))
         return sorted(programs, key=lambda entry: entry[0])
 
-    def _like(self, program: Program) -> _Genes:
+    def _like(self, program: Program) -> Priorities:
         """Return a try with the order in which a fixed schedule begins its actions."""
         ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
         self.budget -= sum(map(len, ranks))
         spans = play_ranks(ranks, self.placement, self.free)
         begins: dict[Key, float] = {}
         for span in (span for rank in spans for span in rank if _begins(span.node)):
-            node = span.node
-            begins.setdefault((0, node.stage, node.microbatch, node.kind), span.start)
+            begins.setdefault(span.node.chain, span.start)
         distance = max(begins.values()) / (self.microbatches + self.placement.ranks) or 1.0
-        single = {key: begin / distance - key[2] for key, begin in begins.items()}
-        return _Genes(tuple(self.most), single=single)
+        return self._try(0.0, 0.0)._replace(keys={key: begin / distance for key, begin in begins.items()})
 
 
 def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:

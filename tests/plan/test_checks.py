@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
-from overlap1f1b.schedule import Action, Kind, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
 from overlap1f1b.schedule.program import program_of
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
@@ -79,7 +81,7 @@ def test_no_mutant_that_breaks_a_rule_is_accepted_and_no_other_refused(plan: Pla
 @pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
 def test_every_swap_of_neighbours(overlap: Overlap) -> None:
     shape = (MOE._replace(reduced=True), BlockShape(2, split=False), DENSE)
-    plan = compile(combined_1f1b(3), shape, COSTS, overlap)
+    plan = compile(combined_1f1b(3, 0), shape, COSTS, overlap)
     refused = 0
     for i in range(1, len(plan.nodes)):
         nodes = (*plan.nodes[: i - 1], plan.nodes[i], plan.nodes[i - 1], *plan.nodes[i + 1 :])

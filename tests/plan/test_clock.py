@@ -11,7 +11,8 @@ from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, Resource, compile, pl
 from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
-from overlap1f1b.schedule import Kind, Placement, build_schedule, forward_only, sequential
+from overlap1f1b.schedule import Kind, Placement, build_schedule
+from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
 

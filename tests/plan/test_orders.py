@@ -9,7 +9,9 @@ import pytest
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape
 from overlap1f1b.plan.orders import launched_early, pairs, serial, with_reductions
-from overlap1f1b.schedule import Kind, combined_1f1b, sequential
+from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import sequential
 from tests.plan.cases import DENSE, MOE, chains_of, play
 from tests.plan.drawing import drawn, lines
 
@@ -96,7 +98,7 @@ def in_the_pair(node: Node) -> bool:
     ("shape", "picture"), [((MOE,), PAIR_OF_ONE_LAYER), ((MOE, MOE), PAIR_OF_TWO_LAYERS)], ids=["one", "two"]
 )
 def test_pair_is_megatrons_merged_step(shape: StageShape, picture: str) -> None:
-    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], chains_of(shape))), COSTS)
+    spans = play(tuple(pairs(combined_1f1b(2, 0).ranks[0], chains_of(shape))), COSTS)
     assert drawn(span for span in spans if in_the_pair(span.node)) == lines(dedent(picture))
 
 
@@ -109,7 +111,7 @@ def test_serial_waits_for_every_exchange(shape: StageShape, picture: str) -> Non
 
 
 def test_pair_of_one_layer_names_every_node() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((MOE,))) if in_the_pair(node)]
+    nodes = [node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((MOE,))) if in_the_pair(node)]
     assert names(nodes) == [
         "aggregate.b0 m0",
         "combine.b0 m0",
@@ -139,7 +141,7 @@ def test_outside_pairs_nothing_is_interleaved() -> None:
 
 def test_dense_blocks_go_with_the_layer_beside_them() -> None:
     shape = (DENSE, MOE, DENSE, MOE, DENSE)
-    spans = play(tuple(pairs(combined_1f1b(2).ranks[0], chains_of(shape))), COSTS)
+    spans = play(tuple(pairs(combined_1f1b(2, 0).ranks[0], chains_of(shape))), COSTS)
     assert drawn(span for span in spans if in_the_pair(span.node)) == lines(
         dedent("""
                        | dense.b4 m0
@@ -168,7 +170,9 @@ def test_dense_blocks_go_with_the_layer_beside_them() -> None:
 
 
 def test_layers_are_counted_by_seam() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)]
+    nodes = [
+        node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)
+    ]
     rows = [(node.name, node.seam) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
     assert rows == [
         ("combine.b", 1),
@@ -183,7 +187,7 @@ def test_layers_are_counted_by_seam() -> None:
 
 
 def test_a_stage_without_experts_pairs_backward_then_forward() -> None:
-    nodes = [node for node in pairs(combined_1f1b(2).ranks[0], chains_of((DENSE, DENSE))) if in_the_pair(node)]
+    nodes = [node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((DENSE, DENSE))) if in_the_pair(node)]
     assert names(nodes) == ["dense.b1 m0", "dense.w1 m0", "dense.b0 m0", "dense.w0 m0", "dense.f0 m1", "dense.f1 m1"]
 
 

@@ -27,7 +27,9 @@ from overlap1f1b.plan import (
 )
 from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
-from overlap1f1b.schedule import Action, Kind, Program, combined_1f1b, forward_only, sequential
+from overlap1f1b.schedule import Action, Kind, Program
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from tests.plan.cases import (
     DENSE,
     MOE,
@@ -82,8 +84,8 @@ def test_fixed_orders_do_not_depend_on_costs(program: Program, shape: StageShape
 
 def test_fingerprint_is_that_of_the_order() -> None:
     shape = (MOE, DENSE)
-    plan = compile(combined_1f1b(4), shape, table_costs(1), 2)
-    assert plan.fingerprint != compile(combined_1f1b(4), shape, table_costs(1), "serial").fingerprint
+    plan = compile(combined_1f1b(4, 0), shape, table_costs(1), 2)
+    assert plan.fingerprint != compile(combined_1f1b(4, 0), shape, table_costs(1), "serial").fingerprint
     swapped = (plan.nodes[1], plan.nodes[0], *plan.nodes[2:])
     assert with_nodes(plan, swapped).fingerprint != plan.fingerprint
     assert replace(plan, overlap=3, predicted=1.0).fingerprint == plan.fingerprint
@@ -92,7 +94,7 @@ def test_fingerprint_is_that_of_the_order() -> None:
 def test_every_process_compiles_the_same_plan() -> None:
     code = (
         "from overlap1f1b.plan import BlockShape, NodeCosts, compile\n"
-        "from overlap1f1b.schedule import combined_1f1b\n"
+        "from overlap1f1b.schedule.generators.interleaved import combined_1f1b\n"
         "shape = (BlockShape(0), BlockShape(1), BlockShape(2, reduced=True))\n"
         "costs = NodeCosts.uniform(attention=3, experts=4, dispatch=21 / 4)\n"
         "print(compile(combined_1f1b(5, 1), shape, costs, 3).fingerprint)"
@@ -127,7 +129,7 @@ def test_peaks() -> None:
 
 def test_reductions_can_be_left_out() -> None:
     shape = (MOE._replace(reduced=True), DENSE._replace(reduced=True))
-    plan = compile(combined_1f1b(3), shape, table_costs(1), 3)
+    plan = compile(combined_1f1b(3, 0), shape, table_costs(1), 3)
     assert sum(node.op is Op.REDUCE for node in plan.nodes) == 2
     check(plan.without_reductions())
     assert plan.without_reductions().nodes == tuple(node for node in plan.nodes if node.op is not Op.REDUCE)
@@ -136,7 +138,7 @@ def test_reductions_can_be_left_out() -> None:
 
 def test_the_best_candidate_is_kept() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0)
-    assert compile(combined_1f1b(4), (MOE,), costs, 3).order == "serial"  # nothing to hide: of equals the simplest
+    assert compile(combined_1f1b(4, 0), (MOE,), costs, 3).order == "serial"  # nothing to hide: of equals the simplest
     assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order == "k=2"
     assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order == "k=3"
 

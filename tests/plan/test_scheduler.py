@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, Resource, check, compile
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
-from overlap1f1b.schedule import Kind, Program, build_schedule, combined_1f1b, sequential
+from overlap1f1b.schedule import Kind, Program, build_schedule
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import sequential
 from tests.plan.cases import (
     DENSE,
     MOE,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, build_schedule, forward_only
+from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, build_schedule
+from overlap1f1b.schedule.generators.plain import forward_only
 
 PICTURES = {
     ("sequential", None): {

@@ -7,19 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from overlap1f1b.schedule import (
-    Program,
-    afab,
-    build_schedule,
-    combined_1f1b,
-    dualpipe,
-    dualpipev,
-    interleaved_1f1b,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b, interleaved_1f1b, one_f_one_b, zb_h1, zb_h2
+from overlap1f1b.schedule.generators.plain import afab
+from overlap1f1b.schedule.generators.two_stages import dualpipe, dualpipev, zb_v
 
 ROW = re.compile(r"^ *rank \d+: (.*)$", re.MULTILINE)
 

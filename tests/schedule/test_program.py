@@ -1,4 +1,7 @@
-"""Programs: the order in which actions open, and their drawing."""
+"""Programs: the order in which actions open, their drawing, and messages of their checks.
+
+The rules are written down a second time in ``brute``; see test_mutations.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import dataclasses
 
 import pytest
 
-from overlap1f1b.schedule import Action, Kind, Pair, Program, combined_1f1b, forward_only
+from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
+from overlap1f1b.schedule.generators.plain import forward_only
 
 
 def test_actions_in_the_order_in_which_they_open() -> None:
@@ -30,7 +35,7 @@ def test_drawing_names_the_second_pipe() -> None:
 def test_forward_only_means_no_rank_runs_a_backward() -> None:
     forwards = forward_only(2).ranks[0]
     assert Program("mine", 2, (forwards, forwards), (2, 2)).forward_only
-    assert not Program("mine", 2, (forwards, combined_1f1b(2).ranks[0]), (2, 2)).forward_only
+    assert not Program("mine", 2, (forwards, combined_1f1b(2, 0).ranks[0]), (2, 2)).forward_only
 
 
 def test_programs_are_values() -> None:
@@ -38,3 +43,62 @@ def test_programs_are_values() -> None:
     assert hash(combined_1f1b(4, 1)) == hash(combined_1f1b(4, 1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         combined_1f1b(4, 1).microbatches = 5  # type: ignore[misc]
+
+
+F0, F1, F2 = (Action(Kind.F, 0, m) for m in range(3))
+B0, B1, B2 = (Action(Kind.B, 0, m) for m in range(3))
+NONE = Action(Kind.F, 0, -1)
+I0, W0, I1, W1 = (Action(kind, 0, m) for m in range(2) for kind in (Kind.I, Kind.W))
+
+
+def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
+    return Program("mine", microbatches, (steps,), (peak,))
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (program_of(F0, B0, F1), "program 'mine', rank 0: 0F1 lacks a backward"),
+        (program_of(F0, B0), "rank 0: 0F1 lacks a forward"),
+        (program_of(F0, I0, F1, B1), "rank 0: 0F0 lacks its weight gradient"),
+        (program_of(F0, F0, B0, F1, B1), "rank 0, position 1: 0F0 comes a second time"),
+        (program_of(F0, B0, F1, B0, B1), "rank 0, position 3: 0B0 comes a second time"),
+        (program_of(F0, B0, I0, F1, B1), "rank 0, position 2: 0I0 repeats the backward of its microbatch"),
+        (program_of(F0, I0, B0, F1, B1), "rank 0, position 2: 0B0 repeats the backward of its microbatch"),
+        (program_of(B0, F0, F1, B1), "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
+        (program_of(F0, W0, I0, F1, B1), "rank 0, position 1: 0W0 comes before 0I0, which it needs"),
+        (program_of(F0, B0, F2, B2), "rank 0, position 2: 0F2 names microbatch 2, allowed are 0 to 1"),
+        (program_of(F0, B0, F1, B1, NONE), "rank 0, position 4: 0F-1 names microbatch -1, allowed are 0 to 1"),
+        (program_of(F0, Pair(F1, B1), B0), "position 1: .* joins two actions of one microbatch"),
+        (program_of(F0, Pair(F1, F0), B0), "position 1: .* must join a forward and a backward"),
+        (program_of(F0, F1, Pair(B1, B0)), "position 2: .* must join a forward and a backward"),
+        (program_of(F0, I0, Pair(F1, W0), B1), "position 2: .* must join a forward and a backward"),
+        (program_of(F0, Pair(F1, B1)), "position 1: .* joins two actions of one microbatch"),
+        (program_of(F0, F1, B0, B1, peak=1), "position 1: 0F1 makes 2 microbatches alive, declared are 1"),
+        (program_of(F0, Pair(F1, B0), B1, peak=1), "position 1: .* makes 2 microbatches alive, declared are 1"),
+        (program_of(), "program 'mine', rank 0 has no action"),
+        (Program("mine", -1, ((F0, B0),), (1,)), "program 'mine': microbatches=-1; allowed: 1 or more"),
+        (Program("mine", 2.5, ((F0, B0),), (1,)), "microbatches=2.5; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, B0),), (-1,)), "program 'mine': peak activations=-1; allowed: 0 or more"),
+        (
+            Program("mine", 1, ((F0, "0B0"),), (1,)),
+            "rank 0, position 1: '0B0' is not an action; allowed: an Action of a",
+        ),  # type: ignore[arg-type]
+        (
+            Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)),
+            "rank 0, position 0: Action.kind='F', .* is not an action",
+        ),  # type: ignore[arg-type]
+        (program_of(F0, F0._replace(stage="1")), "position 1: 1F0 names stage 1 of pipe 0, allowed are stages 0 to 0"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
+        (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),
+    ],
+)
+def test_messages_name_rank_position_and_action(program: Program, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        program.check()
+
+
+def test_split_backwards_and_harmless_orders_pass() -> None:
+    program_of(F0, I0, F1, I1, W1, W0).check()
+    program_of(F0, F1, B1, B0).check()
+    program_of(F0, Pair(F1, I0), W0, B1).check()

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import NodeCosts, Overlap, compile
-from overlap1f1b.schedule import SCHEDULES, build_schedule, combined_1f1b
+from overlap1f1b.schedule import SCHEDULES, build_schedule
+from overlap1f1b.schedule.generators.interleaved import combined_1f1b
 from overlap1f1b.simulation import Costs, simulate
 from overlap1f1b.simulation.trace import Event, write_trace
 from tests.plan.cases import MOE
@@ -118,7 +119,7 @@ def test_trace_of_a_program(tmp_path: Path) -> None:
 
 def test_trace_of_a_plan(tmp_path: Path) -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    timeline = simulate(compile(combined_1f1b(4), (MOE,) * 2, costs, 3), costs).ranks[0]
+    timeline = simulate(compile(combined_1f1b(4, 0), (MOE,) * 2, costs, 3), costs).ranks[0]
     timeline.to_chrome_trace(tmp_path / "trace.json", rank=5)
     spans, names = load(tmp_path / "trace.json")
     assert len(spans) == len(timeline.spans)

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from overlap1f1b.cli.output import by_default, check_files
-from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS
+from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS, DEFAULT_PROGRAM, SCHEDULES
 from overlap1f1b.schedule.values import check_size
 
 LARGEST = 1e100
@@ -106,9 +106,8 @@ class PlanOptions:
       overlap1f1b plan --csv plan.csv && overlap1f1b plan --from-csv plan.csv --trace plan.json
     """
 
-    schedule: Annotated[str | None, by_default("NAME", "combined_1f1b")] = None
-    """Schedule to draw. Others: sequential, afab, 1f1b, interleaved_1f1b, zb_h1, zb_h2, zb_v, dualpipe, dualpipev;
-    with --layers also auto, an order that is found for the costs, in a loop or a V."""
+    schedule: Annotated[str | None, by_default("NAME", f"{DEFAULT_PROGRAM}, of {', '.join(SCHEDULES)}")] = None
+    """Schedule to draw; with --layers also auto, an order that is found for the costs, in a loop or a V."""
     ranks: Annotated[int | None, by_default("INT", 4)] = None
     """Pipeline ranks."""
     microbatches: Annotated[int | None, by_default("INT", 8)] = None
@@ -116,7 +115,7 @@ class PlanOptions:
     chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
     """Stages of a rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
-    """Additional forwards before the first backward, for 1f1b, interleaved_1f1b and combined_1f1b."""
+    """Additional forwards before the first backward, for schedules that take them."""
     group_size: Annotated[int | None, by_default("INT", "groups as equal as can be")] = None
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -18,44 +19,47 @@ from overlap1f1b.schedule.values import check_size
 
 
 class Schedule(NamedTuple):
-    """A schedule and the options that it takes.
+    """A schedule: the function that makes its program from microbatches, ranks and the options that it has as keywords.
 
     Args:
-        build: Function that makes its program from microbatches and ranks and the options that the schedule takes.
-        chunks: Stages a rank, if they are fixed; None for any number.
-        extra_warmup: Whether additional forwards may come before the first backward.
-        group_size: Whether the size of groups of microbatches can be chosen.
+        build: The function; its options are any of ``chunks``, ``extra_warmup`` and ``group_size``.
+        fixed_chunks: Stages a rank of a schedule without the option ``chunks``.
     """
 
     build: Callable[..., Program]
-    chunks: int | None = 1
-    extra_warmup: bool = False
-    group_size: bool = False
+    fixed_chunks: int = 1
+
+    def takes(self, option: str) -> bool:
+        """Return whether the schedule has an option."""
+        return option in signature(self.build).parameters
+
+    @property
+    def chunks(self) -> int | None:
+        """Stages a rank, if they are fixed; None for any number."""
+        return None if self.takes("chunks") else self.fixed_chunks
 
 
 BY_NAME: Mapping[str, Schedule] = MappingProxyType(
     {
-        "sequential": Schedule(sequential, chunks=None),
-        "combined_1f1b": Schedule(combined_1f1b, chunks=None, extra_warmup=True, group_size=True),
-        "afab": Schedule(afab, chunks=None),
-        "1f1b": Schedule(one_f_one_b, extra_warmup=True),
-        "interleaved_1f1b": Schedule(interleaved_1f1b, chunks=None, extra_warmup=True, group_size=True),
-        "zb_h1": Schedule(zb_h1, chunks=None, group_size=True),
+        "sequential": Schedule(sequential),
+        "combined_1f1b": Schedule(combined_1f1b),
+        "afab": Schedule(afab),
+        "1f1b": Schedule(one_f_one_b),
+        "interleaved_1f1b": Schedule(interleaved_1f1b),
+        "zb_h1": Schedule(zb_h1),
         "zb_h2": Schedule(zb_h2),
-        "zb_v": Schedule(zb_v, chunks=2),
+        "zb_v": Schedule(zb_v, fixed_chunks=2),
         "dualpipe": Schedule(dualpipe),
-        "dualpipev": Schedule(dualpipev, chunks=2),
+        "dualpipev": Schedule(dualpipev, fixed_chunks=2),
     }
 )
-"""Every schedule with a fixed order: the only place that says which options it takes."""
+"""Every schedule with a fixed order; a new one is its generator and a line here."""
 
 SCHEDULES = tuple(BY_NAME)
 """Names of the schedules whose order of actions is fixed."""
-DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, takes in BY_NAME.items() if takes.chunks == 2)}"
+DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name, schedule in BY_NAME.items() if schedule.chunks == 2)}"
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
-DEFAULT_EXTRA_WARMUP = 1
-"""Extra warm-up of ``combined_1f1b`` with one chunk on one rank; over several the warm-up is long enough without it."""
 
 
 def schedule_of(name: str) -> Schedule:
@@ -92,7 +96,7 @@ def build_schedule(
 
     Args:
         name: One of ``SCHEDULES``, or ``"auto"``: an Engine measures costs in the order of ``sequential`` and then goes
-            over to an order that it finds for them. See :func:`~overlap1f1b.synthesize`.
+            over to an order that it finds for them. See :func:`~overlap1f1b.found_orders`.
         ranks: Pipeline ranks, P.
         microbatches: Microbatches of the step, M, at least 1; over both pipes for ``dualpipe``.
         chunks: Stages a rank, v, for ``sequential``, ``afab``, ``interleaved_1f1b``, ``combined_1f1b`` and ``zb_h1``;
@@ -120,25 +124,34 @@ def build_schedule(
     for what, given in (("peak_activations", peak_activations), ("seconds", seconds)):
         if given is not None:
             raise ValueError(f"{what}={given!r} with {name}; allowed: none (it belongs to {AUTO})")
-    if chunks is None:
-        chunks = schedule.chunks or 1
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):
+    stages = schedule.fixed_chunks if chunks is None else chunks
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("chunks", stages)):
         check_size(what, value)
-    _check_options(name, schedule, chunks, extra_warmup, group_size)
-    _check_sizes(name, ranks, microbatches, group_size)
-    if forward_only and ranks == chunks == 1:
-        return forward_only_of(microbatches)
-    if extra_warmup is None:
-        extra_warmup = DEFAULT_EXTRA_WARMUP if name == "combined_1f1b" and ranks == chunks == 1 else 0
-    options: dict[str, int | None] = {}
-    if schedule.chunks is None:
-        options["chunks"] = chunks
-    if schedule.extra_warmup:
-        options["extra_warmup"] = extra_warmup
-    if schedule.group_size:
-        options["group_size"] = group_size
+    if schedule.chunks not in (None, stages):
+        why = f"chunks belong to {_taking('chunks')}" if schedule.chunks == 1 else "a V has two chunks a rank"
+        raise ValueError(f"chunks={chunks} with {name}; allowed: {schedule.chunks} ({why})")
+    if extra_warmup is not None:
+        check_size("extra_warmup", extra_warmup, 0)
+    if extra_warmup and not schedule.takes("extra_warmup"):
+        raise ValueError(
+            f"extra_warmup={extra_warmup} with {name}; allowed: 0 (it belongs to {_taking('extra_warmup')})"
+        )
+    if group_size is not None:
+        if not schedule.takes("group_size"):
+            raise ValueError(
+                f"group_size={group_size} with {name}; allowed: none (it belongs to {_taking('group_size')})"
+            )
+        _check_group(ranks, microbatches, group_size)
+    given_options = {"chunks": chunks, "extra_warmup": extra_warmup, "group_size": group_size}
+    options = {what: value for what, value in given_options.items() if value is not None and schedule.takes(what)}
     program = schedule.build(microbatches=microbatches, ranks=ranks, **options)
-    return forwards_of(program) if forward_only else program
+    if not forward_only:
+        return program
+    return forward_only_of(microbatches) if ranks == stages == 1 else forwards_of(program)
+
+
+def _taking(option: str) -> str:
+    return ", ".join(name for name, schedule in BY_NAME.items() if schedule.takes(option))
 
 
 def _auto(
@@ -157,52 +170,16 @@ def _auto(
     return auto(microbatches, placement, peak_activations, SEARCH_SECONDS if seconds is None else seconds)
 
 
-def _check_options(
-    name: str, schedule: Schedule, chunks: int, extra_warmup: int | None, group_size: int | None
-) -> None:
-    if schedule.chunks == 2 and chunks != 2:
-        raise ValueError(f"chunks={chunks} with {name}; allowed: 2 (a V has two chunks a rank)")
-    if schedule.chunks == 1 and chunks > 1:
-        belong = ", ".join(other for other, takes in BY_NAME.items() if takes.chunks is None)
-        raise ValueError(f"chunks={chunks} with {name}; allowed: 1 (chunks belong to {belong})")
-    if extra_warmup is not None:
-        check_size("extra_warmup", extra_warmup, 0)
-    if extra_warmup and not schedule.extra_warmup:
-        belongs = ", ".join(other for other, takes in BY_NAME.items() if takes.extra_warmup)
-        raise ValueError(f"extra_warmup={extra_warmup} with {name}; allowed: 0 (it belongs to {belongs})")
-    if group_size is not None and not schedule.group_size:
-        belongs = ", ".join(other for other, takes in BY_NAME.items() if takes.group_size)
-        raise ValueError(f"group_size={group_size} with {name}; allowed: none (it belongs to {belongs})")
-
-
-def _check_sizes(name: str, ranks: int, microbatches: int, group_size: int | None) -> None:
-    if group_size is not None:
-        check_size("group_size", group_size)
-        fitting = [
-            size for size in range(min(ranks, microbatches), microbatches + 1) if _fits(size, ranks, microbatches)
-        ]
-        if group_size not in fitting:
-            closest = min(fitting, key=lambda size: abs(size - group_size))
-            allowed = f"{fitting[0]} to {microbatches} with a last group of {ranks} or more, nearest {closest}"
-            if len(fitting) == 1:
-                allowed = f"{closest}, all in one group"
-            raise ValueError(
-                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: {allowed}"
-            )
-    if name == "dualpipe" and ranks % 2:
-        nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        raise ValueError(f"dualpipe over {ranks} ranks; allowed: an even number, nearest {nearest}")
-    if name == "dualpipe" and (microbatches % 2 or microbatches < 2 * ranks):
-        nearest = str(2 * ranks) if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
+def _check_group(ranks: int, microbatches: int, group_size: int) -> None:
+    """Raise ``ValueError`` if a group would be smaller than the pipeline: behind it ranks could wait for each other."""
+    check_size("group_size", group_size)
+    sizes = range(min(ranks, microbatches), microbatches + 1)
+    fitting = [size for size in sizes if not 0 < microbatches % size < ranks]
+    if group_size not in fitting:
+        closest = min(fitting, key=lambda size: abs(size - group_size))
+        allowed = f"{fitting[0]} to {microbatches} with a last group of {ranks} or more, nearest {closest}"
+        if len(fitting) == 1:
+            allowed = f"{closest}, all in one group"
         raise ValueError(
-            f"dualpipe over {ranks} ranks with {microbatches} microbatches; "
-            f"allowed: an even number from {2 * ranks} on, nearest {nearest}"
+            f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: {allowed}"
         )
-    if name == "dualpipev" and microbatches < 2 * ranks:
-        raise ValueError(f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more")
-
-
-def _fits(group_size: int, ranks: int, microbatches: int) -> bool:
-    """Return whether no group is smaller than the pipeline; after a smaller one ranks could wait for each other."""
-    left = microbatches % group_size
-    return left == 0 or left >= ranks

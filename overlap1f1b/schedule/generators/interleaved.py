@@ -8,6 +8,9 @@ from overlap1f1b.schedule.action import Action, Kind, Pair, Slot
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
+DEFAULT_EXTRA_WARMUP = 1
+"""Extra warm-up of ``combined_1f1b`` with one chunk on one rank."""
+
 
 def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> list[range]:
     """Return the microbatches in groups; a group passes one chunk of a rank before the rank turns to the next chunk.
@@ -99,7 +102,7 @@ def _interleave(
 
 
 def combined_1f1b(
-    microbatches: int, extra_warmup: int = 0, ranks: int = 1, chunks: int = 1, group_size: int | None = None
+    microbatches: int, extra_warmup: int | None = None, ranks: int = 1, chunks: int = 1, group_size: int | None = None
 ) -> Program:
     """Each backward paired with the forward of a later microbatch (Megatron-Core's merged step).
 
@@ -110,7 +113,7 @@ def combined_1f1b(
 
     With ``w = 1 + extra_warmup`` forwards before the first backward, ``w + 1`` microbatches are alive at most: each
     extra warm-up costs one more activation and gives the exchange one more action to hide behind. Slot: F + (M−1)·F&B
-    + B.
+    + B. By default ``DEFAULT_EXTRA_WARMUP`` with one chunk on one rank; else 0, since the warm-up is long enough.
 
     Several ranks::
 
@@ -123,6 +126,8 @@ def combined_1f1b(
     (with P−r of them the pairs stall). Bubble (P−1)(F+B)/v if F&B = F+B; peak 1/v above interleaved 1F1B, 2(P−r) with
     one chunk. Pairs a rank for G = P: vM − 2(P−r−1) − (v−1)P − 1 of vM.
     """
+    if extra_warmup is None:
+        extra_warmup = DEFAULT_EXTRA_WARMUP if ranks == chunks == 1 else 0
     groups = groups_of(microbatches, ranks, group_size)
     return _interleave("combined_1f1b", microbatches, ranks, chunks, groups, extra_warmup, hop=2, paired=True)
 

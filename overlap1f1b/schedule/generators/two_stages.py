@@ -86,6 +86,15 @@ def dualpipe(microbatches: int, ranks: int) -> Program:
     Bubble (P/2−1)(F&B + B − 3W); peak P+1; parameters twice. Pairs a rank: M − 3P/2 + h + 1 of M, one less on the two
     middle ranks. Needs P even, M even, M ≥ 2P. The gradients of a stage's two replicas are summed.
     """
+    if ranks % 2:
+        nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
+        raise ValueError(f"dualpipe over {ranks} ranks; allowed: an even number, nearest {nearest}")
+    if microbatches % 2 or microbatches < 2 * ranks:
+        nearest = str(2 * ranks) if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
+        raise ValueError(
+            f"dualpipe over {ranks} ranks with {microbatches} microbatches; "
+            f"allowed: an even number from {2 * ranks} on, nearest {nearest}"
+        )
     placement = Placement.bidirectional(ranks)
     first = [placement.microbatches(pipe, microbatches).start for pipe in (0, 1)]
     rows: list[list[Slot]] = []
@@ -109,6 +118,8 @@ def dualpipev(microbatches: int, ranks: int) -> Program:
     Bubble (P−1)(F&B + B − 3W) in costs of a chunk; peak P+½ (2P+1 chunks). Pairs a rank: 2M − 3P + r + 1 of 2M, one
     less on the last rank. Needs M ≥ 2P.
     """
+    if microbatches < 2 * ranks:
+        raise ValueError(f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more")
     rows = [
         _eight_steps(
             RankBuilder(), ranks, rank, microbatches - 2 * ranks + rank + 1, (0, rank), (0, 2 * ranks - 1 - rank)
