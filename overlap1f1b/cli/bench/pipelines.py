@@ -104,8 +104,8 @@ class TorchSchedule:
         self.first, self.last = 0 in held, placement.stages - 1 in held
         self.schedule = kind.schedule(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn)
         if kind.overlapped:
-            given = {"exchange": bench.recording, "tries": 0, "verify": False, "timeout": options.timeout}
-            self.schedule = overlapped(self.schedule, mesh=rank.mesh, **given)
+            given = {"parts": bench.parts, "tries": 0, "verify": False, "timeout": options.timeout}
+            self.schedule = overlapped(self.schedule, mesh=rank.mesh, exchange=bench.recording, **given)
             while self.schedule.engine.settling:
                 bench.step(self)
             self.overlap = str(self.schedule.engine.plan.overlap)

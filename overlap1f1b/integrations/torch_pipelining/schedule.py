@@ -38,8 +38,8 @@ def overlapped(schedule: Any, *, mesh: DeviceMesh | None = None, **options: Any)
     (torch.Size([4, 16, 256]), 4)
     >>> dist.destroy_process_group()
 
-    Gradients are those of torch's schedule, divided by the number of microbatches under ``scale_grads``, and are not
-    summed over ranks.
+    Every rank calls this. The engine is made at the first step. Gradients are torch's: divided by the number of
+    microbatches under ``scale_grads``, and not summed over ranks.
 
     Args:
         schedule: Any schedule of torch that trains, with ``PipelineStage`` stages.
@@ -58,7 +58,7 @@ def overlapped(schedule: Any, *, mesh: DeviceMesh | None = None, **options: Any)
     program = _program_of(schedule, len(stages))
 
     def make_engine(parts: Mapping[int, list[nn.Module]]) -> Engine:
-        return Engine(parts, program, mesh=mesh, **{"reduce": False} | options)
+        return Engine(parts, program, mesh=mesh, reduce=False, **options)
 
     parts = {stage.stage_index: stage.submod for stage in stages}
     return Schedule(parts, program, schedule._loss_fn, make_engine, schedule)
@@ -154,6 +154,9 @@ class Schedule:
         def feed() -> Feed:
             # 1. An entry for each microbatch.
             inputs, named, targets = arg_mbs, kwarg_mbs, target_mbs
+            lists = any(entries is not None for entries in (inputs, named, targets))
+            if lists and (args or kwargs or target is not None):
+                raise ValueError("a whole batch, and lists of microbatches; allowed: one of them")
             if args or kwargs:
                 specs = () if like is None else (like._args_chunk_spec, like._kwargs_chunk_spec)
                 inputs, named = split_args_kwargs_into_chunks(args, kwargs, count, *specs)

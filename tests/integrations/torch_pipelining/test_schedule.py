@@ -382,6 +382,8 @@ def test_microbatches_in_lists(alone: None) -> None:
     output = ours.step(arg_mbs=[(x,) for x in inputs.chunk(4)], **lists, losses=losses)
     assert torch.equal(output, expected.output)
     assert torch.equal(torch.stack(losses), torch.stack(expected.losses))
+    with pytest.raises(ValueError, match=r"^a whole batch, and lists of microbatches; allowed: one of them"):
+        ours.step(inputs, **lists)
     with pytest.raises(ValueError, match=r"^no arg_mbs on a rank that needs them; allowed: a list of 4"):
         ours.step(**lists)
 
