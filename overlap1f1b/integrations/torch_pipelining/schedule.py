@@ -113,9 +113,9 @@ class Schedule:
     @cached_property
     def engine(self) -> Engine:
         """The engine. All ranks must come to its first use, when the weights are there."""
-        return self._make_engine(self._stages())
+        return self._make_engine(self._blocks())
 
-    def _stages(self) -> dict[int, list[nn.Module]]:
+    def _blocks(self) -> dict[int, list[nn.Module]]:
         return {number: [part] for number, part in self._parts.items()}
 
     def step(

@@ -27,8 +27,8 @@ class Schedule(torch_pipelining.Schedule):
         with replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
             return super().step(*args, return_outputs=return_outputs, **given)
 
-    def _stages(self) -> dict[int, list[nn.Module]]:
-        stages, head = super()._stages(), self._head()
+    def _blocks(self) -> dict[int, list[nn.Module]]:
+        stages, head = super()._blocks(), self._head()
         if head is not None and self._last in self._parts:
             self._parts[self._last].whole = (head,)
             stages[self._last].append(LossWithHead())
