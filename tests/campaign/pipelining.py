@@ -1,4 +1,4 @@
-"""Cases of torch.distributed.pipelining's schedules, with the engine registered."""
+"""Cases of torch.distributed.pipelining's schedules, played by the engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from overlap1f1b.engine import split_blocks
-from overlap1f1b.integrations.torch_pipelining import register
+from overlap1f1b.engine import EngineOptions, split_blocks
+from overlap1f1b.integrations.torch_pipelining import overlapped
 from tests.campaign import plain
 from tests.campaign.build import batch, build, loss_fn
 from tests.campaign.compare import apart, limit_of, values_of
@@ -31,9 +31,12 @@ def play(rank: int, size: int, case: Case) -> list[str]:
     numbers = (at, 2 * layout.pp - 1 - at if folded else layout.pp + at)
     parts = [nn.Sequential(*part) for part in split_blocks(blocks, 2 * layout.pp, _weights(case))]
     stages = [PipelineStage(parts[n], n, len(parts), torch.device("cpu"), group=mesh.get_group("pp")) for n in numbers]
-    schedule = getattr(torch_schedules, layout.schedule)(stages, microbatches, loss_fn)
     costs = {} if layout.overlap in ("serial", "pairs") else {"costs": costs_of(Random(case.seed))}
-    register(schedule, overlap=layout.overlap, timeout=TIMEOUT_S, **costs)
+    schedule = overlapped(
+        getattr(torch_schedules, layout.schedule)(stages, microbatches, loss_fn),
+        mesh=mesh,
+        options=EngineOptions(overlap=layout.overlap, timeout=TIMEOUT_S, **costs),
+    )
     held = [(n, p) for n, p in plain.named(blocks) if any(p in set(parts[i].parameters()) for i in numbers)]
     for step in range(len(case.updates)):
         data = [batch(case, step, s) for s in range(layout.ep)]

@@ -148,10 +148,10 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Measure everything and return the measured part of the JSON."""
-        variants, peers = variants_of(self.options), self._peers()
+        variants = variants_of(self.options)
         with self.ready(list(variants.values())) as (engines, rate):
             default = next(engines[key] for key, variant in variants.items() if variant.default)
-            players: dict[str, Player] = {**engines, **{peer.name: peer for peer in peers}}
+            players: dict[str, Player] = {**engines, **{peer.name: peer for peer in self._peers()}}
             self._record(default)
             bounds, samples, share = self._rounds(players, default)
         self.say(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")

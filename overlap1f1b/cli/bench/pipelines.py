@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import (
 from overlap1f1b.cli.bench.exchanges import Replay
 from overlap1f1b.cli.bench.measure import Bench, Bounds, Peer, slowest, taken
 from overlap1f1b.cli.workload import block_weights, loss_fn
-from overlap1f1b.engine import Engine, blocks_of, split_blocks
-from overlap1f1b.integrations.torch_pipelining import register
+from overlap1f1b.engine import Engine, EngineOptions, blocks_of, split_blocks
+from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Op, Resource
 from overlap1f1b.schedule import Placement
@@ -61,18 +61,18 @@ class PipelineBench(Bench):
         return [TorchSchedule(name, self) for name in KINDS] if self.options.peers else []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
-        torchs = {f"torch {name}": kind.registered for name, kind in KINDS.items()}
+        torchs = {f"torch {name}": kind.overlapped for name, kind in KINDS.items()}
         theirs = [row["step_ms"]["median"] for row in rows if torchs.get(row["program"]) is False]
         ours = [row["step_ms"]["median"] for row in rows if row["program"] not in torchs]
         return {"best_over_peers": min(theirs) / min(ours) if theirs else None}
 
 
 class TorchKind(NamedTuple):
-    """A schedule of torch, the placement of its stages over ranks, and whether the engine plays its compute."""
+    """A schedule of torch, the placement of its stages over ranks, and whether the engine plays its table."""
 
     schedule: Any
     placement: Callable[[int], Placement]
-    registered: bool = False
+    overlapped: bool = False
 
 
 KINDS = {
@@ -80,7 +80,7 @@ KINDS = {
     "Interleaved1F1B": TorchKind(ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
     "ZBV": TorchKind(ScheduleZBVZeroBubble, Placement.v),
     "DualPipeV": TorchKind(ScheduleDualPipeV, Placement.v),
-    "DualPipeV, registered": TorchKind(ScheduleDualPipeV, Placement.v, registered=True),
+    "DualPipeV, overlapped": TorchKind(ScheduleDualPipeV, Placement.v, overlapped=True),
 }
 """Torch's schedules by their names in the tables."""
 
@@ -100,21 +100,24 @@ class TorchSchedule:
             PipelineStage(module, stage, placement.stages, rank.device, group=group)
             for stage, module in self.modules.items()
         ]
-        self.name, self.overlap = f"torch {name}", "pairs" if kind.registered else ""
+        self.name, self.overlap = f"torch {name}", ""
         self.first, self.last = 0 in held, placement.stages - 1 in held
         self.schedule = kind.schedule(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn)
-        if kind.registered:
-            register(self.schedule, exchange=bench.recording, timeout=options.timeout)
+        if kind.overlapped:
+            given = EngineOptions(parts=bench.parts, tries=0, verify=False, timeout=options.timeout)
+            self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=given, exchange=bench.recording)
+            while self.schedule.engine.settling:
+                bench.step(self)
+            self.overlap = str(self.schedule.engine.plan.overlap)
 
-    def step(self, inputs: Tensor, *, target: Tensor) -> list[Tensor]:
-        """Run forward and backward of a batch; return the microbatches' losses on the rank of the last stage."""
+    def step(self, inputs: Tensor, *, target: Tensor) -> object:
+        """Run forward and backward of a batch; return the result that the engine has."""
         for module in self.modules.values():
             set_auxiliary_scale(module, 1.0)  # in the end torch divides all gradients by the number of microbatches
-        losses: list[Tensor] = []
         arguments = (inputs,) if self.first else ()
-        targets = {"target": target, "losses": losses} if self.last else {}
+        targets = {"target": target, "losses": []} if self.last else {}
         self.schedule.step(*arguments, **targets)
-        return losses
+        return getattr(self.schedule, "result", None)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank's stages."""

@@ -1,5 +1,5 @@
-"""Schedules of torch.distributed.pipelining, whose compute the engine plays."""
+"""Schedules of torch.distributed.pipelining, played by the engine."""
 
-from overlap1f1b.integrations.torch_pipelining.registration import Registration, register
+from overlap1f1b.integrations.torch_pipelining.schedule import Part, Schedule, overlapped
 
-__all__ = ["Registration", "register"]
+__all__ = ["Part", "Schedule", "overlapped"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,11 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import DEFAULT_OVERLAP, Engine, EngineOptions
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
-from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {
@@ -42,13 +41,8 @@ def pipelining_fn(
     loss_fn: Callable[..., Any],
     split: Callable[..., Any] | None = None,
     schedule: str | None = None,
-    overlap: Overlap = DEFAULT_OVERLAP,
     extra_warmup: int | None = None,
-    recompute: Recompute | None = None,
-    costs: NodeCosts | None = None,
-    dynamic_shapes: bool = False,
-    verify: bool = True,
-    timeout: float = DEFAULT_LIMIT_S,
+    options: EngineOptions | None = None,
     **others: Any,
 ) -> tuple[Schedule, list[nn.Module], bool, bool]:
     """Cut a model into the parts of this rank; return a schedule that the engine plays, the parts, and what they hold.
@@ -56,7 +50,7 @@ def pipelining_fn(
     >>> spec = dataclasses.replace(spec, pipelining_fn=o1.integrations.torchtitan.pipelining_fn)  # of a Trainer.Config
 
     torchtitan's trainer calls it with its own keyword arguments. The options are given beforehand, by
-    ``functools.partial(pipelining_fn, overlap=2)``.
+    ``functools.partial(pipelining_fn, options=EngineOptions(overlap=2))``.
 
     Args:
         model: The whole model, on the device "meta".
@@ -69,15 +63,10 @@ def pipelining_fn(
         split: The model's own ``pipelining_fn``, which cuts it; by default torchtitan's ``pipeline_llm``.
         schedule: Name of a program, see :func:`build_schedule`, in place of the one in ``SCHEDULES``. It must put the
             same stages on each rank.
-        overlap: See :class:`~overlap1f1b.engine.Engine`.
         extra_warmup: See :func:`build_schedule`.
-        recompute: See :class:`~overlap1f1b.engine.Engine`, in place of ``ac_config``. By default ``"block"`` if there
-            is an ``ac_config`` and ranks share experts, since torchtitan's would exchange rows a second time; else
-            torchtitan's own is applied.
-        costs: Seconds of every node, instead of measuring them.
-        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
-        verify: See :class:`~overlap1f1b.engine.Engine`.
-        timeout: Limit in seconds of every wait for another rank.
+        options: How the engine plays; ``experts_over`` follows from torchtitan's mesh. ``recompute`` is in place of
+            ``ac_config``. With ``"none"`` it is ``"block"`` if there is an ``ac_config`` and ranks share experts, since
+            torchtitan's would exchange rows a second time; else torchtitan's own is applied.
         others: Further arguments of torchtitan's, for ``split``.
 
     Returns:
@@ -89,9 +78,11 @@ def pipelining_fn(
             microbatches that does not fit it.
     """
     _check(parallel_dims, training, parallelism, compile_config)
-    if recompute is None:
-        recompute = "block" if ac_config is not None and parallel_dims.ep > 1 else "none"
-    if recompute != "none":
+    over = ("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
+    options = replace(EngineOptions() if options is None else options, experts_over=over)
+    if options.recompute == "none" and ac_config is not None and parallel_dims.ep > 1:
+        options = replace(options, recompute="block")
+    if options.recompute != "none":
         ac_config = None
     program_of = _program_of(training, parallelism, schedule, extra_warmup)
     given = {
@@ -122,15 +113,7 @@ def pipelining_fn(
             stages,
             program,
             mesh=_mesh(parallel_dims),
-            options=EngineOptions(
-                experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",),
-                overlap=overlap,
-                recompute=recompute,
-                costs=costs,
-                dynamic_shapes=dynamic_shapes,
-                verify=verify,
-                timeout=timeout,
-            ),
+            options=options,
         )
 
     return Schedule(dict(zip(numbers, parts, strict=True)), program, loss_fn, make_engine), parts, first, last

@@ -158,7 +158,7 @@ def test_pipelines_beside_torchs(text: Path) -> None:
     rows = {row["program"]: row for row in result["rows"]}
     ours = {"auto", "combined_1f1b", "combined_1f1b, 2 chunks", "zb_v, 2 chunks", "dualpipev, 2 chunks"}
     torchs = {f"torch {name}" for name in ("1F1B", "Interleaved1F1B", "ZBV", "DualPipeV")}
-    assert rows.keys() == ours | torchs | {"torch DualPipeV, registered"}
+    assert rows.keys() == ours | torchs | {"torch DualPipeV, overlapped"}
     assert all(row.keys() >= KEYS for row in rows.values())
     assert all(row["max_grad_diff"] < 1e-6 for row in rows.values())
     assert rows["auto"]["default"]

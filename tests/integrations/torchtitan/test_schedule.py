@@ -135,7 +135,7 @@ def test_outputs() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (given(2), "arg_mbs of 2 microbatches; allowed: 3, which is training.local_batch_size"),
+        (given(2), "kwarg_mbs of 2 microbatches; allowed: 3"),
         (given() | {"kwarg_mbs": given(4)["kwarg_mbs"]}, "kwarg_mbs of 4 microbatches; allowed: 3"),
         (given() | {"arg_mbs": None}, "no arg_mbs on a rank that needs them; allowed: a list of 3"),
         (given() | {"target_mbs": None}, "no target_mbs on a rank that needs them; allowed: a list of 3"),

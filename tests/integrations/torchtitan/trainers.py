@@ -40,6 +40,13 @@ def train(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> list[dict[st
     return [_train(rank, **case) for case in cases]
 
 
+def ours_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of ``pipelining_fn``: options of the engine stand in one object."""
+    apart = {name: given[name] for name in ("schedule", "extra_warmup", "split") if name in given}
+    options = o1.EngineOptions(**{name: value for name, value in given.items() if name not in apart})
+    return {**apart, "options": options}
+
+
 def _train(
     rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None = None, writes: bool = False, **case: Any
 ) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def _train(
 
     config = config_of(**case)
     if by == "pipelining_fn":
-        ours = partial(o1.integrations.torchtitan.pipelining_fn, **(options or {}))
+        ours = partial(o1.integrations.torchtitan.pipelining_fn, **ours_of(options or {}))
         config = replace(config, model_spec=replace(config.model_spec, pipelining_fn=ours))
     trainer = OverlapTrainer(config) if by == "mixin" else config.build()
     try:

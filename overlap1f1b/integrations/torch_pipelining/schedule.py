@@ -1,0 +1,246 @@
+"""A pipeline schedule that is called as torch's, and played by an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
+from torch.utils._pytree import tree_leaves
+
+from overlap1f1b.engine import Engine, EngineOptions, Feed, StepResult
+from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.model import MicrobatchBlock
+from overlap1f1b.schedule import Placement, Program, actions_of, build_schedule, parse_slot
+from overlap1f1b.schedule.program import program_of
+from overlap1f1b.transport.exchange import Exchange
+
+
+def overlapped(
+    schedule: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    options: EngineOptions | None = None,
+    exchange: Exchange | None = None,
+) -> Schedule:
+    """Return a schedule with the ``step`` and ``eval`` of one of torch's, whose table of actions the engine plays.
+
+    >>> import torch, torch.distributed as dist, torch.nn.functional as F
+    >>> from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+    >>> from overlap1f1b.moe import MoEConfig, MoETransformer
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = MoETransformer(MoEConfig(layers=2, hidden=32, heads=2, experts=4, intermediate=16, sequence=16))
+    >>> parts = model[:2], model[2:]
+    >>> stages = [PipelineStage(part, index, 2, torch.device("cpu")) for index, part in enumerate(parts)]
+    >>> def loss_fn(logits, target):
+    ...     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    >>> schedule = overlapped(ScheduleDualPipeV(stages, n_microbatches=4, loss_fn=loss_fn))
+    >>> tokens, losses = torch.randint(256, (4, 17)), []
+    >>> logits = schedule.step(tokens[:, :-1], target=tokens[:, 1:], losses=losses)  # gradients are in .grad
+    >>> logits.shape, len(losses)
+    (torch.Size([4, 16, 256]), 4)
+    >>> dist.destroy_process_group()
+
+    Every rank calls this. The engine is made at the first step. Gradients are torch's: divided by the number of
+    microbatches under ``scale_grads``, and not summed over ranks.
+
+    Args:
+        schedule: Any schedule of torch that trains, with ``PipelineStage`` stages.
+        mesh: Mesh of the ranks, with "pp" for the pipeline and "ep" for ranks that share experts; None for one rank.
+        options: How the engine plays; gradients are never summed over ranks.
+        exchange: See :class:`~overlap1f1b.engine.Engine`.
+
+    Raises:
+        ValueError: A stage is no plain ``PipelineStage`` or has a ``dw_builder``; no table of actions. The first step
+            refuses a table that breaks a rule of programs, and what the Engine refuses.
+    """
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    for stage in stages:
+        if not isinstance(stage, PipelineStage) or stage.dw_builder is not None:
+            what = "a dw_builder" if isinstance(stage, PipelineStage) else f"a stage of type {type(stage).__name__}"
+            raise ValueError(f"a {type(schedule).__name__} with {what}; allowed: a PipelineStage without a dw_builder")
+    program = _program_of(schedule, len(stages))
+
+    def make_engine(parts: Mapping[int, list[nn.Module]]) -> Engine:
+        given = replace(EngineOptions() if options is None else options, reduce=False)
+        return Engine(parts, program, mesh=mesh, options=given, exchange=exchange)
+
+    parts = {stage.stage_index: stage.submod for stage in stages}
+    return Schedule(parts, program, schedule._loss_fn, make_engine, schedule)
+
+
+def _program_of(schedule: Any, chunks: int) -> Program:
+    """Return the program of the table of a schedule with ``chunks`` stages a rank."""
+    name, count = type(schedule).__name__, schedule._n_microbatches
+    # torch's table of 1F1B, which it does not play, has wrong numbers. That of LoopedBFS takes the last microbatch's
+    # backwards first, but the engine adds gradients in the order of microbatches.
+    if (ours := {"Schedule1F1B": "1f1b", "ScheduleLoopedBFS": "afab"}.get(name)) is not None:
+        return build_schedule(ours, ranks=schedule._num_stages // chunks, microbatches=count, chunks=chunks)
+    table = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None)
+    if not table:
+        raise ValueError(f"a {name} without a table of actions; allowed: a schedule of torch that trains")
+    rows = [[parse_slot(str(act)) for act in row if act and act.is_compute_op] for _, row in sorted(table.items())]
+    ranks = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in actions_of(slot)}
+    return program_of(name, count, Placement((tuple(ranks[stage] for stage in sorted(ranks)),)), rows)
+
+
+class Schedule:
+    """A pipeline schedule that is called as torch's, played by an engine; made by :func:`overlapped`.
+
+    The engine is made at the first call, when the parts have their weights.
+
+    Args:
+        parts: Modules of the stages that this rank holds, by the number of their stage.
+        program: Schedule of the step.
+        loss_fn: ``(output, target, **loss_kwargs) → scalar`` of one microbatch; None plays forwards alone.
+        make_engine: Makes the engine over the stages of this rank.
+        like: torch's schedule, which says how batches are split, outputs joined and gradients scaled; None for its
+            defaults, without a scale.
+
+    Attributes:
+        result: Result of the last call; ``result.overlap.hidden_fraction`` says how much of the exchange was hidden.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        program: Program,
+        loss_fn: Callable[..., Any] | None,
+        make_engine: Callable[[Mapping[int, list[nn.Module]]], Engine],
+        like: Any = None,
+    ) -> None:
+        self.program, self.loss_fn = program, loss_fn
+        self.result: StepResult | None = None
+        self._parts = {number: Part(module) for number, module in parts.items()}
+        self._last = program.placement.stages - 1
+        self._make_engine, self._like, self._trains = make_engine, like, loss_fn is not None
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine. All ranks must come to its first use, when the weights are there."""
+        return self._make_engine(self._blocks())
+
+    def _blocks(self) -> dict[int, list[nn.Module]]:
+        return {number: [part] for number, part in self._parts.items()}
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forwards and backwards of all microbatches; add the gradients of the sum of their losses to ``.grad``.
+
+        A batch is given whole, to be split, or as lists with an entry a microbatch.
+
+        Args:
+            args: Tensors ``[B, …]`` for the first stage, on the rank that holds it.
+            target: Labels ``[B, …]``, on the rank with the last stage.
+            losses: Is filled with the loss of each microbatch there, without a graph.
+            return_outputs: Whether to return the outputs of the last stage, ``[B, …]``, on the rank that holds it.
+            loss_kwargs: Keyword arguments of the loss.
+            arg_mbs: ``args`` of each microbatch.
+            kwarg_mbs: ``kwargs`` of each microbatch.
+            target_mbs: Labels of each microbatch.
+            kwargs: Keyword arguments of every stage.
+
+        Raises:
+            ValueError: Another number of microbatches than the program has, or something that a stage needs is missing.
+            RuntimeError: Another rank failed, or did not answer within the limit.
+        """
+        count, like = self.program.microbatches, self._like
+
+        def feed() -> Feed:
+            # 1. An entry for each microbatch.
+            inputs, named, targets = arg_mbs, kwarg_mbs, target_mbs
+            lists = any(entries is not None for entries in (inputs, named, targets))
+            if lists and (args or kwargs or target is not None):
+                raise ValueError("a whole batch, and lists of microbatches; allowed: one of them")
+            if args or kwargs:
+                specs = () if like is None else (like._args_chunk_spec, like._kwargs_chunk_spec)
+                inputs, named = split_args_kwargs_into_chunks(args, kwargs, count, *specs)
+            if target is not None:
+                targets, _ = split_args_kwargs_into_chunks((target,), {}, count)
+            # 2. All that the stages of this rank need.
+            needed: dict[str, Sequence[Any] | None] = {} if named is None else {"kwarg_mbs": named}
+            needed |= {"arg_mbs": inputs} if 0 in self._parts else {}
+            needed |= {"target_mbs": targets} if self._last in self._parts and self.loss_fn else {}
+            for name, entries in needed.items():
+                if entries is None:
+                    raise ValueError(f"no {name} on a rank that needs them; allowed: a list of {count}")
+                if len(entries) != count:
+                    raise ValueError(f"{name} of {len(entries)} microbatches; allowed: {count}")
+            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(named)):
+                raise ValueError("keyword arguments that require a gradient; allowed: ones that do not")
+            named = named or [{}] * count
+            for part in self._parts.values():
+                part.arguments = named
+
+            def given(stage: int, index: int) -> dict[str, Any]:
+                arguments: dict[str, Any] = {"inputs": inputs[index]} if stage == 0 and inputs is not None else {}
+                if stage == self._last:
+                    arguments |= {
+                        "target": targets[index] if targets is not None else (),
+                        "loss_fn": partial(self._loss, loss_kwargs or {}, named[index]),
+                        "keep_outputs": return_outputs,
+                    }
+                return arguments
+
+            return Feed(given, dict.fromkeys(range(count), 1.0), auxiliary=None)
+
+        try:
+            self.result = self.engine.play(feed, grad=self._trains).result
+        finally:
+            for part in self._parts.values():
+                part.arguments = ()
+        if like is not None and like.scale_grads and self._trains:
+            for parameter in self.engine.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
+        if losses is not None:
+            losses[:] = self.result.losses
+        if not self.result.outputs:
+            return None
+        return merge_chunks(list(self.result.outputs), None if like is None else like._output_merge_spec)
+
+    def eval(self, *args: Any, **given: Any) -> Any:
+        """Run the forwards alone, without gradients; with the arguments of :meth:`step`."""
+        trains, self._trains = self._trains, False
+        try:
+            return self.step(*args, **given)
+        finally:
+            self._trains = trains
+
+    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
+        """Return the loss of a microbatch, whose stage was called with ``kwargs``."""
+        if self.loss_fn is None:
+            return given[0].new_zeros(())
+        *outputs, target = given
+        loss: Tensor = self.loss_fn(outputs[0] if len(outputs) == 1 else outputs, target, **loss_kwargs)
+        return loss
+
+
+class Part(MicrobatchBlock):
+    """The module of a stage as one block, called with the keyword arguments of its microbatch."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.arguments: Sequence[Mapping[str, Any]] = ()
+
+    def forward(self, *inputs: Tensor, microbatch: Microbatch | None = None) -> Any:
+        """Call the module for a microbatch; several outputs in a list become a tuple."""
+        assert microbatch is not None
+        returned = self.module(*inputs, **self.arguments[microbatch.index])
+        return tuple(returned) if isinstance(returned, list) else returned

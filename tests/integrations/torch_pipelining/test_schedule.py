@@ -1,0 +1,433 @@
+"""torch's own schedules played by the engine against the same schedules played by torch."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.nn.parallel import DistributedDataParallel
+
+import overlap1f1b as o1
+from overlap1f1b.engine import EngineOptions
+from overlap1f1b.engine.verify import VerificationError
+from overlap1f1b.integrations.torch_pipelining import overlapped, schedule
+from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
+from overlap1f1b.plan import Overlap
+from overlap1f1b.transport.exchange import own_exchange
+from tests import models
+from tests.campaign import hidden
+from tests.engine.run.plain import COSTS
+from tests.engine.test_engine import Delayed
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")
+SINCE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="what torch's own schedules refuse before")
+CPU = torch.device("cpu")
+LAYERS = 4
+STAGES = ((0, 2), (2, 4), (4, 5), (5, 7))  # of the 7 children: uneven, the second with a dense block
+V, LOOP, ONE = ((0, 3), (1, 2)), ((0, 2), (1, 3)), ((0,), (1,))  # stages of each pipeline rank
+
+
+class Step:
+    """Losses, outputs and gradients of a step of one rank."""
+
+    def __init__(self, schedule: Any, stages: list[PipelineStage], data: tuple[Tensor, Tensor], **kwargs: Any) -> None:
+        for stage in stages:
+            stage.submod.zero_grad()
+        first, last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
+        losses: list[Tensor] = []
+        self.output = schedule.step(
+            *data[:1] if first else (), target=data[1] if last else None, losses=losses, **kwargs
+        )
+        self.losses = [loss.detach() for loss in losses]
+        self.gradients = {f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()}
+        assert (len(losses) > 0) == last
+
+    def differs(self, other: Step) -> list[str]:
+        """Return the names of values that are not bit-equal."""
+        found = models.equal(self.gradients, other.gradients)
+        if (self.output is None) != (other.output is None) or (
+            self.output is not None and not torch.equal(self.output, other.output)
+        ):
+            found.append("output")
+        pairs = zip(self.losses, other.losses, strict=True)
+        return found + [f"loss {i}" for i, pair in enumerate(pairs) if not torch.equal(*pair)]
+
+
+def mesh_of(size: int, ep: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+    """Return the mesh, and the expert group of this rank."""
+    mesh = init_device_mesh("cpu", (size // ep, ep), mesh_dim_names=("pp", "ep"))
+    return mesh, mesh.get_group("ep") if ep > 1 else None
+
+
+def stages_of(
+    mesh: DeviceMesh, parts: list[nn.Module], placement: tuple[tuple[int, ...], ...] = V
+) -> list[PipelineStage]:
+    group = mesh.get_group("pp")
+    return [PipelineStage(parts[i], i, len(parts), CPU, group=group) for i in placement[group.rank()]]
+
+
+def cut(model: nn.Sequential) -> list[nn.Module]:
+    return [model[a:b] for a, b in STAGES]
+
+
+def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap: Overlap) -> list[str]:
+    """Return the differences from torch's step of all steps until the engine has chosen its plan, and of one more."""
+    mesh, group = mesh_of(size, ep)
+    model = models.build(group, layers=LAYERS)
+    if name in ("Schedule1F1B", "ScheduleGPipe"):
+        stages = stages_of(mesh, [model[:3], model[3:]], ONE)
+        schedule = getattr(torch_schedules, name)(stages[0], microbatches, models.loss_fn)
+    else:
+        stages = stages_of(mesh, cut(model), LOOP if "Interleaved" in name else V)
+        schedule = getattr(torch_schedules, name)(stages, microbatches, models.loss_fn)
+    data = models.batch(microbatches, seed=rank % ep)
+    expected = Step(schedule, stages, data)
+    exchange = Delayed(own_exchange(group), seed=rank)
+    ours = overlapped(
+        schedule, mesh=mesh, exchange=exchange, options=EngineOptions(overlap=overlap, tries=1, timeout=20)
+    )
+    problems: list[str] = []
+    while ours.result is None or ours.engine.settling:
+        problems += [f"measured: {what}" for what in Step(ours, stages, data).differs(expected)]
+    return problems + Step(ours, stages, data).differs(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches", "overlap"),
+    [
+        ("ScheduleDualPipeV", 7, 3),
+        ("ScheduleDualPipeV", 4, "pairs"),
+        ("ScheduleInterleaved1F1B", 4, 3),
+        ("ScheduleZBVZeroBubble", 4, 2),
+        ("Schedule1F1B", 4, 3),
+    ],
+)
+def test_with_shared_experts(ranks4: Ranks, name: str, microbatches: int, overlap: Overlap) -> None:
+    assert ranks4.run(_equal, 2, name, microbatches, overlap) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleGPipe"])
+def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
+    assert ranks2.run(_equal, 1, name, 4, 3) == [[], []]
+
+
+def _table(rank: int, size: int, path: str) -> list[str]:
+    """Return the differences of a step from torch's, of a table that torch has loaded: one of our programs."""
+    mesh, group = mesh_of(size, 2)
+    program = o1.build_schedule("combined_1f1b", ranks=2, microbatches=5, chunks=2)
+    if rank == 0:
+        Path(path).write_text("\n".join(",".join(map(str, row)) for row in program.ranks))
+    dist.barrier()
+    stages = stages_of(mesh, cut(models.build(group, layers=LAYERS)), LOOP)
+    schedule = torch_schedules._PipelineScheduleRuntime(stages, 5, models.loss_fn)
+    schedule._load_csv(path)
+    data = models.batch(5, seed=rank % 2)
+    expected = Step(schedule, stages, data)
+    ours = overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))
+    assert ours.program.ranks == program.ranks
+    return Step(ours, stages, data).differs(expected)
+
+
+def test_torch_plays_our_program(ranks4: Ranks, tmp_path: Path) -> None:
+    assert ranks4.run(_table, str(tmp_path / "table.csv")) == [[]] * 4
+
+
+class Whole(nn.Module):
+    """Layers in one module, with another argument on the first stage and a keyword argument on each."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, shift: Tensor | None = None, *, factor: Tensor) -> Tensor:
+        return self.part(x if shift is None else x + shift) * factor.mean()
+
+
+def _modules(rank: int, size: int) -> list[str]:
+    """Further arguments, a loss with options, sums of losses, no outputs, auxiliary losses, two steps."""
+    mesh, group = mesh_of(size, 2)
+    config = MoEConfig(vocabulary=models.V, layers=4, hidden=16, heads=2, experts=8, intermediate=12, sequence=8)
+    model = MoETransformer(config, group=group)
+    set_auxiliary_scale(model, 0.7)
+    stages = stages_of(mesh, [Whole(model[a:b]) for a, b in ((0, 2), (2, 3), (3, 4), (4, 6))])
+
+    def loss_fn(logits: Tensor, target: Tensor, weight: float) -> Tensor:
+        return weight * models.loss_fn(logits, target)
+
+    schedule = ScheduleDualPipeV(stages, 4, loss_fn, scale_grads=False)
+    inputs, target = models.batch(4, seed=rank % 2)
+    first = mesh.get_local_rank("pp") == 0
+    steps: list[list[Tensor]] = []
+    for played in (schedule, overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))):
+        model.zero_grad()
+        found, losses = [], []
+        for _ in range(2):
+            output = played.step(
+                *((inputs, torch.zeros_like(inputs)) if first else ()),
+                factor=torch.arange(8.0),
+                target=target if first else None,
+                losses=losses,
+                loss_kwargs={"weight": 0.3},
+                return_outputs=False,
+            )
+            assert output is None
+            found += [loss.detach() for loss in losses]
+        steps.append(found + [g for s in stages for g in models.gradients(s.submod).values()])
+    assert any(float(g.abs().max()) > 0 for g in steps[1])
+    return [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
+
+
+@SINCE_2_13
+def test_options_of_a_step(ranks4: Ranks) -> None:
+    assert ranks4.run(_modules) == [[]] * 4
+
+
+class Two(nn.Module):
+    """Passes two tensors on; every second stage uses the second one."""
+
+    def __init__(self, part: nn.Module, stage: int) -> None:
+        super().__init__()
+        self.part, self.stage = part, stage
+
+    def forward(self, x: Tensor, beside: Tensor) -> Any:
+        x = self.part(x if self.stage % 2 else x + beside.to(x.dtype))
+        if self.stage == 3:
+            return x * beside.mean()
+        return x, beside.expand(*x.shape).clone() if self.stage == 0 else beside * x
+
+
+def _two_tensors(rank: int, size: int) -> list[str]:
+    mesh, group = mesh_of(size, 2)
+    parts = [Two(part, stage) for stage, part in enumerate(cut(models.build(group, layers=LAYERS)))]
+    parts[0].part = nn.Sequential(nn.Linear(models.H, models.H), *list(parts[0].part)[1:])
+    stages = stages_of(mesh, list(parts))
+    schedule = ScheduleDualPipeV(stages, 5, models.loss_fn)
+    x = torch.randn(10, 7, models.H, generator=torch.Generator().manual_seed(rank % 2))
+    steps = []
+    for played in (schedule, overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))):
+        for stage in stages:
+            stage.submod.zero_grad()
+        losses: list[Tensor] = []
+        played.step(
+            *((x, torch.ones(10, 1, 1)) if mesh.get_local_rank("pp") == 0 else ()),
+            target=models.batch(5, seed=rank % 2)[1] if mesh.get_local_rank("pp") == 0 else None,
+            losses=losses,
+        )
+        steps.append({f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()})
+        steps[-1] |= {str(i): loss.detach() for i, loss in enumerate(losses)}
+    return models.equal(*steps)
+
+
+@SINCE_2_13
+def test_two_tensors_cross_a_boundary(ranks4: Ranks) -> None:
+    assert ranks4.run(_two_tensors) == [[]] * 4
+
+
+def _evaluated(rank: int, size: int, name: str) -> bool:
+    """Whether ``eval`` between steps returns the right outputs and changes no gradient."""
+    mesh, group = mesh_of(size, 2)
+    model = models.build(group, layers=LAYERS)
+    stages = stages_of(mesh, cut(model), V if name == "ScheduleDualPipeV" else LOOP)
+    ours = overlapped(
+        getattr(torch_schedules, name)(stages, 4, models.loss_fn), mesh=mesh, options=EngineOptions(timeout=20)
+    )
+    data = models.batch(4, seed=rank % 2)
+    with torch.no_grad():
+        expected = torch.cat([model(x) for x in data[0].chunk(4)])
+    before = Step(ours, stages, data)
+    first, last = (any(getattr(stage, name) for stage in stages) for name in ("is_first", "is_last"))
+    output = ours.eval(*data[:1] if first else (), target=data[1] if last else None)
+    same = all(
+        torch.equal(g, before.gradients[f"{s.stage_index}.{n}"])
+        for s in stages
+        for n, g in models.gradients(s.submod).items()
+    )
+    return same and (torch.equal(output, expected) if last else output is None)
+
+
+@pytest.mark.parametrize("name", ["ScheduleDualPipeV", "ScheduleInterleaved1F1B"])
+def test_eval_between_steps(ranks4: Ranks, name: str) -> None:
+    assert ranks4.run(_evaluated, name) == [True] * 4
+
+
+def against_plain(
+    rank: int, mesh: DeviceMesh, model: nn.Sequential, placement: tuple[tuple[int, ...], ...] = V
+) -> list[str]:
+    """Return the differences from plain autograd, where torch's own runtime fails or adds in another order."""
+    stages = stages_of(mesh, cut(model), placement)
+    kind = ScheduleDualPipeV if placement is V else torch_schedules.ScheduleLoopedBFS
+    data = models.batch(4)
+    losses, _ = models.plain_gradients(model, *data, 4)
+    expected = {f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()}
+    step = Step(overlapped(kind(stages, 4, models.loss_fn), mesh=mesh), stages, data)
+    different = [n for n in expected if not torch.allclose(step.gradients[n], expected[n], rtol=1e-5, atol=1e-7)]
+    return different + ([] if step.losses in ([], losses) else ["losses"])
+
+
+def _frozen(rank: int, size: int) -> list[str]:
+    """No parameter of the first stage is trained, and one block of the last is not.
+
+    torch's own runtime computes no weight gradients after the BACKWARD_INPUT of a stage whose input requires none.
+    """
+    mesh, _ = mesh_of(size, 1)
+    model = models.build(layers=LAYERS)
+    model[:2].requires_grad_(False)
+    model[5].requires_grad_(False)
+    return against_plain(rank, mesh, model)
+
+
+def _backwards_from_the_last(rank: int, size: int) -> list[str]:
+    return against_plain(rank, mesh_of(size, 1)[0], models.build(layers=LAYERS), LOOP)
+
+
+def test_looped_bfs(ranks2: Ranks) -> None:
+    """torch adds the gradients of the last microbatch first, the engine in the order of microbatches."""
+    assert ranks2.run(_backwards_from_the_last) == [[], []]
+
+
+@SINCE_2_13
+def test_frozen_stages(ranks2: Ranks) -> None:
+    assert ranks2.run(_frozen) == [[], []]
+
+
+class Expanding(nn.Module):
+    """Its input's gradient has stride 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum() * torch.ones(2, 7, models.H) / x.numel()
+
+
+def _stride_0(rank: int, size: int) -> list[str]:
+    """Send a gradient of stride 0 between stages; torch's own runtime passes it to gloo, which refuses it."""
+    mesh, _ = mesh_of(size, 1)
+    model = models.build(layers=LAYERS)
+    model[2] = nn.Sequential(Expanding(), model[2])
+    return against_plain(rank, mesh, model)
+
+
+def test_a_gradient_of_stride_0_is_sent(ranks2: Ranks) -> None:
+    assert ranks2.run(_stride_0) == [[], []]
+
+
+def _compared(rank: int, size: int) -> str:
+    """A block that keeps something where the engine does not look, and finds another microbatch's."""
+    mesh, group = mesh_of(size, 2)
+    torch.manual_seed(5)
+    stages = stages_of(mesh, [hidden.Block(group, "a closure", "behind") for _ in STAGES])
+    data = torch.randn(2, 20, hidden.HIDDEN, generator=torch.Generator().manual_seed(rank % 2))
+    schedule = ScheduleDualPipeV(stages, 4, nn.functional.mse_loss)
+    with pytest.raises(VerificationError) as caught:
+        Step(
+            overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)), stages, (data[0], data[1])
+        )
+    return str(caught.value)
+
+
+def test_a_step_is_compared_with_a_plain_loop(ranks4: Ranks) -> None:
+    assert all("ScheduleDualPipeV with overlap" in said for said in ranks4.run(_compared))
+
+
+# ------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def built(*parts: nn.Module, loss_fn: Any = models.loss_fn) -> ScheduleDualPipeV:
+    """Return a schedule of one rank."""
+    parts = parts or (models.build()[:2], models.build()[2:])
+    return ScheduleDualPipeV([PipelineStage(part, i, len(parts), CPU) for i, part in enumerate(parts)], 4, loss_fn)
+
+
+@pytest.mark.parametrize("own", [None, *models.OWN_CALLS])
+def test_a_stage_keeps_what_its_call_does_beside_its_forward(alone: None, own: str | None) -> None:
+    model = models.build()
+    parts = model[:3], model[3:]
+    handle = models.OWN_CALLS[own](parts[1]) if own else None
+    try:
+        schedule, data = built(*parts), models.batch(4)
+        expected = Step(schedule, schedule._stages, data)
+        assert not Step(overlapped(schedule), schedule._stages, data).differs(expected)
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+class Named(nn.Module):
+    """Takes its input, and a scale, by name."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor, scale: Tensor) -> Any:
+        return self.part(x) * scale
+
+
+def test_microbatches_in_lists(alone: None) -> None:
+    """As of torch 2.14 a batch may be split already; one that is split by the schedule gives the same."""
+    model, (inputs, target), scale = models.build(), models.batch(4), torch.rand(8, 1, 1)
+    schedule = built(Named(model[:2]), Named(model[2:]))
+    expected = Step(schedule, schedule._stages, (inputs, target), scale=scale)
+    ours, losses = overlapped(schedule), list[Tensor]()
+    assert not Step(ours, schedule._stages, (inputs, target), scale=scale).differs(expected)
+    lists = {"kwarg_mbs": [{"scale": part} for part in scale.chunk(4)], "target_mbs": target.chunk(4)}
+    output = ours.step(arg_mbs=[(x,) for x in inputs.chunk(4)], **lists, losses=losses)
+    assert torch.equal(output, expected.output)
+    assert torch.equal(torch.stack(losses), torch.stack(expected.losses))
+    with pytest.raises(ValueError, match=r"^a whole batch, and lists of microbatches; allowed: one of them"):
+        ours.step(inputs, **lists)
+    with pytest.raises(ValueError, match=r"^no arg_mbs on a rank that needs them; allowed: a list of 4"):
+        ours.step(**lists)
+
+
+def test_a_schedule_without_a_loss_plays_forwards(alone: None) -> None:
+    model, (inputs, _) = models.build(), models.batch(4)
+    ours = overlapped(built(model[:2], model[2:], loss_fn=None))
+    with torch.no_grad():
+        assert torch.equal(ours.step(inputs), torch.cat([model(x) for x in inputs.chunk(4)]))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_refused(alone: None) -> None:
+    schedule = built()
+    schedule._stages[1].dw_builder = lambda: lambda: None
+    with pytest.raises(ValueError, match=r"^a ScheduleDualPipeV with a dw_builder; allowed: "):
+        overlapped(schedule)
+    schedule = built()
+    schedule._stages[1] = models.build()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"^a ScheduleDualPipeV with a stage of type Sequential; allowed: "):
+        overlapped(schedule)
+    with pytest.raises(ValueError, match=r"^a Sequential with a stage of type NoneType; allowed: "):
+        overlapped(models.build())
+    single = torch_schedules._ScheduleForwardOnly(PipelineStage(models.build(), 0, 1, CPU), 4)
+    with pytest.raises(ValueError, match=r"^a _ScheduleForwardOnly without a table of actions; allowed: "):
+        overlapped(single)
+    ours, (inputs, target) = overlapped(built()), models.batch(4)
+    with pytest.raises(ValueError, match=r"^keyword arguments that require a gradient; allowed: "):
+        ours.step(inputs, target=target, scale=torch.ones(8, requires_grad=True))
+    model = models.build()
+    ours = overlapped(built(model[:2], DistributedDataParallel(model[2:])))
+    with pytest.raises(ValueError, match="holds a DistributedDataParallel; allowed: "):
+        ours.step(inputs, target=target)
+
+
+def test_the_example_runs() -> None:
+    assert doctest.testmod(schedule).failed == 0
+    assert o1.integrations.torch_pipelining.overlapped is overlapped
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = o1.integrations.nothing
