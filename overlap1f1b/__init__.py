@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "Engine Profile Stage StepResult carried combined_forward_backward_step consolidate load_checkpoint "
-        "save_checkpoint",
+        "engine": "Engine Profile Stage StepResult carried combined_forward_backward_step consolidate declare "
+        "load_checkpoint save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
         "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate synthesize",
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         carried,
         combined_forward_backward_step,
         consolidate,
+        declare,
         load_checkpoint,
         save_checkpoint,
     )
@@ -61,6 +62,7 @@ __all__ = [
     "combined_forward_backward_step",
     "compile",
     "consolidate",
+    "declare",
     "exchange",
     "load_checkpoint",
     "save_checkpoint",
