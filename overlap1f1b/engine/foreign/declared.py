@@ -127,11 +127,13 @@ def check(declared: Declared, function: type, args: Sequence[Any], calls: Sequen
         raise ValueError(f"{name} is declared, and makes {len(calls)} exchanges in a call; allowed: one")
     (call,), (rows, is_pair) = calls, _returned(result)
     given, found = partial(declared.given, args=args), positions(args, call, result)
+    sizes = {"send": call.splits.send, "receive": call.splits.receive}
     fits = {
         "tensor": _same(call.input, given("tensor")),
-        "send": _are_sizes(given("send"), call.splits.send) and not (declared.send is None and found.get("send")),
-        "receive": _are_sizes(given("receive"), call.splits.receive)
-        and not (declared.receive is None and found.get("receive")),
+        **{
+            part: _are_sizes(given(part), every) and not (getattr(declared, part) is None and found.get(part))
+            for part, every in sizes.items()
+        },
         "group": _is_group(given("group"), call.group),
         "output": declared.output is None or _same(call.received, given("output")),
         "async_op": is_pair == (declared.async_op is not None),
@@ -146,13 +148,13 @@ def check(declared: Declared, function: type, args: Sequence[Any], calls: Sequen
         )
     if not needs_gradient(rows):
         return
-    (send, receive), group, at = (call.splits.send, call.splits.receive), call.group, declared.tensor
+    group, at = call.group, declared.tensor
     at -= sum(not isinstance(arg, Tensor) for arg in args[:at])  # a node has gradients of tensors alone
 
-    def check_backward(grads: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        wanted = torch.empty_like(grads[at], memory_format=torch.contiguous_format)
-        dist.all_to_all_single(wanted, sent[0].contiguous(), send, receive, group=group)
-        if not torch.allclose(grads[at], wanted, rtol=0, atol=0, equal_nan=True):
+    def check_backward(grads: Sequence[Tensor | None], sent: Sequence[Tensor]) -> None:
+        found, wanted = grads[at], sent[0].new_empty((sum(sizes["send"]), *sent[0].shape[1:]))
+        dist.all_to_all_single(wanted, sent[0].contiguous(), sizes["send"], sizes["receive"], group=group)
+        if found is None or not torch.allclose(found, wanted, rtol=0, atol=0, equal_nan=True):
             raise ValueError(
                 f"{name} is declared, and its backward does more than an all-to-all; allowed: Functions that do no more"
             )
@@ -176,12 +178,13 @@ def positions(args: Sequence[Any], call: Watched, result: Any) -> Positions:
         "output": [_same(call.received, arg) and not needs_gradient(arg) for arg in args],
         "async_op": [arg is handle for arg in args] if is_pair else [],
     }
-    needed = {"tensor"}
-    needed |= {"send", "receive"} if call.send is not None else set()
-    needed |= {"async_op"} if is_pair else set()
-    needed |= {"group"} if call.group is not dist.group.WORLD else set()
-    places = {name: frozenset([at for at, fits in enumerate(every) if fits]) for name, every in found.items()}
-    places = {name: every for name, every in places.items() if every or name in needed}
+    in_sizes, in_group = call.send is not None, call.group is not dist.group.WORLD
+    needed = {"tensor": True, "send": in_sizes, "receive": in_sizes, "group": in_group, "async_op": is_pair}
+    places = {
+        name: frozenset([at for at, fits in enumerate(every) if fits])
+        for name, every in found.items()
+        if any(every) or needed.get(name)
+    }
     return places | ({"backward_only": frozenset([True])} if call.plain else {})
 
 

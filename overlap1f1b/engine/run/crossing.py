@@ -176,6 +176,16 @@ def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: di
     return brought
 
 
+def _hidden(run: Replaces, function: type, args: Sequence[Any]) -> Any:
+    """Return what a declared Function would, by a hidden exchange; None if it is to run where it stands."""
+    declared = declared_of(function)
+    if declared is None:
+        return None
+    claims = declared.backward_only
+    brought = run.claim(declared.given("output", args)) if claims else _exchanged(run, *declared.of(args))
+    return None if brought is None else declared.result(args, brought)
+
+
 class Asking(OpOverloadPacket):
     """The functional all-to-all, which first asks the mode in force."""
 
@@ -319,16 +329,11 @@ def _change(crossing: _Crossing) -> None:
             else:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
         run = mode.run
-        if not run.noting and (declared := declared_of(cls)) is not None:
-            brought = (
-                run.claim(declared.given("output", args))
-                if declared.backward_only
-                else _exchanged(run, *declared.of(args))
-            )
-            if brought is not None:
-                return declared.result(args, brought)
-        if not run.noting or cls in _OWN:
+        if cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
+        if not run.noting:
+            result = _hidden(run, cls, args)
+            return applied_outside(mode, cls, *args, **kwargs) if result is None else result
         before, calls = run.inside, list[Watched]()
         run.inside = calls
         try:
