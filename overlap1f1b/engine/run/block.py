@@ -482,11 +482,8 @@ class BlockRun:
             calls = [] if claimed is None else [claimed]
         if declared is not None and calls:
             check(declared, function, args, calls, result)
-            if claimed is None:
-                self.hides((args[declared.tensor],), calls[0].splits, calls[0].group)  # notes it
-        elif any(map(foreign.shares, calls)) and any(
-            map(needs_gradient, result if isinstance(result, tuple) else (result,))
-        ):
+        results = result if isinstance(result, tuple) else (result,)
+        if declared is None and any(map(foreign.shares, calls)) and any(map(needs_gradient, results)):
             foreign.note(function, args, calls, result)
         if claimed is not None:
             self.plain = [one for one in self.plain if one is not claimed]

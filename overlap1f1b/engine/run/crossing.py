@@ -341,6 +341,7 @@ def _change(crossing: _Crossing) -> None:
         finally:
             run.inside = before
         run.called(cls, args, calls, result)
+        _hidden(run, cls, args)  # notes it
         return result
 
     autograd: Any = torch.autograd

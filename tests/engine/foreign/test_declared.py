@@ -68,6 +68,15 @@ class Sized(torch.autograd.Function):
         return Sized.apply(grads[0], ctx.given[1], ctx.given[0], *ctx.given[2:]), *[None] * 5
 
 
+class Unseen(Own):
+    """Exchanges by a call that torch does not show to function modes."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, rows: Tensor, receive: Any, send: Any) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return Own.forward(ctx, group, rows, receive, send)
+
+
 class Twice(Own):
     """Exchanges rows there and back."""
 
@@ -110,6 +119,7 @@ class UndeclaredBehind(Behind):
 declare(Default, tensor=1, send=3, receive=2, group=0)
 declare(OneSize, tensor=0, send=1, receive=1)
 declare(Sized, tensor=0, send=2, receive=1, group=3)
+declare(Unseen, tensor=1, send=3, receive=2, group=0)
 declare(ScalesBack, tensor=1, send=3, receive=2, group=0)
 declare(ScalesForward, tensor=1, send=3, receive=2, group=0)
 
@@ -230,14 +240,14 @@ def _hidden(rank: int, size: int) -> list[str]:
     for name, way in evens.items():
         build = lambda way=way: nn.Sequential(Even(group, way))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 2 * MICROBATCHES)
-    ways = applied(Default), sized
-    return problems + compare(
-        "sizes", lambda: nn.Sequential(Numbered(group, ways)), mesh, exchanges=2 * 4 * MICROBATCHES
-    )
+    for name, ways in (("sizes", (applied(Default), sized)), ("unseen", (applied(Unseen), OWN))):
+        build = lambda ways=ways: nn.Sequential(Numbered(group, ways))  # noqa: E731
+        problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
+    return problems
 
 
 def test_declared_functions_are_hidden(ranks2: Ranks) -> None:
-    """With sizes, without, with one for both ways, and with arguments besides."""
+    """With sizes, without, with one for both ways, with arguments besides, and by a call that torch does not show."""
     assert ranks2.run(_hidden, timeout=60) == [[], []]
 
 
