@@ -14,7 +14,7 @@ _HOME = {
     name: home
     for home, names in {
         "engine": "Engine EngineOptions Profile Stage StepResult carried combined_forward_backward_step consolidate "
-        "load_checkpoint save_checkpoint",
+        "declare load_checkpoint save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
         "simulation": "Costs PlanTimeline ProgramTimeline Timeline found_orders simulate",
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         carried,
         combined_forward_backward_step,
         consolidate,
+        declare,
         load_checkpoint,
         save_checkpoint,
     )
@@ -63,6 +64,7 @@ __all__ = [
     "combined_forward_backward_step",
     "compile",
     "consolidate",
+    "declare",
     "exchange",
     "found_orders",
     "load_checkpoint",

@@ -12,6 +12,7 @@ from overlap1f1b.engine.checkpoint.load import load_checkpoint
 from overlap1f1b.engine.checkpoint.save import save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.foreign.declared import declare
 from overlap1f1b.engine.options import DEFAULT_OVERLAP, EngineOptions
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
@@ -44,6 +45,7 @@ __all__ = [
     "carried",
     "combined_forward_backward_step",
     "consolidate",
+    "declare",
     "load_checkpoint",
     "save_checkpoint",
     "split_blocks",

@@ -28,7 +28,7 @@ from overlap1f1b.engine.agreement import (
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
-from overlap1f1b.engine.foreign.exchanges import find_functions, shown_by_all
+from overlap1f1b.engine.foreign.exchanges import shown_by_all
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.play.device import Watch, watch_of
@@ -542,7 +542,6 @@ class Engine:
         """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
         self._looks = False
         foreign = {number: stage.foreign for number, stage in self.stages.items()}
-        find_functions(foreign, self.mesh)
         shown = shown_by_all(foreign, self.mesh)
         for stage in self.stages.values():
             stage.adopt_exchanges(shown)

@@ -1,9 +1,8 @@
 """Exchanges that blocks make by themselves, without our Experts: found in the first step, hidden in all later ones.
 
 Three kinds are found: calls of the public ``exchange``; torch's functional ``all_to_all_single``, by whatever name it
-is called; and an ``autograd.Function`` that turns out to be an all-to-all and no more, such as Megatron-Core's, torch's
-own in ``torch.distributed.nn``, or a user's. The first step runs them where they stand, and notes them. Functions are
-then tried with random rows: one that does more than an all-to-all, on any rank, stays where it stands.
+is called; and an ``autograd.Function`` that is declared to be an all-to-all and no more
+(:mod:`overlap1f1b.engine.foreign.declared`). The first step runs them where they stand, and notes them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.engine.foreign.functions import Call, Form, Known, Trial, Turn, form_of, needs_gradient, text_of
+from overlap1f1b.engine.foreign.declared import Positions, positions, warning_of
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
@@ -40,13 +39,13 @@ def forms_of(kinds: Kinds) -> Forms:
 
 
 class Seen(NamedTuple):
-    """An exchange of one microbatch in the first step; ``call`` is the call of a Function that made it, if one did."""
+    """An exchange of one microbatch in the first step, by a library, or by a plain call of ``all_to_all_single``."""
 
     send: list[int]
     receive: list[int]
     kinds: Kinds
-    call: Call | None = None
     by_library: bool = False
+    plain: bool = False
 
 
 class ForeignExchange(NamedTuple):
@@ -109,10 +108,12 @@ class Foreign:
 
     Attributes:
         ranks: Global numbers of the ranks that share the experts.
-        functions: Functions of the model that are an all-to-all.
-        tried: Functions of the step, by their text.
-        seen: Exchanges of the step, by block and microbatch; None if nobody looks for them.
-        alone: Names of blocks that have sent rows with a gradient by a plain call, and no Function has taken them up.
+        seen: Exchanges of the first step, by block and microbatch; None in later steps.
+        undeclared: Functions that have exchanged rows in the first step, and what their calls have shown; None for one
+            that makes several exchanges.
+        alone: Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward.
+        claimed: Whether a declared Function adds the backward of a plain call.
+        plain_stands: Whether all plain calls run where they stand, since no declared Function claims one of them.
         hidden: Exchanges that are hidden, by block.
         library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
             must be the same on all ranks, so they are all hidden or none.
@@ -120,41 +121,53 @@ class Foreign:
 
     def __init__(self) -> None:
         self.ranks: Sequence[int] = ()
-        self.functions: dict[Form, Known] = {}
-        self.tried: dict[str, Trial] = {}
-        self.seen: dict[int, dict[int, list[Seen]]] | None = None
-        self.alone: set[str] = set()
         self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
         self.library_stands = False
+        self.seen: dict[int, dict[int, list[Seen]]] | None = None
+        self.undeclared: dict[type, Positions | None] = {}
+        self.alone: set[str] = set()
+        self.claimed = self.plain_stands = False
 
-    def look(
-        self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any, turn: Turn
-    ) -> Call | None:
-        """Note a call of a Function, with the calls of torch's all-to-all in it, or with the plain one before it.
+    def look(self, blocks: Sequence[int]) -> None:
+        """Note in the next step the exchanges of some blocks."""
+        self.seen = {block: {} for block in blocks}
+        self.undeclared, self.alone = {}, set()
+        self.claimed = self.plain_stands = False
 
-        Return it if it may be hidden.
-        """
-        results = result if isinstance(result, tuple) else (result,)
-        exchanges = self.number_of(calls)
-        if len(calls) == 1 and not (exchanges and any(map(needs_gradient, results))):
-            return None
-        form = form_of(function, args)
-        trial = self.tried.setdefault(text_of(form), Trial(form))
-        trial.exchanges |= exchanges > 0
-        return trial.note(form, args, calls, result, turn)
+    def note(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
+        """Note a call of a Function that nobody has declared, with its exchanges."""
+        found = positions(args, calls[0], result) if len(calls) == 1 else None
+        before = self.undeclared.setdefault(function, found)
+        if found is not None and before is not None:
+            found = {name: before[name] & places for name, places in found.items() if name in before}
+        self.undeclared[function] = None if before is None else found
 
-    def number_of(self, calls: Sequence[Watched]) -> int:
-        """Return how many calls exchange over the ranks that share the experts."""
-        return sum(list(self.ranks) == dist.get_process_group_ranks(call.group) for call in calls)
+    def shares(self, call: Watched) -> bool:
+        """Return whether a call exchanges over the ranks that share the experts."""
+        return list(self.ranks) == dist.get_process_group_ranks(call.group)
+
+    @property
+    def hides_plain(self) -> bool:
+        """Whether plain calls of ``all_to_all_single`` are hidden."""
+        return self.claimed and not self.plain_stands
 
     def _hides(self, one: Seen) -> bool:
-        if one.call is None:
-            return not (one.by_library and self.library_stands)
-        known = self.functions.get(one.call.form)
-        return known is not None and bool(known.verdict(one.call.texts))
+        return not (one.by_library and self.library_stands) and not (one.plain and not self.hides_plain)
+
+    def warn(self) -> None:
+        """Warn of exchanges that run where they stand."""
+        for name in sorted(self.alone):
+            warnings.warn(
+                f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not "
+                "hidden; allowed: overlap1f1b.exchange, torch's functional all_to_all_single, or a declared Function",
+                stacklevel=2,
+            )
+        for function, found in self.undeclared.items():
+            warnings.warn(warning_of(function, found), stacklevel=2)
 
     def shown(self) -> dict[int, Shown]:
         """Return what this rank's microbatches have shown of each block."""
+        self.warn()
         seen, self.seen = self.seen or {}, None
         return {
             block: reduce(
@@ -231,61 +244,6 @@ def _shapes(every: Sequence[tuple[Kinds, Kinds]]) -> tuple[tuple[int | None, ...
 
 def _size(kinds: Kinds, tensor: int, at: int) -> int | None:
     return kinds[tensor][1][at] if tensor < len(kinds) and at < len(kinds[tensor][1]) else None
-
-
-def find_functions(stages: Mapping[int, Foreign], mesh: Mesh) -> None:
-    """Try the Functions that may be an all-to-all, and tell the stages which ones are, on all ranks.
-
-    All ranks must call this. A Function is tried on all ranks that share the experts, with calls of the same turns,
-    whose sizes fit, or on none of them.
-    """
-    mine = {(number, text): trial for number, foreign in stages.items() for text, trial in foreign.tried.items()}
-    for name in sorted(set().union(*[foreign.alone for foreign in stages.values()])):
-        warnings.warn(
-            f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not hidden; "
-            "allowed: overlap1f1b.exchange, torch's functional all_to_all_single, or a Function",
-            stacklevel=2,
-        )
-    for (number, _), trial in mine.items():
-        if trial.behind and stages[number].alone:
-            trial.places = ()
-    every = mesh.gathered_by_experts(
-        {
-            place: (trial.places or (), {turn: texts for turn, (texts, _) in trial.calls.items()})
-            for place, trial in mine.items()
-        }
-    )
-    found: dict[tuple[int, str], Known | None] = {}
-    for place in sorted(set().union(*every)):
-        on_all = all(place in shown for shown in every)
-        found[place] = known = Known.of(mine[place].form, [shown[place] for shown in every]) if on_all else None
-        if known is not None:
-            known.try_calls(mine[place])
-    verdicts = mesh.combined(
-        {place: {} if known is None else known.tried for place, known in found.items()},
-        lambda _, parts: {at: _of_all([part[at] for part in parts if at in part]) for at in set().union(*parts)},
-    )
-    for place, trial in mine.items():
-        (number, text), known, tried = place, found[place], verdicts[place]
-        if known is not None and any(tried.values()):
-            stages[number].functions[trial.form] = known._replace(tried=tried)
-        standing = sorted(values for values, alone in tried.items() if not alone)
-        if trial.exchanges and (standing or not tried):
-            besides = f" with {', '.join(standing[0])}" if standing and standing[0] else ""
-            warnings.warn(
-                f"{text}{besides} exchanges rows where it stands, and is not hidden; allowed: one "
-                "all_to_all_single and no more, forward and backward, whose sizes are given as arguments, two for both "
-                "ways, and besides these no tensors or objects, and in each call the same values on all ranks",
-                stacklevel=2,
-            )
-    for foreign in stages.values():
-        foreign.tried.clear()
-
-
-def _of_all(tables: Sequence[Mapping[tuple[str, ...], bool]]) -> dict[tuple[str, ...], bool]:
-    """Return the verdicts that hold on all ranks; none if a form is no all-to-all on some rank."""
-    every = set().union(*tables) if all(tables) else set[tuple[str, ...]]()
-    return {values: all(table.get(values, True) for table in tables) for values in every}
 
 
 def check_back(splits: Splits, earlier: Splits, where: str) -> None:

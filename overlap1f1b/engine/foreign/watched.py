@@ -16,7 +16,8 @@ from overlap1f1b.transport.calls import Splits, splits_of
 class Watched(NamedTuple):
     """A call of ``all_to_all_single``, also the functional one, or of ``all_to_all`` with a list of tensors to fill.
 
-    ``later`` tells whether it returns a handle to wait for, ``plain`` whether it stands outside of any Function.
+    ``later`` tells whether it returns a handle to wait for, ``plain`` whether it stands outside of any Function, and
+    ``version`` how often its output had been changed in place right after it.
     """
 
     output: Tensor | Sequence[Tensor]
@@ -26,11 +27,7 @@ class Watched(NamedTuple):
     group: dist.ProcessGroup
     later: bool = False
     plain: bool = False
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether rows travelled as a tensor for each rank: a Function then sees other tensors of the same values."""
-        return not isinstance(self.output, Tensor)
+    version: int = 0
 
     @property
     def received(self) -> Tensor:
@@ -38,9 +35,19 @@ class Watched(NamedTuple):
         return self.output if isinstance(self.output, Tensor) else torch.cat(list(self.output))
 
     @property
+    def changed(self) -> bool:
+        """Whether received rows were changed in place since."""
+        return self.version != version_of(self.output)
+
+    @property
     def splits(self) -> Splits:
         """Its sizes."""
         return splits_of(len(self.input), sizes_of(self.send), sizes_of(self.receive), self.group.size())
+
+
+def version_of(output: Tensor | Sequence[Tensor]) -> int:
+    """Return how often tensors were changed in place."""
+    return output._version if isinstance(output, Tensor) else sum(part._version for part in output)
 
 
 def sizes_of(sizes: Any) -> Any:
@@ -57,13 +64,14 @@ def watched(
     async_op: bool = False,
 ) -> Watched:
     """Return a call of ``all_to_all_single``."""
-    return Watched(output, input, output_split_sizes, input_split_sizes, group_named(group), async_op)
+    receive, send, version = output_split_sizes, input_split_sizes, version_of(output)
+    return Watched(output, input, receive, send, group_named(group), async_op, version=version)
 
 
 def watched_functional(output: Tensor, input: Tensor, receive: Any, send: Any, group_name: Any) -> Watched:
     """Return a call of the functional ``all_to_all_single``, whose sizes are one list if the caller gave none."""
     receive, send = (None, None) if receive is send else (receive, send)
-    return Watched(output, input, receive, send, group_named(group_name))
+    return Watched(output, input, receive, send, group_named(group_name), version=version_of(output))
 
 
 def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
@@ -72,7 +80,8 @@ def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = F
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
     if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
         return None
-    return Watched(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], group_named(group))
+    receive, send = ([len(part) for part in parts] for parts in (output, input))
+    return Watched(output, torch.cat(input), receive, send, group_named(group), version=version_of(output))
 
 
 def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:

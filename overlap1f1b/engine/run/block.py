@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
+from overlap1f1b.engine.foreign.declared import check, declared_of, needs_gradient
 from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kinds_of
-from overlap1f1b.engine.foreign.functions import NOT_YET, Call
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
@@ -63,14 +63,13 @@ class BlockRun:
         self.seen = None if seen is None else seen.get(block)
         if self.seen is not None:
             self.seen[microbatch.index] = []
-        self.exchanging = stage.foreign.functions
-        self.watching: list[Watched] | None = None if self.seen is None else []
-        self.met = 0
-        """Exchanges that Functions have made so far, in the first step."""
-        self.standing: list[tuple[Watched, int]] = []
-        """Plain calls of ``all_to_all_single`` that no Function has taken up, with their places in ``seen``."""
-        self.landed: list[tuple[Tensor, Tensor]] = []
-        """Outputs of such calls that were hidden, with the rows for the Function that takes them up."""
+        self.noting = self.seen is not None
+        """Whether exchanges of the block's own are noted, and run where they stand: in the first step."""
+        self.inside: list[Watched] | None = None
+        self.plain: list[Watched] = []
+        """Plain calls of ``all_to_all_single`` in the first step, whose rows no Function has claimed."""
+        self.hides_plain = stage.foreign.hides_plain
+        self.arrived: list[tuple[Tensor, Tensor]] = []
         self.is_last = block == len(stage.blocks) - 1
         self.uses = stage.uses[block]
         self.learns = not self.uses.known
@@ -302,9 +301,10 @@ class BlockRun:
             self._keep(outs)
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
-            if self.standing:
+            if self.plain:
                 self.stage.foreign.alone.add(self.name)
-                self.standing.clear()
+                self.stage.foreign.plain_stands = True
+                self.plain.clear()
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
             microbatch.differentiable = tuple(differs)
@@ -467,48 +467,38 @@ class BlockRun:
             self._note(tensors, splits)
         return bool(self.foreign) and not (library and foreign.library_stands)
 
-    def _note(self, tensors: Sequence[Tensor], splits: Splits, call: Call | None = None) -> None:
+    def _note(self, tensors: Sequence[Tensor], splits: Splits, *, plain: bool = False) -> None:
         assert self.seen is not None
         if self._state is not None:
             self._state.look()
         self.seen[self.microbatch.index].append(
-            Seen(splits.send, splits.receive, kinds_of(tensors), call, isinstance(splits, LibrarySplits))
+            Seen(splits.send, splits.receive, kinds_of(tensors), isinstance(splits, LibrarySplits), plain)
         )
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        foreign, turn = self.stage.foreign, (self.block, self.microbatch.index, self.met)
-        before = None if calls else self._standing_before(args)
-        if before is not None:
-            calls = [self.standing[before][0]]
-        self.met += foreign.number_of(calls)
-        call = foreign.look(function, args, calls, result, turn)
-        if call is None:
-            return
-        if before is None:
-            self._note((calls[0].input,), calls[0].splits, call)
-            return
-        assert self.seen is not None
-        seen, (_, at) = self.seen[self.microbatch.index], self.standing.pop(before)
-        seen[at] = seen[at]._replace(call=call)
+        foreign, declared, claimed = self.stage.foreign, declared_of(function), None
+        if not calls:  # it may add the backward of a plain call before it
+            claimed = next((one for one in self.plain if any(argument is one.output for argument in args)), None)
+            calls = [] if claimed is None else [claimed]
+        if declared is not None and calls:
+            check(declared, function, args, calls, result)
+        results = result if isinstance(result, tuple) else (result,)
+        if declared is None and any(map(foreign.shares, calls)) and any(map(needs_gradient, results)):
+            foreign.note(function, args, calls, result)
+        if claimed is not None:
+            self.plain = [one for one in self.plain if one is not claimed]
+            foreign.claimed |= declared is not None
+            foreign.plain_stands |= declared is None
 
-    def _standing_before(self, args: Sequence[Any]) -> int | None:
-        """Return which plain call a Function takes up, whose arguments these are; None if none."""
-        for number, (call, _) in enumerate(self.standing):
-            if any(argument is call.output for argument in args):
-                return number
-        return None
+    def called_plain(self, call: Watched) -> None:
+        if self.stage.foreign.shares(call) and call.input.requires_grad:
+            self.plain.append(call._replace(plain=True))
+            self._note((call.input,), call.splits, plain=True)
 
-    def stood(self, call: Watched) -> None:
-        # A Function behind it may be there for its backward, and take up its rows.
-        assert self.seen is not None
-        if self.stage.foreign.number_of([call]):
-            self.standing.append((call._replace(plain=True), len(self.seen[self.microbatch.index])))
-            self._note((call.input,), call.splits, NOT_YET)
-
-    def taken_up(self, output: Tensor) -> Tensor | None:
-        for at, (landed, rows) in enumerate(self.landed):
-            if landed is output:
-                del self.landed[at]
+    def claim(self, output: Tensor) -> Tensor | None:
+        for at, (filled, rows) in enumerate(self.arrived):
+            if filled is output:
+                del self.arrived[at]
                 return rows
         return None
 

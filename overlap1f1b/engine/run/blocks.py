@@ -224,9 +224,7 @@ class Blocks:
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
-        self.foreign.tried.clear()
-        self.foreign.alone.clear()
-        self.foreign.seen = {block: {} for block, shape in enumerate(self.shape) if not shape.seams}
+        self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.seams])
 
     def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
         """Cut blocks from now on at the exchanges that they made by themselves.

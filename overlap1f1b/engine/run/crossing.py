@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import partial, wraps
+from functools import wraps
 from operator import is_
 from threading import Lock
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from overlap1f1b.engine.foreign.functions import Form, Known, Landed, form_of
+from overlap1f1b.engine.foreign.declared import Arrived, declared_of
 from overlap1f1b.engine.foreign.watched import (
     Watched,
     functional_operations,
@@ -31,7 +31,7 @@ from overlap1f1b.engine.foreign.watched import (
 )
 from overlap1f1b.engine.graph.autograd import SplitGroupedMM, SplitLinear
 from overlap1f1b.engine.graph.edges import ASKS, LAST, applying
-from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of
+from overlap1f1b.transport.calls import ExchangeCall, splits_of
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspend import Forward, uncompiled
 
@@ -44,17 +44,18 @@ class Replaces(Protocol):
     """A forward that decides what enters its running segment, and which exchanges suspend it.
 
     Attributes:
-        exchanging: Functions of its model that are an all-to-all, by the forms of their calls.
-        watching: Calls of ``all_to_all_single`` and ``all_to_all`` inside the Function that runs; None if nobody looks
-            for new ones.
+        noting: Whether exchanges are noted, and run where they stand: in the first step.
+        inside: All-to-alls of torch inside the Function that runs in the first step; None outside.
         forward: What an exchange may suspend; None if nothing.
-        landed: Outputs of hidden plain calls of ``all_to_all_single``, with the rows that they have brought.
+        hides_plain: Whether plain calls of ``all_to_all_single`` suspend the forward.
+        arrived: Outputs of these, with the rows that each has brought.
     """
 
-    exchanging: dict[Form, Known]
-    watching: list[Watched] | None
+    noting: bool
+    inside: list[Watched] | None
     forward: Forward | None
-    landed: list[tuple[Tensor, Tensor]]
+    hides_plain: bool
+    arrived: list[tuple[Tensor, Tensor]]
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
@@ -63,13 +64,13 @@ class Replaces(Protocol):
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        """Note a call of a Function, with the calls of ``all_to_all_single`` in it."""
+        """Note a call of a Function in the first step, with the all-to-alls inside it."""
 
-    def stood(self, call: Watched) -> None:
-        """Note a plain call of ``all_to_all_single``, outside of any Function."""
+    def called_plain(self, call: Watched) -> None:
+        """Note a plain call of ``all_to_all_single`` in the first step, outside of any Function."""
 
-    def taken_up(self, output: Tensor) -> Tensor | None:
-        """Return the rows of a hidden plain call, which a Function behind it takes up; None if there is none."""
+    def claim(self, output: Tensor) -> Tensor | None:
+        """Return the rows of a hidden plain call, for the Function that adds its backward; None if there is none."""
 
 
 class CrossingMode(TorchFunctionMode):
@@ -96,12 +97,11 @@ class CrossingMode(TorchFunctionMode):
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
         run = self.run
-        if run.watching is not None and func in (c10d.all_to_all_single, dist.all_to_all):
-            single = func is c10d.all_to_all_single
-            call = watched(*args, **kwargs) if single else watched_parts(*args, **kwargs)
-            run.watching += [] if call is None else [call]
-            if call is not None and single and torch.is_grad_enabled() and call.input.requires_grad:
-                run.stood(call)
+        if run.inside is not None and func in (c10d.all_to_all_single, dist.all_to_all):
+            read, result = watched if func is c10d.all_to_all_single else watched_parts, func(*args, **kwargs)
+            call = read(*args, **kwargs)
+            run.inside += [] if call is None else [call]
+            return result
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = args
@@ -166,26 +166,24 @@ def applied_outside(mode: CrossingMode, function: type[torch.autograd.Function],
             torch._C._push_on_torch_function_stack(mode)
 
 
-def _exchanged(
-    run: Replaces,
-    tensor: Tensor,
-    send: Any,
-    receive: Any,
-    group: dist.ProcessGroup,
-    alone: Callable[[Splits], bool] | None = None,
-) -> Tensor | None:
-    """Return what an all-to-all of the model's own brings; None if it is to run where it stands.
-
-    ``alone`` returns whether it is one and no more.
-    """
+def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
+    """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
     forward = Forward.running()
     splits = splits_of(len(tensor), send, receive, group.size())
     if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
         return None
-    if alone is not None and not alone(splits):
-        return None
     brought: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
     return brought
+
+
+def _hidden(run: Replaces, function: type, args: Sequence[Any]) -> Any:
+    """Return what a declared Function would, by a hidden exchange; None if it is to run where it stands."""
+    declared = declared_of(function)
+    if declared is None:
+        return None
+    claims = declared.backward_only
+    brought = run.claim(declared.given("output", args)) if claims else _exchanged(run, *declared.of(args))
+    return None if brought is None else declared.result(args, brought)
 
 
 class Asking(OpOverloadPacket):
@@ -205,21 +203,25 @@ class Asking(OpOverloadPacket):
             if brought is not None:
                 return brought
         output = super().__call__(input, output_split_sizes, input_split_sizes, group_name)
-        if mode is not None and mode.run.watching is not None and not torch.is_grad_enabled():
-            mode.run.watching += [watched_functional(output, input, output_split_sizes, input_split_sizes, group_name)]
+        if mode is not None and mode.run.inside is not None and not torch.is_grad_enabled():
+            mode.run.inside += [watched_functional(output, input, output_split_sizes, input_split_sizes, group_name)]
         return output
 
 
 def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_to_all_single``, whose calls before a Function that takes up their rows suspend the forward."""
+    """Return ``all_to_all_single``, whose calls suspend the forward if a Function behind them adds their backward."""
 
     @wraps(plain)
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return plain(*args, **kwargs)
         mode = running_mode()
-        if mode is None or not torch.is_grad_enabled() or not any(k.at.is_behind for k in mode.run.exchanging.values()):
+        if mode is None or not torch.is_grad_enabled() or not (mode.run.noting or mode.run.hides_plain):
             return plain(*args, **kwargs)
+        if mode.run.noting:
+            result = plain(*args, **kwargs)
+            mode.run.called_plain(watched(*args, **kwargs))
+            return result
         call = watched(*args, **kwargs)
         brought = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
         if brought is None:
@@ -227,8 +229,8 @@ def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
         assert isinstance(call.output, Tensor)
         with torch._C.DisableTorchFunction():
             call.output.copy_(brought.detach())
-        mode.run.landed.append((call.output, brought))
-        return Landed(brought.device) if call.later else None
+        mode.run.arrived.append((call.output, brought))
+        return Arrived(brought.device) if call.later else None
 
     return all_to_all_single
 
@@ -327,24 +329,19 @@ def _change(crossing: _Crossing) -> None:
             else:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
         run = mode.run
-        known = run.exchanging.get(form_of(cls, args)) if run.exchanging else None
-        if known is not None:
-            brought = (
-                run.taken_up(known.at.output_of(args))
-                if known.at.is_behind
-                else _exchanged(run, *known.at.of(args), partial(known.hides, cls, args))
-            )
-            if brought is not None:
-                return known.at.result(args, brought)
-        if run.watching is None or cls in _OWN:
+        if cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
-        before, calls = run.watching, list[Watched]()
-        run.watching = calls
+        if not run.noting:
+            result = _hidden(run, cls, args)
+            return applied_outside(mode, cls, *args, **kwargs) if result is None else result
+        before, calls = run.inside, list[Watched]()
+        run.inside = calls
         try:
             result = plain_apply(cls)(*args, **kwargs)
         finally:
-            run.watching = before
+            run.inside = before
         run.called(cls, args, calls, result)
+        _hidden(run, cls, args)  # notes it
         return result
 
     autograd: Any = torch.autograd

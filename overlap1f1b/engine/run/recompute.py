@@ -212,7 +212,7 @@ class RecomputedRun(BlockRun):
         """Compute everything outside the experts again, from the block's input."""
         stage, state = self.stage, self.state
         assert state is not None
-        self.again, self.seen, self.watching = True, None, None
+        self.again, self.seen, self.noting = True, None, False
         with (
             state.applied(self.name, stage.device),
             replaced((vars(carrier), "loss_scale", scale) for carrier, scale in self.loss_scales),

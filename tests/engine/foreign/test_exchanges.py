@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd as imported
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, declare
+from overlap1f1b.engine.foreign.declared import Arrived
 from overlap1f1b.engine.foreign.exchanges import Seen, Shown, matched
-from overlap1f1b.engine.foreign.functions import Landed
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
@@ -98,6 +98,12 @@ class Behind(torch.autograd.Function):
         back = grads[0].new_empty((sum(send), *grads[0].shape[1:]))
         dist.all_to_all_single(back, grads[0].contiguous(), send, receive, group=group)
         return None, back, None, None, None
+
+
+declare(InParts, tensor=0, receive=2, send=3, group=1)
+declare(WithHandle, tensor=0, receive=1, send=2, group=3, async_op=4)
+declare(Functional, tensor=0, receive=1, send=2, group=3)
+declare(Behind, tensor=1, receive=2, send=3, group=4, output=0, backward_only=True)
 
 
 def in_halves(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
@@ -279,7 +285,7 @@ def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.Monkey
     """A model may take rows on a side stream of its own, which it orders by the handle alone."""
     compute, side = Stream(), Stream()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
-    handle = Landed(torch.device("cuda", 0))
+    handle = Arrived(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
     assert handle.wait()
     assert side.behind == [compute]
