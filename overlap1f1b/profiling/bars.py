@@ -120,7 +120,7 @@ def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, fl
             if end > start:
                 yield what, start, end
         else:
-            these = ((begun, ended + finest) for which, begun, ended in spans if which == index)
+            these = ((begun, ended + finest) for _, begun, ended in spans[spans.what == index])
             yield from ((what, first, last - finest) for first, last in union(these))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,17 +48,14 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     if "NVTX_EVENTS" not in tables and not devices:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
-
-    events = 0
+    numbers = count(1)
 
     def of(process: int) -> Capture:
         return captures.setdefault(process, Capture(path, "nsys"))
 
     def counted(rows: Iterable[Row]) -> Iterator[Row]:
-        nonlocal events
         for row in rows:
-            events += 1
-            if events > MOST_EVENTS:
+            if next(numbers) > MOST_EVENTS:
                 raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
             yield row
 

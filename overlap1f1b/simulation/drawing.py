@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
-from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.node import RECOMPUTE_OF
 from overlap1f1b.schedule import Kind
 
@@ -89,15 +89,3 @@ def stacked(spans: Iterable[T]) -> list[list[T]]:
         rows[row].append(span)
         heappush(busy, (span.end, row))
     return rows
-
-
-def rows_of(spans: Sequence[Span], host: Iterable[Span]) -> Iterator[tuple[Resource | None, int, list[Span]]]:
-    """Yield the rows of each resource with their numbers, the host's first; compute and exchange have one at least."""
-    lanes: dict[Resource | None, Iterable[Span]] = {None: host}
-    lanes |= {resource: [span for span in spans if span.node.resource is resource] for resource in LANES}
-    for resource, lane in lanes.items():
-        rows = stacked(span for span in lane if span.end > span.start)
-        if not rows and resource in (Resource.COMPUTE, Resource.EXCHANGE):
-            rows = [[]]
-        for number, row in enumerate(rows):
-            yield resource, number, row

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from overlap1f1b.plan import Span
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
-from overlap1f1b.simulation.drawing import LANES, rows_of, stacked, staged, style_of, text_of
+from overlap1f1b.simulation.drawing import LANES, stacked, staged, style_of, text_of
 
 if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
@@ -74,14 +75,20 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
-    tracks, of = [], timeline.ranks[rank]
+    of = timeline.ranks[rank]
+    lanes: dict[str, Iterable[Span]] = {"host": of.host}
+    lanes |= {name: [span for span in of.spans if span.node.resource is lane] for lane, name in LANES.items()}
     several = staged(span.node for span in of.spans)
-    for resource, _, row in rows_of(of.spans, of.host):
-        cells = [
-            Cell(text_of(s.node, staged=several), s.start, s.end, style_of(s.node) if resource else s.node.kind.value)
-            for s in row
-        ]
-        tracks.append(Track(f"rank {rank} {LANES[resource] if resource else 'host'}", cells))
+    tracks = []
+    for name, spans in lanes.items():
+        host = name == "host"
+        rows = stacked(span for span in spans if span.end > span.start)
+        for row in rows or [[]] * (name in ("compute", "exchange")):  # these two are always drawn
+            cells = [
+                Cell(text_of(s.node, staged=several), s.start, s.end, s.node.kind.value if host else style_of(s.node))
+                for s in row
+            ]
+            tracks.append(Track(f"rank {rank} {name}", cells))
     return tracks
 
 
