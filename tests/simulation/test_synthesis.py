@@ -145,6 +145,25 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
             assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_costs(seed: int) -> None:
+    """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
+    draw = Random(seed)
+    placement = draw.choice((Placement.loop, Placement.v))(draw.randint(1, 2), draw.randint(1, 2))
+    microbatches, waits, limit = draw.randint(1, 4), draw.random() < 0.5, draw.choice((1.0, 2.0, 4.0))
+    times = {name: draw.uniform(0.5, 4) for name in ("attention", "experts", "dispatch", "combine", "counts", "send")}
+    costs = NodeCosts.uniform(**times, shared_links=draw.random() < 0.5, launch=draw.choice((0.0, 0.3))).in_parts(2)
+    shape = (BlockShape(seams=1, parts=2, reduced=draw.random() < 0.5),)
+    options: dict[str, Any] = {"counts_block": waits}
+    plans = found_orders(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, **options)
+    ends = [plan.predicted for plan in plans]
+    assert ends == sorted(ends)
+    for program in fixed(placement, microbatches):
+        plan = compile(program, shape, costs, 3, **options)
+        if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
+            assert ends[0] <= plan.predicted * (1 + 1e-9), program.name
+
+
 def test_every_rank_finds_the_same() -> None:
     placement = Placement.v(2, 4)
     found = [synthesize(placement, 3, layers(placement, 2), even().in_parts(2), seconds=QUICK) for _ in range(2)]
