@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,12 +24,12 @@ class Schedule(torch_pipelining.Schedule):
     def step(self, *args: Any, return_outputs: bool = False, **given: Any) -> Any:
         """Play the microbatches, as of torch; outputs are returned only where they are asked for."""
         # Keep the head's weights gathered, and the norm's: the loss of one open microbatch would free them for all.
-        head = self._head()  # what replaces it is no FSDPModule
+        head = self._head  # what replaces it is no FSDPModule
         with replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
             return super().step(*args, return_outputs=return_outputs, **given)
 
     def _blocks(self) -> dict[int, list[nn.Module]]:
-        stages, head = super()._blocks(), self._head()
+        stages, head = super()._blocks(), self._head
         if head is not None and self._last in self._parts:
             self._parts[self._last].whole = (head,)
             stages[self._last].append(LossWithHead())
@@ -40,8 +41,9 @@ class Schedule(torch_pipelining.Schedule):
             loss_kwargs = {"positions": kwargs["positions"], **loss_kwargs}
         return super()._loss(loss_kwargs, kwargs, *given)[0]
 
+    @cached_property
     def _head(self) -> nn.Module | None:
-        """Return the head that the loss calls by itself, and whose backward it runs, as torchtitan's chunked loss."""
+        """The head that the loss calls by itself, and whose backward it runs, as torchtitan's chunked loss."""
         head = getattr(self.loss_fn, "lm_head", None)
         return head if isinstance(head, nn.Module) else None
 
