@@ -13,6 +13,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: 
 from tests.ranks import Ranks
 
 
+COSTLY = {"ranks2", "ranks4", "ranks8", "alone", "megatron", "tmp_path_factory"}
+"""Fixtures of tests that take processes of their own."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test over ranks, and of a slow one, the first case holds the claim; the other cases are wide."""
+    seen: set[str] = set()
+    for item in items:
+        test, fixtures = item.nodeid.partition("[")[0], set(getattr(item, "fixturenames", ()))
+        if test in seen and (fixtures & COSTLY or item.get_closest_marker("slow") is not None):
+            item.add_marker(pytest.mark.wide)
+        seen.add(test)
+
+
 def pytest_collection_finish() -> None:
     """Collections would look at all that is imported, which stays anyway: Trainer alone begins one in every run."""
     gc.collect()
