@@ -43,7 +43,7 @@ def run(code: str) -> str:
     ],
 )
 def test_schedules_and_plans_load_without_torch(use: str) -> None:
-    heavy = ("torch", "numpy", "greenlet", "einops", "rich", "tyro")
+    heavy = ("torch", "numpy", "greenlet", "einops", "msgspec", "rich", "tyro")
     code = f"import sys, overlap1f1b; {use}; print([name for name in {heavy} if name in sys.modules])"
     assert run(code) == "[]\n"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
-from overlap1f1b.profiling.recording import Recording, Spans, StepRecord, Times, What
+from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord, What
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import OverlapFigures
 
@@ -84,9 +84,9 @@ def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFig
     return {name: OverlapFigures.sum(part[name] for part in parts if name in part) for name in names}
 
 
-def figures_of(recording: Recording, steps: Iterable[StepRecord] | None = None) -> Figures:
-    """Return the figures of a rank over its steps, or over some of them."""
-    return Figures.sum(Lanes(recording, step).figures for step in (recording.steps if steps is None else steps))
+def figures_of(recording: Recording) -> Figures:
+    """Return the figures of a rank over its steps."""
+    return Figures.sum(Lanes(recording, step).figures for step in recording.steps)
 
 
 class Lanes:
@@ -136,11 +136,6 @@ class Lanes:
             first = int(backward.start.min())
             last = max(first, int(forward.end.max()))
         return dict(zip(PHASES, ((start, first), (first, last), (last, end)), strict=True))
-
-    @property
-    def overlap(self) -> OverlapFigures:
-        """Exchange of the whole step."""
-        return OverlapFigures.of(self.exchange, self.compute)
 
     @property
     def by_phase(self) -> dict[str, OverlapFigures]:
@@ -236,7 +231,7 @@ class Lanes:
             steps=1,
             time=self.window[1] - self.window[0],
             compute=length(self.compute),
-            overlap=self.overlap,
+            overlap=OverlapFigures.of(self.exchange, self.compute),
             by_sub_op=self.by_sub_op,
             by_phase=self.by_phase,
             idle=self.idle,
@@ -318,6 +313,6 @@ def _described(lanes: Lanes, start: float, end: float) -> Exposed:
     )
 
 
-def _within(spans: Spans, start: float, end: float) -> Times:
+def _within(spans: Spans, start: float, end: float) -> Column:
     """Return how much of each span lies between two times; negative if nothing does."""
     return np.minimum(spans.end, end) - np.maximum(spans.start, start)

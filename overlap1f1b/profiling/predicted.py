@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -59,34 +59,28 @@ def _step(recording: Recording, number: int) -> StepRecord:
 def _order(recording: Recording, step: StepRecord) -> tuple[Node, ...]:
     """Return the nodes in issue order; a node that was not launched counts from its departure."""
     late = step.flights[~np.isin(step.flights.what, step.issued.what)]
-    spans = step.issued + late
-    order = np.argsort(spans.start, kind="stable")
-    nodes = (recording.names[what] for what in spans.what[order].tolist())
+    nodes = (recording.names[what] for what, *_ in (step.issued + late).ordered)
     return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
 
 
 def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:
+    """Return the milliseconds for which each node occupied its resource."""
     merged: dict[CostKey, float] = {}
     for recording, step in steps:
         took: dict[CostKey, list[float]] = {}
-        for node, time in _times(recording, step).items():
-            if node.op is not Op.RECEIVE:
-                took.setdefault(cost_key(node), []).append(time)
+        for spans, computes in ((step.compute, True), (step.flights, False)):
+            for what, start, end in spans.whole:
+                node = recording.names[what]
+                if not isinstance(node, Node) or node.op is Op.RECEIVE:
+                    continue
+                if (
+                    node.resource is Resource.COMPUTE
+                ) == computes:  # kernels that pack rows of an exchange are left out
+                    took.setdefault(cost_key(node), []).append((end - start) / 1e6)
         for key, times in took.items():
-            mean = fmean(times) if Node(*key[:2], 0, 0).resource is Resource.COMPUTE else min(times)
-            merged[key] = max(merged.get(key, 0.0), mean)
+            time = fmean(times) if Node(*key[:2], 0, 0).resource is Resource.COMPUTE else min(times)
+            merged[key] = max(merged.get(key, 0.0), time)
     return NodeCosts(by_node=merged)
-
-
-def _times(recording: Recording, step: StepRecord) -> Mapping[Node, float]:
-    """Return the milliseconds for which each node occupied its resource."""
-    times: dict[Node, float] = {}
-    for spans in (step.compute, step.flights):
-        for what, start, end in spans.whole:
-            node = recording.names[what]
-            if isinstance(node, Node) and (node.resource is Resource.COMPUTE or spans is step.flights):
-                times[node] = (end - start) / 1e6
-    return times
 
 
 def _placement(orders: Sequence[Sequence[Node]]) -> Placement:

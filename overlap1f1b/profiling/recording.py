@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 from overlap1f1b.plan import Node, Resource
 from overlap1f1b.plan.intervals import Intervals, union
 
-Index = NDArray[np.int64]
-Times = NDArray[np.int64]
-"""One column of times, in nanoseconds."""
-Column = Sequence[int] | NDArray[np.int64]
+Column = NDArray[np.int64]
 
 
 class Stream(NamedTuple):
@@ -52,14 +49,14 @@ class Spans:
         place: Thread of the host's work, stream of a device's.
     """
 
-    what: Index
-    start: Times
-    end: Times
-    launched: Times
-    place: Index
+    what: Column
+    start: Column
+    end: Column
+    launched: Column
+    place: Column
 
     @classmethod
-    def of(cls, what: Column, start: Column, end: Column) -> Spans:
+    def of(cls, what: Sequence[int] | Column, start: Sequence[int] | Column, end: Sequence[int] | Column) -> Spans:
         """Return spans of the host, on one thread."""
         begin = np.asarray(start, np.int64)
         return cls(np.asarray(what, np.int64), begin, np.asarray(end, np.int64), begin, np.zeros_like(begin))
@@ -71,7 +68,7 @@ class Spans:
         """Index, start and end of each span."""
         return zip(self.what.tolist(), self.start.tolist(), self.end.tolist(), strict=True)
 
-    def __getitem__(self, chosen: NDArray[np.bool_] | Index | slice) -> Spans:
+    def __getitem__(self, chosen: NDArray[np.bool_] | Column | slice) -> Spans:
         return Spans(*(column[chosen] for column in vars(self).values()))
 
     def __add__(self, other: Spans) -> Spans:
@@ -90,11 +87,11 @@ class Spans:
     @property
     def whole(self) -> list[tuple[int, int, int]]:
         """Index, first start and last end of each name."""
-        what, place = np.unique(self.what, return_inverse=True)
-        start, end = np.full(len(what), np.iinfo(np.int64).max), np.full(len(what), np.iinfo(np.int64).min)
-        np.minimum.at(start, place, self.start)
-        np.maximum.at(end, place, self.end)
-        return list(zip(what.tolist(), start.tolist(), end.tolist(), strict=True))
+        found: dict[int, tuple[int, int]] = {}
+        for what, start, end in self:
+            first, last = found.get(what, (start, end))
+            found[what] = min(first, start), max(last, end)
+        return [(what, *edges) for what, edges in sorted(found.items())]
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 from overlap1f1b.plan import Resource
 from overlap1f1b.plan.intervals import clipped, difference, length
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
-from overlap1f1b.profiling.recording import Capture, Index, Recording, Spans, StepRecord, Stream, Times, What, lane_of
+from overlap1f1b.profiling.recording import Capture, Column, Recording, Spans, StepRecord, Stream, What, lane_of
 
 _KINDS = ("node", "flight", "wait")
 _NEVER = np.iinfo(np.int64).min
@@ -170,13 +170,13 @@ class _Builder:
         return kernels[computing].ordered, kernels[flying].ordered
 
 
-def _most(numbers: Index) -> int:
+def _most(numbers: Column) -> int:
     """Return the most frequent number; -1 if there is none."""
     found, counts = np.unique(numbers, return_counts=True)
     return int(found[np.argmax(counts)]) if len(found) else -1
 
 
-def _columns(rows: Sequence[Any], width: int) -> tuple[Index, ...]:
+def _columns(rows: Sequence[Any], width: int) -> tuple[Column, ...]:
     """Return the columns of rows, which may follow each other without brackets."""
     return tuple(map(np.ascontiguousarray, np.array(rows, np.int64).reshape(-1, width).T))
 
@@ -196,7 +196,7 @@ def _without(spans: Spans, waits: Spans) -> Spans:
     return Spans.of(*_columns(sorted(parts, key=lambda part: part[1]), 3))
 
 
-def _innermost(ranges: Spans, times: Times) -> Index:
+def _innermost(ranges: Spans, times: Column) -> Column:
     """Return the node of the innermost range around each time, or -1; ranges of one thread are nested."""
     if not len(ranges) or not len(times):
         return np.full(len(times), -1, np.int64)

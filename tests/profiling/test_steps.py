@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.plan import Node
-from overlap1f1b.profiling import Recording, figures_of, read, read_file
+from overlap1f1b.profiling import Lanes, Recording, figures_of, read, read_file
 from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_nsys
@@ -154,7 +154,7 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
         Kernel(COMPUTE, 320, 330, None),  # nobody knows who launched it
     ]
     recording = written(tmp_path, Events(ranges, kernels), "chrome")
-    figures = [figures_of(recording, [step]) for step in recording.steps]
+    figures = [Lanes(recording, step).figures for step in recording.steps]
     assert figures[0].overlap == (60, 50)
     assert figures[0].by_sub_op == {"combine.b": (40, 40), "dispatch.f": (40, 30)}
     assert figures[1].overlap == (0, 0)

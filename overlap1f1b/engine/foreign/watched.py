@@ -29,6 +29,11 @@ class Watched(NamedTuple):
     plain: bool = False
     version: int = 0
 
+    @classmethod
+    def of(cls, output: Any, input: Tensor, receive: Any, send: Any, group: Any, *, later: bool = False) -> Watched:
+        """Return a call that was made just now."""
+        return cls(output, input, receive, send, group_named(group), later, version=version_of(output))
+
     @property
     def received(self) -> Tensor:
         """Received rows, after the call."""
@@ -64,14 +69,13 @@ def watched(
     async_op: bool = False,
 ) -> Watched:
     """Return a call of ``all_to_all_single``."""
-    receive, send, version = output_split_sizes, input_split_sizes, version_of(output)
-    return Watched(output, input, receive, send, group_named(group), async_op, version=version)
+    return Watched.of(output, input, output_split_sizes, input_split_sizes, group, later=async_op)
 
 
 def watched_functional(output: Tensor, input: Tensor, receive: Any, send: Any, group_name: Any) -> Watched:
     """Return a call of the functional ``all_to_all_single``, whose sizes are one list if the caller gave none."""
     receive, send = (None, None) if receive is send else (receive, send)
-    return Watched(output, input, receive, send, group_named(group_name), version=version_of(output))
+    return Watched.of(output, input, receive, send, group_name)
 
 
 def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
@@ -80,8 +84,7 @@ def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = F
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
     if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
         return None
-    receive, send = ([len(part) for part in parts] for parts in (output, input))
-    return Watched(output, torch.cat(input), receive, send, group_named(group), version=version_of(output))
+    return Watched.of(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], group)
 
 
 def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:

@@ -104,6 +104,22 @@ class ScalesForward(Own):
         return Own.forward(ctx, group, rows, receive, send).mul_(2)
 
 
+class RestoreBackward(torch.autograd.Function):
+    """A Function of the form and name of Tutel's, which the table knows; its group may be left out."""
+
+    __module__ = "tutel.impls.communicate"
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, rows: Tensor, group: Any = None) -> Tensor:
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = torch.empty_like(grads[0])
+        dist.all_to_all_single(back, grads[0].contiguous())
+        return None, back
+
+
 class Undeclared(Own):
     """A subclass, which does not inherit the declaration."""
 
@@ -164,6 +180,14 @@ def behind(function: Any) -> Any:
         return function.apply(output, rows, receive, send, group)
 
     return way
+
+
+def as_tutel(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
+    """Rows in another order of dimensions, sent as a contiguous copy."""
+    sent = rows.view(3, 2, HIDDEN).transpose(0, 1)
+    output = torch.empty_like(sent, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(output, sent.contiguous(), group=group, async_op=True).wait()
+    return RestoreBackward.apply(output, sent).flatten(0, 1)
 
 
 def left_alone(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
@@ -235,6 +259,7 @@ def _hidden(rank: int, size: int) -> list[str]:
     sized = lambda rows, receive, send, group: Sized.apply(rows, receive, send, group, sum(receive), rows.shape)  # noqa: E731
     evens = {
         "no sizes": lambda rows, receive, send, group: Default.apply(group, rows, None, None),
+        "Tutel": as_tutel,
         "one size": lambda rows, receive, send, group: OneSize.apply(rows, send),
     }
     for name, way in evens.items():
