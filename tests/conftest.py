@@ -12,7 +12,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: 
 
 from tests.ranks import Ranks
 
-
 COSTLY = {"ranks2", "ranks4", "ranks8", "alone", "megatron", "tmp_path_factory"}
 """Fixtures of tests that take processes of their own."""
 

@@ -90,7 +90,7 @@ def _entries_of(table: Table, seen: set[int], *, copies: bool = True) -> Restore
     contents = _contents_of_all(before.values(), seen, copies=copies)
 
     def restore() -> None:
-        for name in table.keys() | before.keys():
+        for name in table.keys() | before.keys() if copies else before:  # compilers leave what they make in globals
             if table.get(name, ABSENT) is not (value := before.get(name, ABSENT)):
                 put(table, name, value)
         for one in contents:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.torchtitan import Schedule
 from overlap1f1b.schedule import build_schedule
+from tests.engines import make
 
 HIDDEN, VOCABULARY, MICROBATCHES = 12, 20, 3
 
@@ -77,10 +78,10 @@ class Bridge(torch.autograd.Function):
 def schedule_of(model: nn.Module, loss_fn: Any, **options: Any) -> Schedule:
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
 
-    def make(stages: Mapping[int, list[nn.Module]]) -> Engine:
+    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:
         return make(stages, program, **options)
 
-    return Schedule({0: model}, program, loss_fn, make)
+    return Schedule({0: model}, program, loss_fn, make_engine)
 
 
 def given(count: int = MICROBATCHES) -> dict[str, Any]:
