@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn.parallel import DistributedDataParallel
@@ -424,6 +425,9 @@ def test_what_is_refused(alone: None) -> None:
     ours = overlapped(built(model[:2], DistributedDataParallel(model[2:])))
     with pytest.raises(ValueError, match="holds a DistributedDataParallel; allowed: "):
         ours.step(inputs, target=target)
+    sharded = fully_shard(models.build()[:2], mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: "):
+        overlapped(built(sharded, model[2:])).step(inputs, target=target)
 
 
 def test_the_example_runs() -> None:
