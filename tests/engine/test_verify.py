@@ -19,7 +19,8 @@ from overlap1f1b.engine import Engine, EngineOptions, carried
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import NodeCosts, Overlap
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
+from overlap1f1b.schedule.program import program_of
 from tests import models
 from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
@@ -277,3 +278,17 @@ def test_gradients_of_the_loop_are_not_kept(earlier: bool) -> None:
 
     weight = 256 * 256 * 4
     assert most(verify=True) < most(verify=False) + weight
+
+
+def test_sums_in_another_order_are_not_a_difference() -> None:
+    """Backwards in falling order add gradients of biases in another order than a loop: they differ by rounding."""
+    inputs, target = models.batch(4)
+    rows = [[Action(kind, 0, m) for kind, order in ((Kind.F, range(4)), (Kind.B, range(3, -1, -1))) for m in order]]
+    program = program_of("falling", 4, Placement.loop(1), rows)
+    model = models.build()
+    Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)).step(inputs, target=target)
+    _, expected = models.plain_gradients(models.build(), inputs, target, 4)
+    found = models.gradients(model)
+    assert models.equal(found, expected)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name])
