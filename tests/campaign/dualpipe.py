@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import split_blocks
+from overlap1f1b.engine import EngineOptions, split_blocks
 from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV
 from tests.campaign import plain
 from tests.campaign.build import Microbatch, batch, build, loss_fn
@@ -56,9 +56,11 @@ class Pipeline:
             [nn.Sequential(*parts[stage]) for _, stage in self.places],
             process_group=mesh.get_group("pp"),
             expert_group=mesh.get_group("ep") if layout.ep > 1 else None,
-            overlap=layout.overlap,
-            costs=None if layout.measured else costs_of(Random(case.seed)),
-            timeout=TIMEOUT_S,
+            options=EngineOptions(
+                overlap=layout.overlap,
+                costs=None if layout.measured else costs_of(Random(case.seed)),
+                timeout=TIMEOUT_S,
+            ),
         )
 
     def data(self, step: int) -> list[list[list[Microbatch]]]:

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -44,7 +45,7 @@ def disagreements(folder: Path, text: Path) -> list[str]:
         for pattern in ("rank*.trace.json.gz", "rank?.json"):
             for recording in read(*sorted((folder / name).glob(pattern))).ranks:
                 own = json.loads((folder / f"{name}-{recording.rank}.json").read_text())
-                seen = [figures_of(recording, [step]).overlap for step in recording.steps]
+                seen = [figures_of(replace(recording, steps=(step,))).overlap for step in recording.steps]
                 both = list(zip(seen, own, strict=True))
                 for key in ("exchange", "exposed", "hidden"):
                     off = [abs(getattr(a, key) - counted(b, key)) / b["exchange"] for a, b in both]

@@ -245,14 +245,15 @@ DROPPED = """
     import gc, sys
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from overlap1f1b import Engine, NodeCosts, build_schedule
+    from overlap1f1b import Engine, EngineOptions, NodeCosts, build_schedule
     from tests import models
 
     def main(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
         program = build_schedule("combined_1f1b", microbatches=3)
-        options = {"loss_fn": models.loss_fn, "costs": NodeCosts(), "overlap": "pairs", "timeout": 30}
-        engine = Engine(models.build(mesh.get_group("ep")), program, mesh=mesh, **options)
+        options = EngineOptions(costs=NodeCosts(), overlap="pairs", timeout=30)
+        model = models.build(mesh.get_group("ep"))
+        engine = Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, options=options)
         data = models.batch(3, seed=rank)
         for _ in range(2):
             engine.step(data[0], target=data[1])

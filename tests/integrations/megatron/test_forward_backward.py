@@ -198,7 +198,7 @@ def _rebuilt(rank: int, size: int) -> dict[str, bool]:
     ep = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep")
     make = partial(
         get_forward_backward_func, schedule="combined_1f1b_schedule_for_no_pipelining",
-        pg_collection=ProcessGroups(ep=ep), costs=COSTS, timeout=20,
+        pg_collection=ProcessGroups(ep=ep), options=EngineOptions(costs=COSTS, timeout=20),
     )  # fmt: skip
     (kept,), function, data, seen = build(1, ep), make(), items(2), []
     call(function, [kept], items(3))
