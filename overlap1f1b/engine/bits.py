@@ -12,6 +12,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements, whose positions take 8 bytes each
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's bits can be read: it has values, and is not sparse, nested or quantized."""
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.dtype is not torch.complex32
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return a tensor without its graph; of a DTensor this rank's part."""
     detached = tensor.detach()

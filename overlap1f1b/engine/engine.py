@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -44,6 +44,7 @@ from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
+from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.run.model import refuse_graphs
 from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
@@ -198,6 +199,7 @@ class Engine:
             self._plans = self._new_plans(options.costs)
             compared = Verification(self.stages, self.mesh, self.player, self.sharding)
             self.verification = compared if options.verify else None
+            compared.tables = partial(_tables_of, loss_fn)
             # 6. Blocks may exchange rows by themselves: the first step shows where.
             self._looks = ep is not None
             if options.plan is not None:
@@ -696,6 +698,12 @@ class Engine:
         if position is None:
             return "before the first node of its plan"
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
+
+
+def _tables_of(loss_fn: object) -> list[MutableMapping[Any, Any]]:
+    """Return the tables of what a loss keeps if it is a module or a module's method."""
+    held = [one for one in (loss_fn, getattr(loss_fn, "__self__", None)) if isinstance(one, torch.nn.Module)]
+    return [place.table for one in held for place in places_of(one).values() if not place.shared]
 
 
 def _check_trains(program: Program) -> None:

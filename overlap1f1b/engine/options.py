@@ -92,8 +92,9 @@ class EngineOptions:
         check_size("tries", self.tries, 0)
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-        if not isinstance(self.verify, bool):
-            raise ValueError(f"verify={quoted(self.verify)}; allowed: True or False")
+        for name in ("verify", "reduce", "dynamic_shapes", "carveout"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):
             raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
 

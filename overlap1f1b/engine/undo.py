@@ -6,7 +6,7 @@ import contextvars
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.bits import local_part
+from overlap1f1b.engine.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.engine.run.replaced import ABSENT, is_table, put
 
 Restore = Callable[[], None]
@@ -30,8 +30,10 @@ class Undo:
 
     Args:
         gradients: Where gradients are, each an object and the name of its attribute.
-        tables: Of entries that it may change.
-        shared: The same of what other code uses, too: of its tensors no copies are made.
+        tables: Of entries that it may change, by the number of their owner.
+        shared: The same of what other code uses, too, such as a file's globals.
+        known: Returns the entries of shared tables that a step has changed: a number and a name. Only these are put
+            back, since threads and signals may change others.
         generators: Generators of random numbers that it draws from.
     """
 
@@ -39,13 +41,14 @@ class Undo:
         self,
         gradients: Iterable[tuple[Any, str]],
         tables: Iterable[Table],
-        shared: Iterable[Table],
+        shared: Iterable[tuple[int, Table]],
+        known: Callable[[], Container[tuple[int, Any]]],
         generators: Iterable[torch.Generator],
     ) -> None:
         seen = set[int]()
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in tables]
-        self._restores += [_entries_of(table, seen, copies=False) for table in shared]
+        self._restores += [_shared_entries_of(number, table, known) for number, table in shared]
         self._restores += _contents_of_all(generators, seen)
         self._context = contextvars.copy_context()
         self._python = random.getstate()
@@ -71,7 +74,8 @@ def _gradient_of(owner: Any, name: str) -> Restore:
     if grad is None:
         return lambda: setattr(owner, name, None) if hasattr(owner, name) else None
     if grad.layout is not torch.strided:
-        return partial(setattr, owner, name, grad.clone())
+        kept = grad.clone()
+        return lambda: setattr(owner, name, kept.clone())
     part = local_part(grad)
     copy = part.to("cpu", copy=True) if part.any() else None
 
@@ -85,12 +89,24 @@ def _gradient_of(owner: Any, name: str) -> Restore:
     return restore
 
 
-def _entries_of(table: Table, seen: set[int], *, copies: bool = True) -> Restore:
+def _shared_entries_of(number: int, table: Table, known: Callable[[], Container[tuple[int, Any]]]) -> Restore:
     before = dict(table)
-    contents = _contents_of_all(before.values(), seen, copies=copies)
 
     def restore() -> None:
-        for name in table.keys() | before.keys() if copies else before:  # compilers leave what they make in globals
+        changed = known()
+        for name, value in before.items():
+            if (number, name) in changed and table.get(name, ABSENT) is not value:
+                put(table, name, value)
+
+    return restore
+
+
+def _entries_of(table: Table, seen: set[int]) -> Restore:
+    before = dict(table)
+    contents = _contents_of_all(before.values(), seen)
+
+    def restore() -> None:
+        for name in table.keys() | before.keys():
             if table.get(name, ABSENT) is not (value := before.get(name, ABSENT)):
                 put(table, name, value)
         for one in contents:
@@ -99,36 +115,42 @@ def _entries_of(table: Table, seen: set[int], *, copies: bool = True) -> Restore
     return restore
 
 
-def _contents_of_all(values: Iterable[Any], seen: set[int], *, copies: bool = True) -> list[Restore]:
-    return [restore for value in values if (restore := _contents_of(value, seen, copies=copies)) is not None]
+def _contents_of_all(values: Iterable[Any], seen: set[int]) -> list[Restore]:
+    return [restore for value in values if (restore := _contents_of(value, seen)) is not None]
 
 
-def _contents_of(value: Any, seen: set[int], *, copies: bool) -> Restore | None:
+def _contents_of(value: Any, seen: set[int]) -> Restore | None:
     """Return what puts back the contents of a tensor, a generator or a container; None for anything else."""
     if id(value) in seen or isinstance(value, nn.Parameter):
         return None
     if isinstance(value, torch.Generator):
         return partial(_set_state, value, value.get_state())
-    if copies and isinstance(value, Tensor) and not (value.requires_grad or value.is_meta):
-        seen.add(id(value))
-        tensor = local_part(value)
-        return partial(_copy_back, tensor, tensor.clone())
+    if isinstance(value, Tensor):
+        return _tensor_of(value, seen)
     if is_table(value):
         seen.add(id(value))
-        return _entries_of(value, seen, copies=copies)
-    if isinstance(value, list | set | deque):
+        return _entries_of(value, seen)
+    if isinstance(value, list | set | deque | tuple):
         seen.add(id(value))
         before = list(value)
-        return partial(_refill, value, before, _contents_of_all(before, seen, copies=copies))
+        return partial(_refill, value, before, _contents_of_all(before, seen))
     return None
+
+
+def _tensor_of(value: Tensor, seen: set[int]) -> Restore | None:
+    if value.requires_grad or not is_plain(value):
+        return None
+    seen.add(id(value))
+    tensor = local_part(value)
+    return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
 
 
 def _set_state(generator: torch.Generator, state: Tensor) -> None:
     generator.set_state(state)
 
 
-def _copy_back(tensor: Tensor, copy: Tensor) -> None:
-    if not torch.equal(tensor, copy):
+def _copy_back(tensor: Tensor, copy: Tensor, bits: Tensor) -> None:
+    if sum_of_bits(tensor, ordered=True) != bits:
         tensor.copy_(copy)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.agreement import parameters_of
-from overlap1f1b.engine.bits import local_part, sum_of_bits
+from overlap1f1b.engine.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.result import PlayedStep
@@ -28,8 +28,10 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import Mesh
 
-ROUNDING = 64.0
-"""Largest difference of sums in another order, in the last bits of a tensor's largest entry."""
+ROUNDING = 1e-6
+"""Largest difference of gradients whose sums have another order, as a part of the largest entry."""
+SMALL = 1e-4
+"""Largest entry of a gradient, as a part of the largest of all, below which it may be nothing but rounding."""
 NOISE = 4.0
 """Largest difference from a plain loop, as a multiple of that of two loops."""
 RANDOM = 0.05
@@ -106,9 +108,9 @@ class Verification:
             return what()
 
         serial = _bits(self._outcome(rehearse(twin)))
+        self._refuse_changed(versions, undo)
         played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
         if self._differs(_bits(self._outcome(played)), serial):
-            self._refuse_changed(versions)
             self._judge(plan, twin, rehearse, undo, serial)
             played = anew(play)
         elif summed_outside:
@@ -147,11 +149,13 @@ class Verification:
 
     def _undo(self) -> Undo:
         stages = self._stages.values()
-        places = [place for stage in stages for state in stage.attributes for place in state.places]
+        states = [state for stage in stages for state in stage.attributes]
+        places = {number: place for state in states for number, place in state.places.items()}
         return Undo(
             gradients=((owner, attribute) for _, owner, attribute in self._gradients()),
-            tables=[*(place.table for place in places if not place.shared), *self.tables()],
-            shared=[place.table for place in places if place.shared],
+            tables=[*(place.table for place in places.values() if not place.shared), *self.tables()],
+            shared=[(number, place.table) for number, place in places.items() if place.shared],
+            known=lambda: {key for state in states for key in state.known},
             generators=dict.fromkeys(generator for stage in stages for generator in stage.generators),
         )
 
@@ -166,6 +170,8 @@ class Verification:
         for number, stage in self._stages.items():
             for block, where in zip(stage.blocks, stage.names, strict=True):
                 for name, buffer in block.named_buffers():
+                    if not is_plain(local_part(buffer)):
+                        continue
                     yield f"the buffer {name} of {where} of stage {number}", buffer
         for at, loss in enumerate(played.result.losses):
             yield f"loss {at}", loss
@@ -173,12 +179,14 @@ class Verification:
     def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
         return bool(self._mesh.sums(one != other)[0])
 
-    def _refuse_changed(self, versions: Mapping[nn.Parameter, int]) -> None:
+    def _refuse_changed(self, versions: Mapping[nn.Parameter, int], undo: Undo) -> None:
+        """Raise if a step changes parameters: that cannot be taken back."""
         changed = (
             f"{name} of {where}" for name, where, p, _ in parameters_of(self._stages) if p._version != versions[p]
         )
         mine = next(changed, None)
         if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
+            undo()
             raise VerificationError(
                 f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
@@ -207,14 +215,15 @@ class Verification:
         # 2. Loops may differ; then a step may differ as much.
         spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
         of_loop, by = self._largest(spread), self._largest(apart)
+        noisy = all(by <= NOISE * spread.get(name, 0.0) + ROUNDING for name, by in apart.items())
         if of_loop > RANDOM:
             raise VerificationError(self._first(_of_loop(spread)))
         # Where all that nodes hand on is equal, only sums have another order, as of a weight with several gradients.
         first = self._first_node(twin, seen[0], seen[2])
-        rounded = all(by <= ROUNDING * _last_bit(copies[0].get(name)) for name, by in apart.items())
+        rounded = all(by <= (ROUNDING if "grad of " in name else 0.0) for name, by in apart.items())
         resummed = not self._mesh.sums(first is not None or not rounded)[0]
         warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
-        if (by or warmed) and (resummed or by <= NOISE * of_loop):
+        if (by or warmed) and (resummed or (of_loop and not self._mesh.sums(not noisy)[0])):
             return
         # 3. The first difference on any rank.
         raise VerificationError(self._first(self._difference(plan, first, apart, seen[2])))
@@ -257,25 +266,34 @@ def _of_loop(spread: Mapping[str, float]) -> Difference:
     )
 
 
-def _last_bit(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None or not tensor.is_floating_point() else torch.finfo(tensor.dtype).eps
-
-
 def _bits(outcome: Outcome) -> dict[str, int]:
     sums = {name: sum_of_bits(tensor, ordered=True) for name, tensor in outcome}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def _apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each tensor, as a multiple of its largest entry."""
+    """Return the largest difference of each tensor, as a part of its largest entry; small gradients count as larger."""
+    wide = {name: [_wide(tensors.get(name)) for tensors in (one, other)] for name in dict.fromkeys((*one, *other))}
+    largest = {name: _largest(a) for name, (a, _) in wide.items()}
+    least = SMALL * max((of for name, of in largest.items() if "grad of " in name), default=0.0)
     found = {}
-    for name in dict.fromkeys((*one, *other)):
-        a, b = (tensors.get(name) for tensors in (one, other))
+    for name, (a, b) in wide.items():
         if a is None or b is None or a.shape != b.shape:
             found[name] = math.inf
-        elif a.numel():
-            a, b = (x.to_dense() if x.layout is not torch.strided else x for x in (a, b))
-            a, b = (x.to(torch.complex128 if x.is_complex() else torch.float64) for x in (a, b))
-            by = 0.0 if torch.equal(a.nan_to_num(), b.nan_to_num()) else float((a - b).abs().max() / a.abs().max())
+        elif torch.equal(a.nan_to_num(), b.nan_to_num()):
+            found[name] = 0.0
+        else:
+            by = _largest(a - b) / (max(least, largest[name]) if "grad of " in name else largest[name] or 1.0)
             found[name] = math.inf if math.isnan(by) else by
     return found
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())

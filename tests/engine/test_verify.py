@@ -292,3 +292,123 @@ def test_sums_in_another_order_are_not_a_difference() -> None:
     assert models.equal(found, expected)
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name])
+
+
+def _step(model: nn.Module, loss: Any = loss_fn, **options: Any) -> Engine:
+    """Make one step of a model over vectors, in an order with several open actions."""
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    engine = Engine(model, program, loss_fn=loss, options=EngineOptions(overlap=3, costs=COSTS, **options))
+    dtype = next(model.parameters()).dtype
+    data = batch(0).to(dtype)
+    engine.step(data[0], target=data[1])
+    return engine
+
+
+class Around(nn.Module):
+    """A layer of experts with something of a test's own around it."""
+
+    def __init__(self, before: Callable[..., Any], behind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.moe, self.before, self.behind = MoE(HIDDEN, 16, RouterConfig(4, 2)), before, behind
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before(self, x)
+        return self.behind(self, x + self.moe(x), x)
+
+
+STOPPED = False
+
+
+def test_what_others_set_meanwhile_stays() -> None:
+    """A signal's handler sets a global of the script while the loop is played."""
+
+    def before(block: Around, x: Tensor) -> None:
+        globals()["STOPPED"] = True
+
+    globals()["STOPPED"] = False
+    _step(nn.Sequential(Around(lambda *_: None, lambda _, y, x: (before(_, x), y)[1])))
+    assert STOPPED
+
+
+def _own_gradient(block: Around, y: Tensor, x: Tensor) -> Tensor:
+    """Multiply by a weight whose gradient a hook scales by what was kept last."""
+    return y * block.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_alone_that_is_wrong(dtype: torch.dtype) -> None:
+    """All that nodes hand on is right; a hook takes what another microbatch has kept."""
+    kept: list[Tensor] = [torch.ones(())]
+    model = nn.Sequential(
+        *(Around(lambda b, x: kept.__setitem__(0, x.detach().mean() + 2), _own_gradient) for _ in "ab")
+    )
+    for block in model:
+        block.scale = nn.Parameter(torch.ones(HIDDEN))
+        block.scale.register_hook(lambda grad: grad * kept[0].to(grad.dtype))
+    with pytest.raises(VerificationError, match="the grad of scale"):
+        _step(model.to(dtype))
+
+
+def test_one_noisy_tensor_does_not_excuse_another() -> None:
+    kept: list[Tensor] = [torch.ones(())]
+
+    def behind(block: Around, y: Tensor, x: Tensor) -> Tensor:
+        block.noise.fill_(1 + int.from_bytes(os.urandom(2), "little") / 2**22)
+        return y * (1 + kept[0] / 100)
+
+    model = nn.Sequential(Around(lambda b, x: kept.__setitem__(0, x.detach().mean()), behind))
+    model[0].register_buffer("noise", torch.ones(()))
+    with pytest.raises(VerificationError, match="differs from a plain loop"):
+        _step(model)
+
+
+def test_a_parameter_that_a_step_changes_is_refused() -> None:
+    def before(block: Around, x: Tensor) -> None:
+        with torch.no_grad():
+            block.average.mul_(0.9).add_(x.mean())
+
+    model = nn.Sequential(Around(before, lambda _, y, x: y))
+    model[0].average = nn.Parameter(torch.zeros(()), requires_grad=False)
+    weight = next(model[0].moe.parameters())
+    weight.grad = torch.full_like(weight, 0.5)
+    with pytest.raises(VerificationError, match=r"average of block 0 .* changes inside a step.*allowed: verify=False"):
+        _step(model)
+    assert (weight.grad == 0.5).all()
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"), torch.full((1,), float("nan")).expand(3), torch.ones(2, dtype=torch.complex64),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    ],
+    ids=["quantized", "sparse", "meta", "expanded", "complex", "nested"],
+)  # fmt: skip
+def test_odd_tensors_may_be_held(held: Tensor) -> None:
+    model = nn.Sequential(Around(lambda *_: None, lambda _, y, x: y))
+    model[0].register_buffer("held", held)
+    model[0].inside = (held, [held])
+    _step(model)
+
+
+def test_a_loss_keeps_its_state_as_after_one_step() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("centre", torch.zeros(HIDDEN))
+            self.calls = 0
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.calls += 1
+            self.centre.lerp_(output.detach().mean(0), 0.1)
+            return loss_fn(output - self.centre, target)
+
+    found = []
+    for verify in (False, True):
+        torch.manual_seed(2)
+        loss = Centred()
+        _step(nn.Sequential(Around(lambda *_: None, lambda _, y, x: y)), loss, verify=verify)
+        found.append(loss)
+    assert found[1].calls == found[0].calls == MICROBATCHES
+    assert torch.equal(found[1].centre, found[0].centre)

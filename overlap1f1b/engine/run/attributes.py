@@ -69,11 +69,9 @@ class ModuleAttributes:
         return self.learning or bool(self.known) or self._own is not None
 
     @property
-    def places(self) -> Iterable[Place]:
-        """All places."""
-        found = dict[int, Place]()
-        _walk([(self._block, "")], self._block, found)
-        return found.values()
+    def places(self) -> dict[int, Place]:
+        """All places, by the number of their owner."""
+        return places_of(self._block)
 
     def begin(self, seed: int | None) -> None:
         """Note what is there before a forward."""
@@ -177,6 +175,13 @@ def carried(block: nn.Module, *holders: object) -> None:
     vars(block).setdefault(_CARRIED, []).extend(held)
 
 
+def places_of(holder: object) -> dict[int, Place]:
+    """Return the places of a module or an object, by the number of their owner."""
+    found = dict[int, Place]()
+    _walk([(holder, "")], holder, found)
+    return found
+
+
 def places(block: nn.Module, name: str, known: Container[Key] = ()) -> Iterator[tuple[str, Any]]:
     """Yield what a block's forward may set, as ``("attribute 'order' of Dispatcher in NAME.dispatcher", value)``.
 
@@ -220,7 +225,7 @@ class _Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _walk(waiting: list[tuple[Any, str]], block: nn.Module, found: dict[int, Place]) -> None:
+def _walk(waiting: list[tuple[Any, str]], block: object, found: dict[int, Place]) -> None:
     """Add the places of values, each with its name, and of what they hold: modules, objects, classes."""
     seen: dict[int, Any] = {}
     while waiting:
@@ -249,19 +254,19 @@ def _walk(waiting: list[tuple[Any, str]], block: nn.Module, found: dict[int, Pla
                 waiting.append((value, f"{path}[{key if isinstance(key, str | int) else type(key).__name__}]"))
 
 
-def _add_attributes(held: Any, path: str, found: dict[int, Place]) -> list[Mapping[str, Any]]:
+def _add_attributes(held: Any, path: str, found: dict[int, Place], *, shared: bool = False) -> list[Mapping[str, Any]]:
     """Add the attributes of an object; return the tables."""
     owned, tables = getattr(held, "__dict__", None), list[Mapping[str, Any]]()
     around = "attribute '", f"' of {type(held).__name__} in {path}"
     if isinstance(owned, dict):
         tables.append(owned)
-        found.setdefault(id(owned), Place(owned, owned, *around))
+        found.setdefault(id(owned), Place(owned, owned, *around, shared))
     kinds = [kind for kind in reversed(type(held).__mro__) if "__slots__" in vars(kind)]
     slots = {k: slot for kind in kinds for k, slot in vars(kind).items() if isinstance(slot, MemberDescriptorType)}
     if slots:
         table = _Attributes(held, slots)
         tables.append(table)
-        found.setdefault(id(held), Place(table, table, *around))
+        found.setdefault(id(held), Place(table, table, *around, shared))
     return tables
 
 
@@ -280,7 +285,9 @@ def _of_class(kind: type, found: dict[int, Place]) -> Iterator[tuple[Any, str]]:
         if isinstance(value, type):
             yield from [(value, "")] if value.__module__ == kind.__module__ else []
         elif not _is_pythons(own) and _may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
-            _add_attributes(value, f"{own} of {name}", found)  # and nothing in it: a script's globals hold everything
+            _add_attributes(
+                value, f"{own} of {name}", found, shared=True
+            )  # and nothing in it: a script's globals hold everything
 
 
 def _may_hold(value: Any) -> bool:
@@ -294,7 +301,7 @@ def _package(kind: type) -> str:
     return str(kind.__module__).partition(".")[0]
 
 
-def _is_around(module: nn.Module, block: nn.Module) -> bool:
+def _is_around(module: nn.Module, block: object) -> bool:
     return module is not block and any(inner is block for inner in module.modules())
 
 

@@ -182,7 +182,7 @@ class Rewound(Iterator[Any]):
     @classmethod
     def of(cls, iterators: Sequence[Any]) -> list[Any]:
         """Return what reads from these iterators; what is no iterator stays as it is."""
-        made = {id(one): cls(one) if isinstance(one, Iterator) else one for one in iterators}
+        made = {id(one): cls(one) if hasattr(one, "__next__") else one for one in iterators}
         return [made[id(one)] for one in iterators]
 
     def __next__(self) -> Any:
@@ -192,6 +192,8 @@ class Rewound(Iterator[Any]):
         return deepcopy(self._items[self.at - 1])
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_iterator":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self._iterator, name)
 
 
