@@ -79,7 +79,8 @@ def _program_of(schedule: Any, chunks: int) -> Program:
     name, count = type(schedule).__name__, schedule._n_microbatches
     # torch's table of 1F1B, which it does not play, has wrong numbers. That of LoopedBFS takes the last microbatch's
     # backwards first, but the engine adds gradients in the order of microbatches.
-    if (ours := {"Schedule1F1B": "1f1b", "ScheduleLoopedBFS": "afab"}.get(name)) is not None:
+    played = {"Schedule1F1B": "1f1b", "ScheduleLoopedBFS": "afab"}
+    if (ours := next((played[k.__name__] for k in type(schedule).__mro__ if k.__name__ in played), None)) is not None:
         return build_schedule(ours, ranks=schedule._num_stages // chunks, microbatches=count, chunks=chunks)
     table = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None)
     if not table:
