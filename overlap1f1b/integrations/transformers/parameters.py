@@ -11,7 +11,7 @@ class Elsewhere(nn.Parameter):
     No optimizer takes it: torch's ask a tensor whether it is a leaf, and if not, whether it keeps its gradient.
     """
 
-    name_in_model: str
+    name_in_model = "a parameter"  # of a copy
     is_leaf = False  # PEFT asks, too, before it changes requires_grad
 
     @property
