@@ -92,7 +92,7 @@ class Verification:
             VerificationError: It differs, or two loops differ.
         """
         undo, summed_outside = self._undo(), self._player.around is not None
-        versions = {parameter: parameter._version for _, _, parameter, _ in parameters_of(self._stages)}
+        weights = self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
             with self._unobserved(lanes):
@@ -108,7 +108,7 @@ class Verification:
             return what()
 
         serial = _bits(self._outcome(rehearse(twin)))
-        self._refuse_changed(versions, undo)
+        self._refuse_changed(weights, undo)
         played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
         if self._differs(_bits(self._outcome(played)), serial):
             self._judge(plan, twin, rehearse, undo, serial)
@@ -179,12 +179,14 @@ class Verification:
     def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
         return bool(self._mesh.sums(one != other)[0])
 
-    def _refuse_changed(self, versions: Mapping[nn.Parameter, int], undo: Undo) -> None:
-        """Raise if a step changes parameters: that cannot be taken back."""
-        changed = (
-            f"{name} of {where}" for name, where, p, _ in parameters_of(self._stages) if p._version != versions[p]
-        )
-        mine = next(changed, None)
+    def _weights(self) -> dict[str, int]:
+        """Return the bits of all parameters, by name."""
+        held = ((f"{name} of {where}", parameter) for name, where, parameter, _ in parameters_of(self._stages))
+        return _bits((name, parameter) for name, parameter in held if is_plain(local_part(parameter)))
+
+    def _refuse_changed(self, before: Mapping[str, int], undo: Undo) -> None:
+        """Raise if a step has changed parameters: that cannot be taken back."""
+        mine = next((name for name, bits in self._weights().items() if bits != before[name]), None)
         if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
             undo()
             raise VerificationError(
