@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from overlap1f1b.engine import Engine, EngineOptions, carried
 from overlap1f1b.engine.verify import VerificationError
@@ -26,7 +27,7 @@ from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run
 
 
 def _carried(rank: int, size: int, place: str) -> list[str]:
@@ -412,3 +413,30 @@ def test_a_loss_keeps_its_state_as_after_one_step() -> None:
         found.append(loss)
     assert found[1].calls == found[0].calls == MICROBATCHES
     assert torch.equal(found[1].centre, found[0].centre)
+
+
+def _over(rank: int, size: int, layout: str, place: str) -> str:
+    """Return what is said over a pipeline whose ranks share experts, or under FSDP2."""
+    sizes, names = ((2, 2), ("pp", "ep")) if layout == "pp x ep" else ((size,), ("dp",))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(5)
+    blocks = [Block(mesh.get_group("ep") if "ep" in names else None, place, "behind") for _ in range(4)]
+    for block in blocks if layout == "FSDP2" else ():
+        fully_shard(block, mesh=mesh)
+    program = build_schedule("combined_1f1b", ranks=mesh["pp"].size() if "pp" in names else 1, microbatches=4)
+    engine = Engine(blocks, program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    seed = mesh.get_local_rank("ep" if "ep" in names else "dp")
+    data = torch.randn(2, 20, blocks[0].mix.in_features, generator=torch.Generator().manual_seed(seed))
+    try:
+        engine.step(data[0], target=data[1])
+    except VerificationError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+@pytest.mark.parametrize(("layout", "size"), [("pp x ep", 4), ("FSDP2", 2)])
+def test_over_pipelines_and_under_fsdp2(layout: str, size: int) -> None:
+    said = run(_over, size, layout, "a closure")
+    assert len(set(said)) == 1
+    assert "differs from a plain loop, first in aggregate.f of block" in said[0]
+    assert run(_over, size, layout, "") == [""] * size
