@@ -30,8 +30,8 @@ class Undo:
 
     Args:
         gradients: Where gradients are, each an object and the name of its attribute.
-        tables: Of entries that it may change, by the number of their owner.
-        shared: The same of what other code uses, too, such as a file's globals.
+        tables: Of entries that it may change.
+        shared: The same of what other code uses, too, such as a file's globals, each with the number of its owner.
         known: Returns the entries of shared tables that a step has changed: a number and a name. Only these are put
             back, since threads and signals may change others.
         generators: Generators of random numbers that it draws from.

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -120,16 +121,12 @@ class Verification:
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
-        held = Counter(p for stage in self._stages.values() for p in {p for b in stage.blocks for p in b.parameters()})
-        seen = set[nn.Parameter]()
+        named: dict[nn.Parameter, str] = {}
         for name, where, parameter, _ in parameters_of(self._stages):
-            if parameter in seen:
-                continue
-            seen.add(parameter)
-            # Stages of one rank that share a parameter add to it in the order of the plan.
-            shared = " by several stages" if held[parameter] > 1 else ""
+            named.setdefault(parameter, f"{name} of {where}")
+        for parameter, name in named.items():
             for attribute in ("grad", "main_grad"):
-                yield f"the {attribute} of {name} of {where}{shared}", parameter, attribute
+                yield f"the {attribute} of {name}", parameter, attribute
         for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
             yield f"{attribute} {number} of FSDP2", owner, attribute
 
@@ -161,10 +158,14 @@ class Verification:
 
     def _outcome(self, played: PlayedStep) -> Outcome:
         """Yield what a step has left, by name: gradients, buffers and losses."""
+        stages = ({p for block in stage.blocks for p in block.parameters()} for stage in self._stages.values())
+        held = Counter(chain.from_iterable(stages))
         for name, owner, attribute in self._gradients():
             # Beside a gradient in main_grad hooks get one of no meaning.
             elsewhere = attribute == "grad" and getattr(owner, "grad_added_to_main_grad", False)
-            grad = None if elsewhere or name.endswith("by several stages") else getattr(owner, attribute, None)
+            # Stages of one rank that share a parameter add to it in the order of the plan.
+            resummed = isinstance(owner, nn.Parameter) and held[owner] > 1
+            grad = None if elsewhere or resummed else getattr(owner, attribute, None)
             if grad is not None:
                 yield name, grad
         for number, stage in self._stages.items():
