@@ -13,7 +13,7 @@ from overlap1f1b.engine.checkpoint.save import save_checkpoint
 from overlap1f1b.engine.combined import combined_forward_backward_step
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.foreign.declared import declare
-from overlap1f1b.engine.options import DEFAULT_OVERLAP, EngineOptions
+from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.record.profile import Profile
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.engine.result import StepResult
@@ -26,7 +26,6 @@ from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.transport.failures import LostRankError
 
 __all__ = [
-    "DEFAULT_OVERLAP",
     "CapacityOverflowError",
     "Engine",
     "EngineOptions",

@@ -15,7 +15,6 @@ from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.exchange import DEFAULT_CTAS
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
-DEFAULT_OVERLAP = 3
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
 TRIES = 3
@@ -68,7 +67,7 @@ class EngineOptions:
         ValueError: A value of another kind, or out of range. What depends on model or program, its Engine refuses.
     """
 
-    overlap: Overlap = DEFAULT_OVERLAP
+    overlap: Overlap = 3
     recompute: Recompute = "none"
     parts: Parts = 1
     capacity: float | None = None
