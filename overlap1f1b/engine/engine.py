@@ -55,7 +55,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Budget, Communicators
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group, collectives_begun, gathered
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import DATA, Mesh
@@ -620,10 +620,10 @@ class Engine:
     def _measure(self, on: bool) -> None:
         """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
         self.boundary.announced = on
-        meets = on and self.mesh.exchanging is not None
-        self.player.before_launch = self._meet if meets else None
+        travels = not isinstance(self.exchange, LocalExchange)
+        self.player.before_launch = self._meet if on and (travels or self._queued) else None
         for stage in self.stages.values():
-            stage.exchange = BackToBack(self.exchange) if meets else self.exchange
+            stage.exchange = BackToBack(self.exchange) if on and travels else self.exchange
 
     def _meet(self) -> None:
         for reduction in self.reductions:

@@ -191,7 +191,7 @@ class _Place:
     def fit(self, source: Tensor) -> None:
         """Make room for these bytes, and for some more, since sizes vary."""
         if len(self.memory) < len(source):
-            self.memory = torch.empty(len(source) * 5 // 4, dtype=torch.uint8, device="cpu", pin_memory=source.is_cuda)
+            self.memory = side.in_host_memory(source[:1].expand(len(source) * 5 // 4))
 
 
 class _Span:
