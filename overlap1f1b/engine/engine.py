@@ -600,7 +600,9 @@ class Engine:
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
+        # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with here, Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(feed.auxiliary))
             self.player.play(nodes, microbatches)
