@@ -1,4 +1,4 @@
-"""What products lose beside blocks that hold multiprocessors, as NCCL's do: with all multiprocessors, and carved out."""
+"""What products lose beside blocks that hold multiprocessors, as NCCL's do, and if these are carved out."""
 
 from __future__ import annotations
 
