@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from gpu_bench.context import Context
 
-BLOCKS = (1, 4, 8, 16)
+BLOCKS = (1, 4, 8, 16, 32)
+CARVED = (2, 4, 8, 12, 16, 24, 32, 48)
 SHARED = 200 << 10
 """Bytes of shared memory of a block: no other block fits beside it."""
 SPIN_CYCLES, CALLS = 60_000_000, 4
@@ -27,35 +30,56 @@ extern "C" __global__ void spin(int cycles) {
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Milliseconds of each product alone, beside spinning blocks, and there with as many multiprocessors carved out."""
+    """Milliseconds of each product alone, beside spinning blocks, and there with multiprocessors carved out.
+
+    Also whether a product has the same bits with any number of them carved out.
+    """
     products, spin = products_of(context), spinner(context)
-    carve = getattr(torch._C, "_set_sm_carveout_experimental", lambda sms: None)
-
-    def took(product: Callable[[], object], blocks: int, carved: int | None) -> float:
-        carve(carved)
-        try:
-            return median(beside(context, product, spin, blocks) for _ in range(3 if context.quick else 7))
-        finally:
-            carve(None)
-
     rows: list[dict[str, Any]] = []
     for name, product in products.items():
         for _ in range(3):
-            product()
-        alone = took(product, 0, None)
+            whole = product()
+        bits = {carved: same(product, whole, carved) for carved in CARVED}
+
+        def took(blocks: int, carved: int | None = None, product: Callable[[], Tensor] = product) -> float:
+            with carve(carved):
+                return median(beside(context, product, spin, blocks) for _ in range(3 if context.quick else 5))
+
+        alone = took(0)
         for blocks in BLOCKS:
-            times = {"all_ms": took(product, blocks, None), "carved_ms": took(product, blocks, blocks)}
-            rows.append({"product": name, "blocks": blocks, "alone_ms": alone} | times)
-            context.say(f"{name}, {blocks} blocks: " + ", ".join(f"{k} {v / alone:.3f}" for k, v in times.items()))
+            carved = {carved: took(blocks, carved) for carved in CARVED if carved >= blocks}
+            row = {"product": name, "blocks": blocks, "alone_ms": alone, "all_ms": took(blocks), "carved_ms": carved}
+            rows.append(row | {"same_bits": bits})
+            found = ", ".join(f"{c} carved {ms / alone:.2f}" for c, ms in carved.items())
+            context.say(f"{name}, {blocks} blocks: {row['all_ms'] / alone:.2f}; {found}; same bits {bits}")
         context.keep({"rows": rows})
     return {"rows": rows}
 
 
-def products_of(context: Context) -> dict[str, Callable[[], object]]:
+@contextmanager
+def carve(sms: int | None) -> Iterator[None]:
+    """Let products leave so many multiprocessors alone, where this torch can."""
+    put = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if put is not None:
+        put(sms)
+    try:
+        yield
+    finally:
+        if put is not None:
+            put(None)
+
+
+def same(product: Callable[[], Tensor], whole: Tensor, carved: int) -> bool:
+    """Return whether a product has the same bits with so many multiprocessors less."""
+    with carve(carved):
+        return torch.equal(product(), whole)
+
+
+def products_of(context: Context) -> dict[str, Callable[[], Tensor]]:
     """The products of a layer: dense, grouped, attention."""
     rows, width, inner, experts, sequence = (64, 16, 8, 4, 16) if context.tiny else (32768, 4096, 2048, 16, 4096)
     x, w = context.randn(rows // 4, width), context.randn(width, width)
-    found: dict[str, Callable[[], object]] = {"mm": lambda: x @ w}
+    found: dict[str, Callable[[], Tensor]] = {"mm": lambda: x @ w}
     if context.cuda:
         grouped, weights = context.randn(rows, width), context.randn(experts, width, inner)
         ends = torch.arange(1, experts + 1, device=context.device, dtype=torch.int32) * (rows // experts)

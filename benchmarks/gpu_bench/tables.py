@@ -161,9 +161,15 @@ def _contention(result: dict[str, Any]) -> list[str]:
         "product, blocks that spin": lambda row: f"{row['product']}, {row['blocks']}",
         "alone ms": lambda row: f"{row['alone_ms']:.3f}",
         "beside them": lambda row: f"{row['all_ms'] / row['alone_ms']:.2f}×",
-        "carved out": lambda row: f"{row['carved_ms'] / row['alone_ms']:.2f}×",
+        "best carved out": lambda row: "{1:.2f}× ({0})".format(*_best_carved(row)),
+        "same bits": lambda row: "yes" if all(row["same_bits"].values()) else "no",
     }
     return [table(result["rows"], columns)]
+
+
+def _best_carved(row: dict[str, Any]) -> tuple[int, float]:
+    carved, took = min(row["carved_ms"].items(), key=lambda item: item[1])
+    return carved, took / row["alone_ms"]
 
 
 def _trace(result: dict[str, Any]) -> list[str]:

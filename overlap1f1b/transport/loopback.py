@@ -18,8 +18,8 @@ from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_strea
 
 LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
-CHUNKS = 4
-"""Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
+CHUNKS = 16
+"""Chunks of an exchange at most: the way back begins after the first, which a network would not make anybody wait for."""
 PLACES = 2
 """Exchanges that have a place in host memory at once."""
 
