@@ -19,7 +19,7 @@ from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_strea
 LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
 CHUNKS = 16
-"""Chunks of an exchange at most: the way back begins after the first, which a network would not make anybody wait for."""
+"""Chunks of an exchange at most: the way back begins after the first, for which nobody would wait in a network."""
 PLACES = 2
 """Exchanges that have a place in host memory at once."""
 
