@@ -100,8 +100,8 @@ class _Open:
 class ListScheduler(RankScheduler):
     """A list scheduler in a program's order of actions.
 
-    - Among the next nodes of the open actions, it issues the node that can start first; on a tie, the node of the older
-      action.
+    - Among the next nodes of the open actions, it issues the node that can start first; on a tie the shorter, whose
+      exchange can then travel behind the other; then the node of the older action.
     - A launch follows its producer at once. If the host must wait for counts, a dispatch follows when they have
       arrived and the device has enough work queued for the wait, or when there is nothing else to do.
     - Weight gradients are issued in waits of the compute resource, when a forward needs their room, and where the
@@ -215,8 +215,8 @@ class ListScheduler(RankScheduler):
         return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is _F
 
     def _choose(self) -> tuple[_Open | None, float]:
-        """Return the action whose next node can start first (the older one on a tie), and its start."""
-        chosen, earliest = None, _FOREVER
+        """Return the action whose next node can start first (on a tie the shorter, then the older), and its start."""
+        chosen, first = None, (_FOREVER, 0.0)
         older_forwards = 0  # older forwards that have not begun, and need room first
         older_inputs = 0  # older input gradients that have not ended, and need room first
         for entry in self.open:
@@ -226,12 +226,13 @@ class ListScheduler(RankScheduler):
                 and (entry.begun or self._may_begin(entry, older_forwards))
                 and (node.kind is _F or self.passed.get(self._place(node), 0) == entry.turn)
                 and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
-                and (start := self.clock.start(node)) < earliest
+                and (start := self.clock.start(node)) <= first[0]
+                and (start, self.clock.cost(node)[0]) < first
             ):
-                chosen, earliest = entry, start
+                chosen, first = entry, (start, self.clock.cost(node)[0])
             older_forwards += not entry.begun and entry.action.kind is _F
             older_inputs += entry.action.kind is _I
-        return chosen, earliest
+        return chosen, first[0]
 
     def _may_begin(self, entry: _Open, older_forwards: int) -> bool:
         """Return whether the needed actions of this rank have ended and, for a forward, whether there is room."""
