@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from overlap1f1b.schedule.values import quoted, shortened
 
 RANDOM = "random"
+OPTIMIZER = "optimizer.pt"
+"""File of an optimizer's table."""
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _FILE = re.compile(r"state-([A-Za-z]\w*?)(?:-\d{5,})?\.pt", re.ASCII)
 
