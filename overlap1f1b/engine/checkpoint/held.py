@@ -3,7 +3,7 @@
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
 an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
-:class:`.tensors.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
+:class:`.tensors.Whole` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
 tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. Everything else
 is equal on all ranks that hold it.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from overlap1f1b.engine.checkpoint.optimizer import Listed, State, is_large, numbers_of, plain
-from overlap1f1b.engine.checkpoint.tensors import Index, Slice, zeros_like_rows
+from overlap1f1b.engine.checkpoint.tensors import Index, Whole, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.model import marked_as_slice, tensor_dimension
@@ -146,19 +146,14 @@ class Held:
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory.
-
-        Columns that are sorted by expert are stored as rows: ``[out, r·E]`` as ``[E, out·r]``.
-        """
+        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory."""
         tensor = tensor.detach()
-        if (experts := self.columns.get(name)) is not None:
-            tensor = tensor.view(-1, experts).t()
         if (along := self.tensor_sliced.get(name)) is not None:
             assert self.mesh.devices is not None
             tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)
         if name not in self.sliced:
             return tensor
-        return Slice(tensor, self.slice, self.slices)
+        return Whole.of_slices(tensor, self.slice, self.slices, self.columns.get(name))
 
     def is_shared(self, name: str) -> bool:
         """Return whether ranks hold different parts of a parameter."""
@@ -173,7 +168,7 @@ class Held:
             ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
         """
         if shape == of or not self.is_shared(name) or shape.numel() <= 1:
-            return shape == of and (self.is_shared(name) or name in self.columns)
+            return shape == of and self.is_shared(name)
         other_dimension = name in self.columns or self.tensor_sliced.get(name)  # which is not divided by rows
         if other_dimension or shape[:1] != of[:1]:
             raise ValueError(

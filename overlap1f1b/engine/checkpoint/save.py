@@ -150,7 +150,6 @@ class _Description(NamedTuple):
     step: int
     optimizer: Listed
     states: dict[str, int]  # checksum of each of the run's states
-    columns: dict[str, int]  # rows of parameters whose columns are stored as rows
 
 
 class _Copies(DefaultSavePlanner):
@@ -202,8 +201,7 @@ class _Writing:
         self.tensors = held.tensors(self.model) | large
         self._packed = pack(with_random(self.state))
         states = {name: zlib.crc32(content) for name, content in self._packed.items()}
-        columns = {name: len(held.parameters[name]) for name in held.columns if name in held.parameters}
-        return _Description(self.step, listed, states, columns)
+        return _Description(self.step, listed, states)
 
     def accept(self, every: list[_Description]) -> None:
         """Compare the descriptions of all ranks, and choose what this rank stores."""
@@ -233,8 +231,6 @@ class _Writing:
                 large = {entry: v for entry, v in table.state.get(stored_name, {}).items() if is_large(v)}
                 self.tensors |= {f"optimizer.{stored_name}.{e}": held.zeros(name, e, v)[1] for e, v in large.items()}
         self._added: dict[str, Any] = {"layout": held.mesh.layout}
-        if columns := {name: rows for one in every for name, rows in one.columns.items()}:
-            self._added["columns"] = columns
         if self.model != "all":
             self._added["model"] = self.model
 
