@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.engine.checkpoint.optimizer import Listed, State, is_large, numbers_of, plain
+from overlap1f1b.engine.checkpoint.optimizer import Listed, State, numbers_of, plain
 from overlap1f1b.engine.checkpoint.tensors import Index, Whole, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
@@ -192,18 +192,18 @@ class Held:
                         f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or "
                         "copies"
                     )
-                stored_name, listed = self.stored_name(name), value
-                if isinstance(value, Tensor):
-                    rows = self.has_rows(name, entry, value.shape, parameter.shape)
-                    if rows or value.numel() > 1 or isinstance(value, DTensor):
-                        whole = self.whole(value, name) if rows else value.detach()
-                        large[f"optimizer.{stored_name}.{entry}"] = whole
-                        listed = torch.empty(whole.shape, dtype=value.dtype, device="meta")
-                found.state.setdefault(stored_name, {})[entry] = (
-                    listed if is_large(listed) else _small(entry, name, value)
-                )
+                own = found.state.setdefault(stored_name := self.stored_name(name), {})
+                if not isinstance(value, Tensor) or (
+                    value.numel() <= 1 and value.shape != parameter.shape and not isinstance(value, DTensor)
+                ):
+                    own[entry] = _small(entry, name, value)
+                    continue
+                rows = self.has_rows(name, entry, value.shape, parameter.shape)
+                whole = large[f"optimizer.{stored_name}.{entry}"] = self.whole(value, name) if rows else value.detach()
+                own[entry] = torch.empty(whole.shape, dtype=value.dtype, device="meta")
+        names = self.stored_names
         for group in self.optimizer.param_groups:
-            found.groups.append((numbers_of(group), [self.stored_names[parameter] for parameter in group["params"]]))
+            found.groups.append((numbers_of(group), [names[parameter] for parameter in group["params"]]))
         return found, large
 
     def zeros(self, name: str, entry: str, like: Tensor) -> tuple[Tensor, Tensor]:

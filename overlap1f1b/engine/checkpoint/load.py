@@ -77,16 +77,16 @@ def load_checkpoint(
         names = sorted(contents.files)
         together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
         reading = _Reading(engine, optimizer, checkpoint, contents, state)
-        reading.check_groups(together.each(reading.compare))
-        together.each(reading.prepare)
+        groups = together.each(reading.compare)
+        together.each(lambda: reading.prepare(groups))
         together.each(reading.fill)
-        together.each(reading.fill_states)
+        together.each(lambda: unpack(reading.states, reading.packed))
         return contents.step
 
 
 @dataclass
 class _Reading:
-    """One rank's part in loading a checkpoint; the methods are its phases. Only the last two change the run."""
+    """One rank's part in loading a checkpoint; the methods are its phases. Only the last one changes the run."""
 
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -110,19 +110,15 @@ class _Reading:
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)
 
-    def check_groups(self, counts: list[int]) -> None:
-        """Compare the numbers of all ranks' parameter groups with the checkpoint's, with one outcome on all ranks."""
-        with self._naming_checkpoint():
-            self._table.check_count(counts)
-
-    def prepare(self) -> None:
-        """Find the numbers of this rank's parameter groups, and read the run's states."""
+    def prepare(self, groups: list[int]) -> None:
+        """Find the numbers of this rank's parameter groups, of which ranks have so many; read the run's states."""
         held = self.held
         with self._naming_checkpoint():
+            self._table.check_count(groups)
             self._chosen = self._table.chosen(self.optimizer, held.stored_names)
-            self._states = with_random(self.state)
-            files = choose_files(self._states, self.contents.files, held.number, held.mesh.layout, self._layout)
-        self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
+            self.states = with_random(self.state)
+            files = choose_files(self.states, self.contents.files, held.number, held.mesh.layout, self._layout)
+        self.packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
 
     def fill(self) -> None:
         """Read all tensors into the model and the optimizer."""
@@ -137,10 +133,6 @@ class _Reading:
             # load_state_dict would replace tensors by copies, but a captured graph may read the tensors.
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
         set_groups(self.optimizer, self._chosen)
-
-    def fill_states(self) -> None:
-        """Give the run's objects their states."""
-        unpack(self._states, self._packed)
 
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:

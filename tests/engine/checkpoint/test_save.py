@@ -222,6 +222,21 @@ def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> N
     assert files < 1.1 * sum(entry.length for entry in FileSystemReader(path).read_metadata().storage_data.values())
 
 
+def test_a_state_like_a_parameter_of_one_number_is_a_tensor_too(tmp_path: Path) -> None:
+    """In another run the parameter may be a DTensor."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    engine = Engine(nn.Sequential(model), build_schedule("sequential", microbatches=2))
+    path = save_checkpoint(engine, tmp_path, 1, optimizer).result()
+    index = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert {key for key in index if key.startswith("optimizer.0.bias")} == {
+        "optimizer.0.bias.exp_avg",
+        "optimizer.0.bias.exp_avg_sq",
+    }
+
+
 def test_another_number_of_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
     whole = joined(ranks2.run(save_on, tmp_path / "two"))
     one = Tiny(seed=1)
