@@ -1,7 +1,7 @@
 """A folder of checkpoints: a checkpoint gets its name when it is complete, and its files are checked before use.
 
     unfinished = begin(folder, 100)             # write files there
-    checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2)
+    checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2, files={}, added={})
     contents = read_contents(latest(folder), config={"hidden": 128})
     check_files(checkpoint, contents.files, contents.files)
 
@@ -21,7 +21,6 @@ import stat
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from overlap1f1b.schedule.values import quoted
@@ -85,8 +84,8 @@ def publish(
     *,
     config: Mapping[str, Any],
     keep: int,
-    files: Mapping[str, Fingerprint] = MappingProxyType({}),
-    added: Mapping[str, Any] = MappingProxyType({}),
+    files: Mapping[str, Fingerprint],
+    added: Mapping[str, Any],
 ) -> Path:
     """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 

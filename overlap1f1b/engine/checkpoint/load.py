@@ -28,7 +28,7 @@ from overlap1f1b.engine.checkpoint.folder import (
 )
 from overlap1f1b.engine.checkpoint.held import Held
 from overlap1f1b.engine.checkpoint.optimizer import State, Table, is_large, set_groups
-from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, choose_files, unpack, with_random
+from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, choose_files, loaded, unpack, with_random
 from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind
@@ -100,7 +100,7 @@ class _Reading:
         self.tensors = held.tensors(self.contents.added.get("model", "all"))
         try:
             self._layout = dict(self.contents.added["layout"])
-            self._table = Table.unpack((self.checkpoint / OPTIMIZER).read_bytes())
+            self._table = Table(**loaded((self.checkpoint / OPTIMIZER).read_bytes()))
         except Exception as error:  # unpickling raises whatever the content asks for
             raise damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})") from None
         stored = read_index(self.checkpoint, self.contents.files)

@@ -1,7 +1,7 @@
 """An optimizer in a checkpoint: states of parameters and numbers of parameter groups, by the parameters' names.
 
-    content = Table.merged([one.listed for one in ranks]).pack()
-    Table.unpack(content).chosen(optimizer, names)
+    table = Table.merged(listed)  # of all ranks
+    set_groups(optimizer, table.chosen(optimizer, names))
 
 Large tensors of a state are DCP's; the table has tensors of the whole shape on the meta device in their place. In
 another layout a rank holds other parameters of a group, or none. So a group gets the numbers that its own parameters
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import BytesIO
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -86,16 +85,6 @@ class Table(NamedTuple):
             columns = zip(*(rank.groups for rank in ranks), strict=True)
             places = [next((own for own, names in column if names), column[0][0]) for column in columns]
         return cls(state, numbers, places)
-
-    def pack(self) -> bytes:
-        """Return the table as the bytes of a file."""
-        torch.save(self._asdict(), file := BytesIO())
-        return file.getvalue()
-
-    @classmethod
-    def unpack(cls, content: bytes) -> Table:
-        """Return the table of :meth:`pack`."""
-        return cls(**torch.load(BytesIO(content), weights_only=True, map_location="cpu"))
 
     def check_count(self, here: Sequence[int]) -> None:
         """Raise ValueError if the ranks all have one number of groups, but another was stored."""

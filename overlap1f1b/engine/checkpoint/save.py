@@ -44,7 +44,7 @@ from overlap1f1b.engine.checkpoint.folder import (
 )
 from overlap1f1b.engine.checkpoint.held import Held, Stored
 from overlap1f1b.engine.checkpoint.optimizer import Listed, Table, is_large
-from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, file_of, pack, with_random
+from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, dumped, file_of, pack, with_random
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import streams
@@ -223,7 +223,7 @@ class _Writing:
         ranks = [one.optimizer for one in every]
         table = Table.merged(ranks)
         if first:
-            self._files[OPTIMIZER] = table.pack()
+            self._files[OPTIMIZER] = dumped(table._asdict())
         begun = {(name, rank.slice) for rank in ranks for name in rank.state}
         for name in held.sliced & held.parameters.keys():
             stored_name = held.stored_name(name)

@@ -30,7 +30,7 @@ def write(
 ) -> Path:
     unfinished = begin(directory, step)
     (unfinished / "file").write_bytes(content)
-    return publish(unfinished, step, config=config, keep=keep)
+    return publish(unfinished, step, config=config, keep=keep, files={}, added={})
 
 
 def verify(checkpoint: Path, config: dict[str, object]) -> int:
@@ -173,7 +173,7 @@ def test_a_folder_that_not_all_ranks_see(tmp_path: Path) -> None:
     (unfinished / "mine").touch()
     known = {"mine": {"bytes": 0, "crc32": 0}, "yours": {"bytes": 0, "crc32": 0}}
     with pytest.raises(OSError, match=r"unfinished lacks yours, which another rank wrote; allowed: a folder that all"):
-        publish(unfinished, 7, config=HERE, keep=2, files=known)
+        publish(unfinished, 7, config=HERE, keep=2, files=known, added={})
     assert latest(tmp_path) is None
 
 

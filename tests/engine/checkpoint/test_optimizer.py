@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from overlap1f1b.engine.checkpoint.optimizer import Listed, Table, numbers_of, plain, set_groups
+from overlap1f1b.engine.checkpoint.state import dumped, loaded
 
 
 def stored_value(value: Any) -> Any:
-    return Table.unpack(Table({"p": {"entry": plain(value)}}, {}, None).pack()).state["p"]["entry"]
+    return loaded(dumped(plain(value)))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
 def stored(*lrs: Any, **options: Any) -> Table:
     one, names = optimizer(*lrs, **options)
     groups = [(numbers_of(group), [names[p] for p in group["params"]]) for group in one.param_groups]
-    return Table.unpack(Table.merged([Listed(0, {}, groups)]).pack())
+    return Table(**loaded(dumped(Table.merged([Listed(0, {}, groups)])._asdict())))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:
