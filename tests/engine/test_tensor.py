@@ -291,9 +291,7 @@ def _saved(rank: int, size: int, folder: Path) -> list[float]:
             assert load_checkpoint(engine, folder / str(number - 1), optimizer) == 1
         else:
             train()
-        saving = save_checkpoint(engine, folder / str(number), 1, optimizer, background=number % 2 == 1)
-        if not isinstance(saving, Path):
-            saving.result()
+        save_checkpoint(engine, folder / str(number), 1, optimizer, background=number % 2 == 1).result()
         if rank == 0:
             consolidate(folder / str(number), folder / f"whole {number}")
         engine.mesh.agree({"written": True})
@@ -352,7 +350,7 @@ def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
     """Whether a run that has lost its weights, optimizer and random numbers ends with the bits of one that went on."""
     run = Run(name)
     run.train(1)
-    path = save_checkpoint(run.engine, folder, 1, run.optimizer, state={"scheduler": run.scheduler})
+    save_checkpoint(run.engine, folder, 1, run.optimizer, state={"scheduler": run.scheduler})
     run.train(1)
     wanted, rates = run.tensors(), run.scheduler.get_last_lr()
     run.begin()
@@ -360,7 +358,7 @@ def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
     with torch.no_grad():
         for parameter in run.engine.parameters():
             parameter.zero_()
-    assert load_checkpoint(run.engine, path.parent, run.optimizer, state={"scheduler": run.scheduler}) == 1
+    assert load_checkpoint(run.engine, folder, run.optimizer, state={"scheduler": run.scheduler}) == 1
     run.train(1)
     assert run.scheduler.get_last_lr() == rates
     return all(map(torch.equal, run.tensors(), wanted))

@@ -3,48 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 
 
-class Saving:
-    """A checkpoint that a thread writes.
+class Saving(Future[Path]):
+    """A checkpoint that a thread may still write: a future of its path, as of DCP's ``async_save``.
 
     >>> saving = save_checkpoint(engine, "runs/x", step, optimizer, background=True)
     >>> engine.step(inputs, target=target)
     >>> saving.result()
     PosixPath('runs/x/step-00000100')
 
-    The interpreter does not end before the thread has.
-
-    Args:
-        write: Writes the checkpoint and returns its path.
+    ``result()`` raises, on every rank, an OSError if a rank cannot write, or a RuntimeError as ``save_checkpoint``. The
+    interpreter does not end before the thread has.
     """
 
-    def __init__(self, write: Callable[[], Path]) -> None:
-        executor = ThreadPoolExecutor(1, thread_name_prefix="overlap1f1b-checkpoint")
-        self._future = executor.submit(write)
-        executor.shutdown(wait=False)
-        self._told = False
+    _told = False
 
-    @property
-    def done(self) -> bool:
-        """Whether the checkpoint is published, or has failed."""
-        return self._future.done()
+    def begin(self, write: Callable[[], Path]) -> None:
+        """Call ``write``, which returns the path, in a thread."""
+        Thread(target=self._run, args=(write,), name="overlap1f1b-checkpoint").start()
 
-    def result(self) -> Path:
-        """Wait until all ranks have written the checkpoint, and return its path.
+    def _run(self, write: Callable[[], Path]) -> None:
+        try:
+            self.set_result(write())
+        except BaseException as error:
+            self.set_exception(error)
 
-        Raises:
-            OSError: A rank cannot write; raised on every rank.
-            RuntimeError: A rank failed in another way, or did not answer, as for ``save_checkpoint``.
-        """
+    def result(self, timeout: float | None = None) -> Path:
         self._told = True
-        return self._future.result()
+        return super().result(timeout)
 
     def settle(self) -> None:
         """Wait; raise the error of the checkpoint if :meth:`result` has not been asked."""
         if self._told:
-            self._future.exception()
+            self.exception()
         else:
             self.result()

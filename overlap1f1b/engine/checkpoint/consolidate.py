@@ -39,8 +39,7 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         raise ValueError(f"{checkpoint} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")
     if others := sorted(folder.glob("model*.safetensors*")):
         raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
-    contents = read_contents(path)
-    files, columns = contents.files, contents.added.get("columns", {})  # which save.py has turned
+    files = read_contents(path).files
     check_files(path, files, files)
     index = {name: meta for name, meta in read_index(path, files).items() if name.startswith("model.")}
     if not index:
@@ -53,7 +52,6 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         read_tensors(path, tensors)
         file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         whole = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-        whole |= {name: whole[name].t().reshape(columns[name], -1) for name in columns.keys() & whole.keys()}
         save_file(whole, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(whole, file)
     if len(parts) > 1:

@@ -1,14 +1,14 @@
 """A folder of checkpoints: a checkpoint gets its name when it is complete, and its files are checked before use.
 
     unfinished = begin(folder, 100)             # write files there
-    checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2)
+    checkpoint = publish(unfinished, 100, config={"hidden": 128}, keep=2, files={}, added={})
     contents = read_contents(latest(folder), config={"hidden": 128})
     check_files(checkpoint, contents.files, contents.files)
 
 A checkpoint is a folder ``step-00000100`` with a ``config.json`` that holds the step, the configuration, data of the
-writer, and the size and CRC-32 of every other file. It is written under a hidden name and renamed when its bytes
-are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only hidden folders. They are
-ignored, and the next :func:`begin` removes them.
+writer, the size and CRC-32 of every other file, and the CRC-32 of all this. It is written under a hidden name and
+renamed when its bytes are on the disk, so the previous checkpoint survives a kill at any moment. A kill leaves only
+hidden folders. They are ignored, and the next :func:`begin` removes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import stat
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from overlap1f1b.schedule.values import quoted
@@ -29,7 +28,7 @@ from overlap1f1b.schedule.values import quoted
 CONFIG = "config.json"
 NAME = re.compile(r"(\.replaced-)?step-(\d{8,})", re.ASCII)
 STEP_LIMIT = 1 << 63
-CONFIG_LIMIT = 1 << 26  # bytes: more than the names of all parameters of any model need
+CONFIG_LIMIT = 1 << 26  # bytes: more than the names of all files of any run need
 
 Fingerprint = dict[str, int]
 
@@ -85,8 +84,8 @@ def publish(
     *,
     config: Mapping[str, Any],
     keep: int,
-    files: Mapping[str, Fingerprint] = MappingProxyType({}),
-    added: Mapping[str, Any] = MappingProxyType({}),
+    files: Mapping[str, Fingerprint],
+    added: Mapping[str, Any],
 ) -> Path:
     """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 
@@ -104,8 +103,8 @@ def publish(
     if absent := sorted(files.keys() - there):
         raise OSError(f"{unfinished} lacks {absent[0]}, which another rank wrote; allowed: a folder that all ranks see")
     every = dict(files) | fingerprints(unfinished, sorted(there - files.keys()))
-    content = {"step": step, "config": dict(config), "files": every, "added": dict(added)}
-    write_durably(unfinished / CONFIG, json.dumps(content, indent=1).encode())
+    content = json.loads(json.dumps({"step": step, "config": dict(config), "files": every, "added": dict(added)}))
+    write_durably(unfinished / CONFIG, json.dumps({"crc32": _crc(content), **content}, indent=1).encode())
     _sync(unfinished)
     replaced = directory / f".replaced-{final.name}"
     if final.exists():  # a second checkpoint of the same step
@@ -137,22 +136,21 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
             raise ValueError
         content = json.loads(path.read_text())
-        step, there, files, added = (content[key] for key in ("step", "config", "files", "added"))
-        if not isinstance(there, dict) or not isinstance(added, dict):
-            raise TypeError
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        crc = content.pop("crc32")
+        contents = Contents(content["step"], content["files"], content["added"])
+        there = content["config"]
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
-    if type(step) is not int or not 0 <= step < STEP_LIMIT:
-        raise damaged(checkpoint, f"{CONFIG} has step={quoted(step)}, not a whole number, 0 or more")
+    if crc != _crc(content):
+        raise damaged(checkpoint, f"{CONFIG} has other bytes than were written")
     named = NAME.fullmatch(checkpoint.name)
-    if named is not None and int(named[2]) != step:
-        raise damaged(checkpoint, f"{CONFIG} has step={step}, not the step of the folder's name")
-    _check_listed(checkpoint, files)
+    if named is not None and int(named[2]) != contents.step:
+        raise damaged(checkpoint, f"{CONFIG} has step={contents.step}, not the step of the folder's name")
     here = there if config is None else json.loads(json.dumps(dict(config)))
     if (key := first_difference(here, there)) is not None:
         values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
         raise of_another_run(checkpoint, quoted(key, plain=True), *values)
-    return Contents(step, files, added)
+    return contents
 
 
 def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
@@ -191,18 +189,6 @@ def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]
     return {name: _fingerprint(folder / name) for name in names}
 
 
-def _check_listed(checkpoint: Path, files: Any) -> None:
-    # A name with a folder in it would read files outside of the checkpoint.
-    if not isinstance(files, dict) or not files:
-        raise damaged(checkpoint, f"{CONFIG} lists no files")
-    for name, of in files.items():
-        if name in ("", ".", "..", CONFIG) or "\0" in name or Path(name).name != name:
-            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)}, which is not the name of a file beside it")
-        values = [of.get(key) for key in ("bytes", "crc32")] if isinstance(of, dict) and len(of) == 2 else [None]
-        if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
-            raise damaged(checkpoint, f"{CONFIG} lists {quoted(name)} with {quoted(of)}, not its bytes and crc32")
-
-
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Return the first key that only one of two mappings has, or with another value."""
     return next((k for k in {**one, **other} if k not in one or k not in other or one[k] != other[k]), None)
@@ -234,6 +220,10 @@ def _discard(checkpoint: Path) -> None:
     """Rename a checkpoint, then remove it, so that a partial checkpoint is never visible under its name."""
     name = checkpoint.name.removeprefix(".replaced-")
     shutil.rmtree(checkpoint.rename(checkpoint.parent / f".{name}.unfinished"))
+
+
+def _crc(content: object) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def _fingerprint(path: Path) -> Fingerprint:

@@ -3,21 +3,23 @@
 Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
 an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
-:class:`.tensors.Slice` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
+:class:`.tensors.Whole` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
 tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. Everything else
 is equal on all ranks that hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from overlap1f1b.engine.checkpoint.tensors import Index, Slice
+from overlap1f1b.engine.checkpoint.optimizer import Listed, State, numbers_of, plain
+from overlap1f1b.engine.checkpoint.tensors import Index, Whole, zeros_like_rows
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.model import marked_as_slice, tensor_dimension
@@ -25,7 +27,6 @@ from overlap1f1b.moe import Experts
 from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.mesh import DIMENSIONS
 
-State = dict[str, Any]
 Stored = Literal["all", "trained", "none"]
 """Tensors of the model that a checkpoint stores."""
 
@@ -84,12 +85,6 @@ class Held:
                         "not have; allowed: an optimizer of the engine's parameters"
                     )
                 self.parameters[names[parameter]] = parameter
-
-    def states(self) -> Iterator[tuple[str, nn.Parameter, State]]:
-        """Yield name, parameter and optimizer state of each parameter that this rank stores."""
-        for name, parameter in self.parameters.items():
-            if self.holds(name):
-                yield name, parameter, self.optimizer.state.get(parameter) or {}
 
     def tensors(self, stored: Stored) -> dict[str, Tensor]:
         """Return the model's tensors as they are stored, by name."""
@@ -151,48 +146,82 @@ class Held:
         return self.blocks is None or name.partition(".")[0] in self.blocks
 
     def whole(self, tensor: Tensor, name: str) -> Tensor:
-        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory.
-
-        Columns that are sorted by expert are stored as rows: ``[out, r·E]`` as ``[E, out·r]``.
-        """
+        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory."""
         tensor = tensor.detach()
-        if (experts := self.columns.get(name)) is not None:
-            tensor = tensor.view(-1, experts).t()
         if (along := self.tensor_sliced.get(name)) is not None:
             assert self.mesh.devices is not None
             tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)
         if name not in self.sliced:
             return tensor
-        return Slice(tensor, self.slice, self.slices)
+        return Whole.of_slices(tensor, self.slice, self.slices, self.columns.get(name))
 
     def is_shared(self, name: str) -> bool:
         """Return whether ranks hold different parts of a parameter."""
         return name in self.sliced or name in self.tensor_sliced or isinstance(self.parameters[name], DTensor)
 
-    def has_rows(self, name: str, parameter: Tensor, entry: str, value: Tensor) -> bool:
+    def has_rows(self, name: str, entry: str, shape: torch.Size, of: torch.Size) -> bool:
         """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
 
+        ``shape`` is the tensor's and ``of`` the parameter's, both of this rank's parts or both of the wholes.
+
         Raises:
-            ValueError: The tensor is neither a single number nor has a row for each row of the parameter, or it is a
-                DTensor that ranks have not summed yet.
+            ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
         """
-        if isinstance(value, DTensor) and is_partial(value):
+        if shape == of or not self.is_shared(name) or shape.numel() <= 1:
+            return shape == of and self.is_shared(name)
+        other_dimension = name in self.columns or self.tensor_sliced.get(name)  # which is not divided by rows
+        if other_dimension or shape[:1] != of[:1]:
             raise ValueError(
-                f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or copies"
+                f"the optimizer's {entry} of {name} has shape {list(shape)}; allowed for a part of shape {list(of)} "
+                f"that ranks share: {'the same' if other_dimension else f'{of[0]} rows'}, or a single number"
             )
-        rows = (
-            value.shape == parameter.shape
-            or (
-                name not in self.columns
-                and not self.tensor_sliced.get(name)  # other dimensions are not divided by rows
-                and value.numel() > 1
-                and value.shape[:1] == parameter.shape[:1]
-            )
-        )
-        if self.is_shared(name) and value.numel() > 1 and not rows:
-            allowed = "the same" if self.tensor_sliced.get(name) else f"{parameter.shape[0]} rows"
-            raise ValueError(
-                f"the optimizer's {entry} of {name} has shape {list(value.shape)}; allowed for a part of shape "
-                f"{list(parameter.shape)} that ranks share: {allowed}, or a single number"
-            )
-        return rows and (self.is_shared(name) or name in self.columns)
+        return True
+
+    def listed(self) -> tuple[Listed, dict[str, Tensor]]:
+        """Return this rank's part of the optimizer's table, and the large tensors of the state as they are stored.
+
+        Raises:
+            ValueError: A state would be lost, or is a DTensor that ranks have not summed yet.
+        """
+        found, large = Listed(self.slice, {}, []), dict[str, Tensor]()
+        for name, parameter in self.parameters.items():
+            state: State = (self.optimizer.state.get(parameter) or {}) if self.holds(name) else {}
+            for entry, value in state.items():
+                if isinstance(value, DTensor) and is_partial(value):
+                    raise ValueError(
+                        f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or "
+                        "copies"
+                    )
+                own = found.state.setdefault(stored_name := self.stored_name(name), {})
+                if not isinstance(value, Tensor) or (
+                    value.numel() <= 1 and value.shape != parameter.shape and not isinstance(value, DTensor)
+                ):
+                    own[entry] = _small(entry, name, value)
+                    continue
+                rows = self.has_rows(name, entry, value.shape, parameter.shape)
+                whole = large[f"optimizer.{stored_name}.{entry}"] = self.whole(value, name) if rows else value.detach()
+                own[entry] = torch.empty(whole.shape, dtype=value.dtype, device="meta")
+        names = self.stored_names
+        for group in self.optimizer.param_groups:
+            found.groups.append((numbers_of(group), [names[parameter] for parameter in group["params"]]))
+        return found, large
+
+    def zeros(self, name: str, entry: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return zeros for this rank's part of a large tensor of a table, and the same as it is stored."""
+        parameter = self.parameters[name]
+        whole = self.whole(parameter, name).shape
+        if not self.has_rows(name, entry, like.shape, whole):
+            value = torch.zeros(like.shape, dtype=like.dtype)
+            return value, value
+        value = zeros_like_rows(parameter, parameter.shape[1:] if like.shape == whole else like.shape[1:], like.dtype)
+        return value, self.whole(value, name)
+
+
+def _small(entry: str, name: str, value: object) -> Any:
+    with suppress(TypeError):
+        if not isinstance(value, str):  # ``load_state_dict`` takes a text for a list and makes a generator of it
+            return plain(value)
+    raise ValueError(
+        f"the optimizer's {entry} of {name} is of type {type(value).__name__}; allowed: a tensor, a number, or a list "
+        "of numbers and texts"
+    )

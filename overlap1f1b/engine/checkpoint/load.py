@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -25,10 +26,10 @@ from overlap1f1b.engine.checkpoint.folder import (
     of_another_run,
     read_contents,
 )
-from overlap1f1b.engine.checkpoint.held import Held, State
-from overlap1f1b.engine.checkpoint.hyperparameters import Json, StoredGroups, decoded, set_groups
-from overlap1f1b.engine.checkpoint.state import States, choose_files, unpack, with_random
-from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors, zeros_like_rows
+from overlap1f1b.engine.checkpoint.held import Held
+from overlap1f1b.engine.checkpoint.optimizer import State, Table, is_large, set_groups
+from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, choose_files, loaded, unpack, with_random
+from overlap1f1b.engine.checkpoint.tensors import Index, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind
 from overlap1f1b.transport.failures import LostRankError
@@ -76,16 +77,16 @@ def load_checkpoint(
         names = sorted(contents.files)
         together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
         reading = _Reading(engine, optimizer, checkpoint, contents, state)
-        reading.check_groups(together.each(reading.compare))
-        together.each(reading.prepare)
+        groups = together.each(reading.compare)
+        together.each(lambda: reading.prepare(groups))
         together.each(reading.fill)
-        together.each(reading.fill_states)
+        together.each(lambda: unpack(reading.states, reading.packed))
         return contents.step
 
 
 @dataclass
 class _Reading:
-    """One rank's part in loading a checkpoint; the methods are its phases. Only the last two change the run."""
+    """One rank's part in loading a checkpoint; the methods are its phases. Only the last one changes the run."""
 
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -96,47 +97,35 @@ class _Reading:
     def compare(self) -> int:
         """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""
         self.held = held = Held(self.engine, self.optimizer)
-        added = self.contents.added
-        self.tensors = held.tensors(added.get("model", "all"))
-        self._copies: dict[str, list[str]] = {}  # names of all parameters that share a stored name
-        for name in held.parameters:
-            self._copies.setdefault(held.stored_name(name), []).append(name)
-        self._state: dict[str, State] = {name: {} for name in held.parameters}
+        self.tensors = held.tensors(self.contents.added.get("model", "all"))
         try:
-            self._groups = StoredGroups.read(added["groups"])
-            numbers, self._layout = dict(added["state"]), dict(added["layout"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._unreadable(error) from None
+            self._layout = dict(self.contents.added["layout"])
+            self._table = Table(**loaded((self.checkpoint / OPTIMIZER).read_bytes()))
+        except Exception as error:  # unpickling raises whatever the content asks for
+            raise damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})") from None
         stored = read_index(self.checkpoint, self.contents.files)
         held.make_extra_states(self.tensors, stored)
-        self._make_state(stored, numbers)
+        with self._naming_checkpoint():
+            self._make_state()
         self._compare_tensors(stored)
         return len(self.optimizer.param_groups)
 
-    def check_groups(self, counts: list[int]) -> None:
-        """Compare the numbers of all ranks' parameter groups with the checkpoint's, with one outcome on all ranks."""
-        with self._naming_checkpoint():
-            self._groups.check_count(counts)
-
-    def prepare(self) -> None:
-        """Find the numbers of this rank's parameter groups, and read the run's states."""
+    def prepare(self, groups: list[int]) -> None:
+        """Find the numbers of this rank's parameter groups, of which ranks have so many; read the run's states."""
         held = self.held
         with self._naming_checkpoint():
-            self._chosen = self._groups.chosen(self.optimizer, held.stored_names)
-            self._states = with_random(self.state)
-            files = choose_files(self._states, self.contents.files, held.number, held.mesh.layout, self._layout)
-        self._packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
+            self._table.check_count(groups)
+            self._chosen = self._table.chosen(self.optimizer, held.stored_names)
+            self.states = with_random(self.state)
+            files = choose_files(self.states, self.contents.files, held.number, held.mesh.layout, self._layout)
+        self.packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
 
     def fill(self) -> None:
         """Read all tensors into the model and the optimizer."""
         read_tensors(self.checkpoint, self.tensors)
         self.held.set_extra_states(self.tensors)
-        for first, *others in self._copies.values():
-            for name in others:
-                self._state[name] = {
-                    entry: value.clone() if isinstance(value, Tensor) else value
-                    for entry, value in self._state[first].items()
-                }
+        for name, first in self._copies.items():
+            self._state[name] = deepcopy(self._state[first])
         own = [dict(group) for group in self.optimizer.param_groups]
         state = {number: state for number, state in enumerate(self._state.values()) if state}
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
@@ -145,10 +134,6 @@ class _Reading:
             group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
         set_groups(self.optimizer, self._chosen)
 
-    def fill_states(self) -> None:
-        """Give the run's objects their states."""
-        unpack(self._states, self._packed)
-
     @contextmanager
     def _naming_checkpoint(self) -> Iterator[None]:
         try:
@@ -156,34 +141,22 @@ class _Reading:
         except ValueError as error:
             raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
 
-    def _unreadable(self, error: Exception) -> ValueError:
-        return damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})")
-
-    def _make_state(self, stored: Index, numbers: Mapping[str, Mapping[str, Json]]) -> None:
+    def _make_state(self) -> None:
         # The optimizer may be new: its state is made here, as the checkpoint describes it, and read in `fill`.
-        held = self.held
-        for key, meta in stored.items():
-            kind, _, path = key.partition(".")
-            stored_name, _, entry = path.rpartition(".")
-            if kind != "optimizer" or stored_name not in self._copies:
+        self._state: dict[str, State] = {}
+        first: dict[str, str] = {}  # of all parameters that share a stored name
+        self._copies: dict[str, str] = {}
+        for name in self.held.parameters:
+            self._state[name] = {}
+            stored_name = self.held.stored_name(name)
+            if first.setdefault(stored_name, name) != name:
+                self._copies[name] = first[stored_name]
                 continue
-            name = self._copies[stored_name][0]
-            parameter = held.parameters[name]
-            whole = held.whole(parameter, name).shape
-            rows = meta.size == whole or (meta.size.numel() > 1 and held.is_shared(name))
-            if rows and (meta.size != whole if held.tensor_sliced.get(name) else meta.size[:1] != whole[:1]):
-                raise of_another_run(self.checkpoint, key, f"shape {list(meta.size)}", f"{whole[0]} rows")
-            dtype = meta.properties.dtype
-            row = parameter.shape[1:] if name in held.columns or meta.size == whole else meta.size[1:]
-            value = zeros_like_rows(parameter, row, dtype) if rows else torch.empty(meta.size, dtype=dtype)
-            self._state[name][entry] = value
-            self.tensors[key] = held.whole(value, name) if rows else value
-        try:
-            for stored_name, (name, *_) in self._copies.items():
-                entries = numbers.get(stored_name, {})
-                self._state[name] |= {entry: decoded(value) for entry, value in entries.items()}
-        except (ValueError, AttributeError, RuntimeError) as error:
-            raise self._unreadable(error) from None
+            for entry, value in self._table.state.get(stored_name, {}).items():
+                self._state[name][entry] = value
+                if is_large(value):
+                    own, whole = self.held.zeros(name, entry, value)
+                    self._state[name][entry], self.tensors[f"optimizer.{stored_name}.{entry}"] = own, whole
 
     def _compare_tensors(self, stored: Index) -> None:
         held, tensors = self.held, self.tensors
@@ -199,6 +172,6 @@ class _Reading:
         if not any(self._state.values()):
             return
         # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
-        for stored_name, (first, *_) in self._copies.items():
-            if stored_name not in self._groups.of:
-                raise of_another_run(self.checkpoint, f"optimizer.{first}", "none", "a state")
+        for name in held.parameters:
+            if held.stored_name(name) not in self._table.numbers:
+                raise of_another_run(self.checkpoint, f"optimizer.{name}", "none", "a state")

@@ -18,11 +18,10 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, overload
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -44,9 +43,8 @@ from overlap1f1b.engine.checkpoint.folder import (
     write_durably,
 )
 from overlap1f1b.engine.checkpoint.held import Held, Stored
-from overlap1f1b.engine.checkpoint.hyperparameters import GroupNumbers, Json, describe_groups, encoded, groups_of
-from overlap1f1b.engine.checkpoint.state import States, file_of, pack, with_random
-from overlap1f1b.engine.checkpoint.tensors import zeros_like_rows
+from overlap1f1b.engine.checkpoint.optimizer import Listed, Table, is_large
+from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, dumped, file_of, pack, with_random
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import streams
@@ -54,36 +52,6 @@ from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
 
 _THREAD = "checkpoint"  # purpose of the groups over which background threads of all ranks meet
-
-
-@overload
-def save_checkpoint(
-    engine: Engine,
-    directory: Path | str,
-    step: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    state: States | None = None,
-    config: Mapping[str, Any] | None = None,
-    keep: int = 2,
-    model: Stored = "all",
-    background: Literal[False] = False,
-) -> Path: ...
-
-
-@overload
-def save_checkpoint(
-    engine: Engine,
-    directory: Path | str,
-    step: int,
-    optimizer: torch.optim.Optimizer,
-    *,
-    state: States | None = None,
-    config: Mapping[str, Any] | None = None,
-    keep: int = 2,
-    model: Stored = "all",
-    background: Literal[True],
-) -> Saving: ...
 
 
 def save_checkpoint(
@@ -97,8 +65,8 @@ def save_checkpoint(
     keep: int = 2,
     model: Stored = "all",
     background: bool = False,
-) -> Path | Saving:
-    """Write a training run to ``directory/step-00000100``, and return that path.
+) -> Saving:
+    """Write a training run to ``directory/step-00000100``, and return a future of that path.
 
     The checkpoint has the model, the optimizer's state, every rank's random numbers (Python's, NumPy's, torch's), and
     ``state``. All ranks must call this. A mesh with other numbers of ranks, along any dimension, can resume from the
@@ -120,8 +88,8 @@ def save_checkpoint(
         model: Tensors of the model that are stored: ``"all"``; ``"trained"``, without parameters that require no
             gradient; or ``"none"``, where the model is stored elsewhere. The run that loads the checkpoint keeps its
             own in place of others.
-        background: Whether to copy the tensors to the CPU, and to write them while the next steps run. The result is
-            then a :class:`Saving`, whose ``result()`` waits. The next call, ``load_checkpoint`` and ``engine.close()``
+        background: Whether to copy the tensors to the CPU, and to write them while the next steps run;
+            otherwise the result is there when this returns. The next call, ``load_checkpoint`` and ``engine.close()``
             wait, too, and raise the error of a checkpoint whose result has not been asked.
 
     Raises:
@@ -136,6 +104,7 @@ def save_checkpoint(
     directory = Path(directory)
     name = name_of(step) if type(step) is int else f"step {quoted(step)}"
     failed = f"checkpoint {directory / name} cannot be written"
+    saving = Saving()
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
@@ -145,7 +114,8 @@ def save_checkpoint(
         plans = together.each(lambda: writing.plan(folder))
         writing.own = together.first(lambda: writing.merge(plans))[together.rank]
         if not background:
-            return _finish(writing, together)
+            saving.set_result(_finish(writing, together))
+            return saving
         together.each(lambda: writing.planner.copy(writing.own))  # before the next step changes the tensors
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
@@ -160,8 +130,9 @@ def save_checkpoint(
             engine.failures.explain(error)
             raise
 
-    engine.saving = Saving(write)
-    return engine.saving
+    engine.saving = saving
+    saving.begin(write)
+    return saving
 
 
 def _finish(writing: _Writing, together: Together) -> Path:
@@ -173,24 +144,12 @@ def _finish(writing: _Writing, together: Together) -> Path:
     return together.first(lambda: writing.publish(written))
 
 
-class _SliceState(NamedTuple):
-    """Optimizer state of one rank's slice of a parameter."""
-
-    number: int  # of the slice
-    rank: int
-    updates: float  # of the slice, if the state has their number
-    rows: dict[str, tuple[torch.dtype, torch.Size]]  # of each tensor that is sliced like the parameter
-
-
 class _Description(NamedTuple):
-    """Description of a rank's tensors and groups, which the other ranks need before all of them write."""
+    """What the other ranks need to know of a rank before all of them write."""
 
     step: int
-    groups: list[GroupNumbers]
-    slices: dict[str, _SliceState]  # of this rank, by the parameter's name
-    numbers: dict[str, dict[str, Json]]  # state that is not a tensor, by parameter and entry
+    optimizer: Listed
     states: dict[str, int]  # checksum of each of the run's states
-    columns: dict[str, int]  # rows of parameters whose columns are stored as rows
 
 
 class _Copies(DefaultSavePlanner):
@@ -238,29 +197,14 @@ class _Writing:
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
         self.held = held = Held(self.engine, self.optimizer)
-        self.tensors = held.tensors(self.model)
+        listed, large = held.listed()
+        self.tensors = held.tensors(self.model) | large
         self._packed = pack(with_random(self.state))
         states = {name: zlib.crc32(content) for name, content in self._packed.items()}
-        columns = {name: len(held.parameters[name]) for name in held.columns if name in held.parameters}
-        found = _Description(self.step, groups_of(self.optimizer, held.stored_names), {}, {}, states, columns)
-        for name, parameter, state in held.states():
-            stored_name = held.stored_name(name)
-            numbers: dict[str, Json] = {}
-            rows: dict[str, tuple[torch.dtype, torch.Size]] = {}
-            for entry, value in state.items():
-                if not isinstance(value, Tensor):
-                    numbers[entry] = _number(entry, name, value)
-                elif held.has_rows(name, parameter, entry, value):
-                    rows[entry] = value.dtype, value.shape[1:]
-            if state and name in held.sliced:
-                updates = float(state.get("step", 1))
-                found.slices[stored_name] = _SliceState(held.slice, self.together.rank, updates, rows)
-            if numbers:
-                found.numbers[stored_name] = numbers
-        return found
+        return _Description(self.step, listed, states)
 
     def accept(self, every: list[_Description]) -> None:
-        """Compare the steps of all ranks, and choose the rank whose state is stored if ranks differ."""
+        """Compare the descriptions of all ranks, and choose what this rank stores."""
         if len({one.step for one in every}) > 1:
             steps = sorted({one.step for one in every})
             raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: the same on all ranks")
@@ -270,21 +214,23 @@ class _Writing:
                     f"{self.together.failed}: only one of ranks 0 and {rank} has state[{min(difference)!r}]; "
                     "allowed: the same names on all ranks"
                 )
-        self._shared_states = {name for name in every[0].states if len({one.states[name] for one in every}) == 1}
-        slices: dict[str, list[_SliceState]] = {}
-        for name, state in (entry for one in every for entry in one.slices.items()):
-            slices.setdefault(name, []).append(state)
-        self._leads = {name: max(states, key=lambda state: state.updates) for name, states in slices.items()}
-        self._begun = {name: {state.number for state in states} for name, states in slices.items()}
-        numbers: dict[str, dict[str, Json]] = {}
-        for rank, one in enumerate(every):
-            for name, entries in one.numbers.items():
-                if name not in self._leads or self._leads[name].rank == rank:
-                    numbers.setdefault(name, entries)
-        groups = describe_groups([one.groups for one in every])
-        self._added = {"groups": groups, "state": numbers, "layout": self.held.mesh.layout}
-        if columns := {name: rows for one in every for name, rows in one.columns.items()}:
-            self._added["columns"] = columns
+        held, first = self.held, self.together.rank == 0
+        self._files: dict[str, bytes] = {}
+        for name, content in self._packed.items():
+            shared = len({one.states[name] for one in every}) == 1
+            if first or not shared:
+                self._files[file_of(name, None if shared else held.number)] = content
+        ranks = [one.optimizer for one in every]
+        table = Table.merged(ranks)
+        if first:
+            self._files[OPTIMIZER] = dumped(table._asdict())
+        begun = {(name, rank.slice) for rank in ranks for name in rank.state}
+        for name in held.sliced & held.parameters.keys():
+            stored_name = held.stored_name(name)
+            if held.holds(name) and (stored_name, held.slice) not in begun:
+                large = {entry: v for entry, v in table.state.get(stored_name, {}).items() if is_large(v)}
+                self.tensors |= {f"optimizer.{stored_name}.{e}": held.zeros(name, e, v)[1] for e, v in large.items()}
+        self._added: dict[str, Any] = {"layout": held.mesh.layout}
         if self.model != "all":
             self._added["model"] = self.model
 
@@ -292,28 +238,9 @@ class _Writing:
         """Return DCP's plan of all tensors that this rank could write into a folder."""
         self.folder, self.planner, self._writer = folder, _Copies(), FileSystemWriter(folder)
         first, rank = self.together.rank == 0, self.together.rank
-        stored = self.tensors | self._state_tensors()
-        self.planner.set_up_planner(stored, storage_meta=self._writer.storage_meta(), is_coordinator=first)
+        self.planner.set_up_planner(self.tensors, storage_meta=self._writer.storage_meta(), is_coordinator=first)
         self._writer.set_up_storage_writer(first, rank=rank, use_collectives=True)
         return self._writer.prepare_local_plan(self.planner.create_local_plan())
-
-    def _state_tensors(self) -> dict[str, Tensor]:
-        # For sliced parameters every rank stores its rows; the rank with the most updates stores everything else.
-        held, rank = self.held, self.together.rank
-        tensors: dict[str, Tensor] = {}
-        for name, parameter, state in held.states():
-            stored_name = held.stored_name(name)
-            lead = self._leads.get(stored_name)
-            for entry, value in state.items():
-                if isinstance(value, Tensor):
-                    rows = held.has_rows(name, parameter, entry, value)
-                    if rows or lead is None or lead.rank == rank:
-                        tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(value, name) if rows else value
-            if lead is not None and held.slice not in self._begun[stored_name]:
-                for entry, (dtype, row) in lead.rows.items():
-                    zeros = zeros_like_rows(parameter, row, dtype)
-                    tensors[f"optimizer.{stored_name}.{entry}"] = held.whole(zeros, name)
-        return tensors
 
     def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the first rank: divide the tensors that several ranks hold, and keep the index for :meth:`publish`."""
@@ -324,13 +251,10 @@ class _Writing:
         """Write this rank's files; return DCP's results and the fingerprints of the files."""
         results = self._writer.write_data(self.planner.finish_plan(self.own), self.planner)
         results.wait()
+        for name, content in self._files.items():
+            write_durably(self.folder / name, content)
         names = [path.name for path in self.folder.glob(f"__{self.together.rank}_*")]
-        for name, content in self._packed.items():
-            shared = name in self._shared_states
-            if not shared or self.together.rank == 0:
-                names.append(file_of(name, None if shared else self.held.number))
-                write_durably(self.folder / names[-1], content)
-        return results.value(), fingerprints(self.folder, names)
+        return results.value(), fingerprints(self.folder, [*names, *self._files])
 
     def publish(self, written: list[tuple[list[WriteResult], dict[str, Fingerprint]]]) -> Path:
         """On the first rank: write the index and give the checkpoint its name."""
@@ -338,14 +262,3 @@ class _Writing:
         self._writer.finish(index, [results for results, _ in written])
         files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
         return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
-
-
-def _number(entry: str, name: str, value: object) -> Json:
-    """Return a value of the optimizer's state that is no tensor as JSON; raise ValueError if it would be lost."""
-    with suppress(TypeError):
-        if not isinstance(value, str):  # ``load_state_dict`` takes a text for a list and makes a generator of it
-            return encoded(value)
-    raise ValueError(
-        f"the optimizer's {entry} of {name} is of type {type(value).__name__}; allowed: a tensor, a number, or a list "
-        "of numbers and texts"
-    )

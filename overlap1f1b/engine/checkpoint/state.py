@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from overlap1f1b.schedule.values import quoted, shortened
 
 RANDOM = "random"
+OPTIMIZER = "optimizer.pt"
+"""File of an optimizer's table."""
 _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 _FILE = re.compile(r"state-([A-Za-z]\w*?)(?:-\d{5,})?\.pt", re.ASCII)
 
@@ -76,16 +78,14 @@ def pack(states: States) -> dict[str, bytes]:
     packed = {}
     for name, state in states.items():
         if state is not None:
-            file = BytesIO()
             try:
-                torch.save(state.state_dict(), file)
-                _read(file.getvalue())
+                loaded(content := dumped(state.state_dict()))
             except Exception as error:  # pickling raises whatever the objects do
                 raise ValueError(
                     f"state[{name!r}] cannot be stored: {shortened(str(error).splitlines()[0])}; allowed: tensors, "
                     "numbers, texts, and containers of these"
                 ) from None
-            packed[name] = file.getvalue()
+            packed[name] = content
     return packed
 
 
@@ -93,10 +93,17 @@ def unpack(states: States, packed: Mapping[str, bytes]) -> None:
     """Give each state what was stored of it."""
     for name, content in packed.items():
         if (state := states.get(name)) is not None:
-            state.load_state_dict(_read(content))
+            state.load_state_dict(loaded(content))
 
 
-def _read(content: bytes) -> Any:
+def dumped(value: Any) -> bytes:
+    """Return the bytes of a file that has ``value``."""
+    torch.save(value, file := BytesIO())
+    return file.getvalue()
+
+
+def loaded(content: bytes) -> Any:
+    """Return the value of :func:`dumped`: tensors on the CPU, numbers, texts, and containers of these."""
     return torch.load(BytesIO(content), weights_only=True, map_location="cpu")
 
 

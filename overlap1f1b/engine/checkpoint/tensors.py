@@ -1,10 +1,11 @@
 """Tensors of a checkpoint, as torch.distributed.checkpoint (DCP) stores and reads them.
 
-    whole = Slice(weight, rank=1, ranks=4)  # the second quarter of the rows
+    whole = Whole.of_slices(weight, rank=1, ranks=4)  # of which this rank has the second quarter of the rows
     whole.shape  # of all four
 
-DCP asks a slice where its part lies, by the three methods that DTensor has, too. So a slice may itself be a DTensor,
-which FSDP2 has sharded further.
+DCP asks a whole where this rank's parts lie, by the three methods that DTensor has, too. A DTensor would need one mesh
+with the experts' ranks and, inside these, those of FSDP2; torch cuts none out of a mesh with another order. Here the
+slice may itself be a DTensor, over any mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 
 from overlap1f1b.engine.checkpoint.folder import damaged
 from overlap1f1b.schedule.values import quoted
@@ -71,63 +72,66 @@ def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         raise damaged(checkpoint, headline(cause)) from None
 
 
-class Slice(Tensor):
-    """A whole tensor, of which this rank has slice number ``rank`` of ``ranks`` equal slices along dimension 0.
+class Whole(Tensor):
+    """A whole tensor of ``shape``, of which this rank has parts, by their offsets.
 
-    It computes nothing, and shares the memory of the slice, ``tensor``, which may be a DTensor.
+    It computes nothing, and shares the memory of the parts.
     """
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, rank: int, ranks: int) -> Slice:
+    def __new__(cls, shape: Sequence[int], parts: Mapping[torch.Size, Tensor]) -> Whole:
         """Return a tensor without memory of its own."""
-        shape = (tensor.shape[0] * ranks, *tensor.shape[1:])
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=tensor.dtype, device=tensor.device)
+        part = next(iter(parts.values()))
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
 
-    def __init__(self, tensor: Tensor, rank: int, ranks: int) -> None:
-        self.local, offsets = tensor.detach(), [0] * tensor.ndim
-        if isinstance(self.local, DTensor):
-            (chunk,) = self.local.__create_chunk_list__()  # where DTensor's own part lies
-            self.local, offsets = self.local.to_local(), list(chunk.offsets)
-        offsets[0] += rank * tensor.shape[0]
-        self._chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=self.local.shape)
+    def __init__(self, shape: Sequence[int], parts: Mapping[torch.Size, Tensor]) -> None:
+        # An empty part begins where the next one does, which DCP would take for the same part.
+        self._parts = {at: part for at, part in parts.items() if part.numel()}
+
+    @classmethod
+    def of_slices(cls, tensor: Tensor, rank: int, ranks: int, columns: int | None = None) -> Whole:
+        """Return the whole of ``ranks`` equal slices along dimension 0, of which ``tensor`` is number ``rank``.
+
+        With ``columns`` the slices are along dimension 1 instead, in each group of so many columns of ``tensor``.
+        """
+        local, row = tensor.detach(), 0
+        if isinstance(local, DTensor):
+            (chunk,) = local.__create_chunk_list__()  # where DTensor's own part lies
+            local, row = local.to_local(), chunk.offsets[0]
+        if columns is None:
+            at = torch.Size([row + rank * tensor.shape[0], *[0] * (tensor.ndim - 1)])
+            return cls((tensor.shape[0] * ranks, *tensor.shape[1:]), {at: local})
+        parts = enumerate(local.split(columns, 1))
+        found = {torch.Size([row, (number * ranks + rank) * columns]): part for number, part in parts}
+        return cls((tensor.shape[0], tensor.shape[1] * ranks), found)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise NotImplementedError(f"{function} of a slice")
+        raise NotImplementedError(f"{function} of a whole")
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        items = []
+        for chunk in self.__create_chunk_list__():
+            properties = TensorProperties.create_from_tensor(self._parts[chunk.offsets])
+            data = TensorWriteData(chunk, properties, self.size())
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        # An empty part begins where the next slice does, which DCP would take for the same part.
-        return [self._chunk] if self.local.numel() else []
+        return [ChunkStorageMetadata(offsets=at, sizes=part.shape) for at, part in self._parts.items()]
 
-    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
-        return self.local
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._parts[index.offset]
 
 
 def zeros_like_rows(tensor: Tensor, row: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return zeros with the rows of ``tensor``, sharded as it is, each of shape ``row``."""
     shape = (*tensor.shape[:1], *row)
-    if not isinstance(tensor, DTensor):
-        return torch.zeros(shape, dtype=dtype, device=tensor.device)
-    own = tensor.to_local()
-    own_shape = own.shape if shape == tensor.shape else (*own.shape[:1], *row)
-    return DTensor.from_local(
-        torch.zeros(own_shape, dtype=dtype, device=own.device),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
+    if shape == tensor.shape:
+        return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
+    if isinstance(tensor, DTensor):
+        return zeros(*shape, dtype=dtype, device_mesh=tensor.device_mesh, placements=tensor.placements)
+    return tensor.new_zeros(shape, dtype=dtype)

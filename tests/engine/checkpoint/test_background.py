@@ -51,7 +51,7 @@ def _at_once_and_later(rank: int, size: int, folder: Path) -> list[bool]:
     with held_back() as event:
         saving = first.save(folder / "later", background=True)
         first.train(2)
-        before = saving.done, latest(folder / "later")
+        before = saving.done(), latest(folder / "later")
         event.set()
         path = saving.result()
     found = [before == (False, None), path == folder / "later" / "step-00000003", not equal(first.whole(), saved)]
@@ -69,7 +69,7 @@ def test_the_same_bits_as_at_once(ranks4: Ranks, tmp_path: Path) -> None:
     assert ranks4.run(_at_once_and_later, tmp_path / "four") == [[True] * 6] * 4
     for name in ("at once", "later"):
         files = [path.name for path in sorted((tmp_path / "four" / name / "step-00000003").iterdir())]
-        assert len(files) == 4 + 2 * 4 + 3  # tensors; random numbers and loaders; schedule, index, config
+        assert len(files) == 4 + 2 * 4 + 4  # tensors; random numbers and loaders; schedule, optimizer, index, config
 
 
 def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +91,12 @@ def _one_after_another(rank: int, size: int, folder: Path) -> list[str]:
         one.train(1)
         threading.Timer(0.1, event.set).start()
         second = one.save(folder, 2, background=True)
-        assert first.done
+        assert first.done()
         assert one.load(folder) == 2
-        assert second.done
+        assert second.done()
         third = one.save(folder, 3, background=True, keep=3)
         one.engine.close()
-    assert third.done
+    assert third.done()
     return sorted(os.listdir(folder))
 
 
@@ -143,7 +143,7 @@ def _failing(rank: int, size: int, folder: Path) -> list[str]:
                 patch.setattr(FileSystemWriter, "write_data", fail)
             saving: Saving = one.save(folder, 4, background=True)
             one.train(1)
-            while not saving.done:
+            while not saving.done():
                 pass
         told({"result": saving.result, "close": one.engine.close}.get(ask, lambda ask=ask: getattr(one, ask)(folder)))
         if ask != "close":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b import consolidate
@@ -30,6 +31,10 @@ def test_the_whole_model(ranks2: Ranks, tmp_path: Path) -> None:
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     model = Tiny(seed=1)
     model.load_state_dict(found)
+    dcp_to_torch_save(tmp_path / "run" / "step-00000003", tmp_path / "torch.pt")  # torch's own tool
+    read = torch.load(tmp_path / "torch.pt")
+    assert all(torch.equal(read[f"model.{name}"], wanted[name]) for name in wanted)
+    assert torch.equal(read["optimizer.experts.weight.exp_avg"], saved["experts.weight.exp_avg"])
     consolidate(tmp_path / "run" / "step-00000003", tmp_path / "several", file_bytes=100)
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
     several: dict[str, torch.Tensor] = {}

@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from overlap1f1b.engine import Engine, EngineOptions, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, EngineOptions, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint import load, save
-from overlap1f1b.engine.checkpoint.hyperparameters import StoredGroups
+from overlap1f1b.engine.checkpoint.held import Held
+from overlap1f1b.engine.checkpoint.optimizer import Table
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -138,7 +139,7 @@ class Run:
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def save(self, folder: Path, step: int = 2, **options: Any) -> Path:
+    def save(self, folder: Path, step: int = 2, **options: Any) -> Saving:
         return save_checkpoint(self.engine, folder, step, self.optimizer, **options)
 
     def load(self, folder: Path) -> int:
@@ -324,7 +325,7 @@ def test_other_groups_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
     text = (
         f"{path}: the optimizer has 2 parameter groups, the checkpoint has 3; allowed: the same groups as it was saved"
     )
-    assert ranks2.run(_other_groups, tmp_path, 2) == [f"{text} with"] * 2
+    assert ranks2.run(_other_groups, tmp_path, 2) == [f"rank pp 0: {text} with"] * 2
     (one, other) = ranks2.run(_other_groups, tmp_path, 3)
     assert one == other
     assert re.search(
@@ -372,7 +373,7 @@ def test_a_mesh_of_some_ranks_is_refused(ranks4: Ranks, tmp_path: Path) -> None:
 
 SAVING: dict[str, tuple[Any, str]] = {
     "model": (nn.Module, "state_dict"),
-    "groups": (save, "groups_of"),
+    "groups": (Held, "listed"),
     "folder": (save, "begin"),
     "plan": (DefaultSavePlanner, "create_local_plan"),
     "merge": (DefaultSavePlanner, "create_global_plan"),
@@ -386,7 +387,7 @@ LOADING: dict[str, tuple[Any, str]] = {
     "config": (load, "read_contents"),
     "files": (load, "check_files"),
     "model": (nn.Module, "state_dict"),
-    "groups": (StoredGroups, "chosen"),
+    "groups": (Table, "chosen"),
     "index": (FileSystemReader, "read_metadata"),
     "read": (FileSystemReader, "read_data"),
     "optimizer": (torch.optim.Optimizer, "load_state_dict"),

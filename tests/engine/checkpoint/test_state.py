@@ -166,7 +166,7 @@ def test_another_layout_reads_what_is_the_same_on_all_ranks(ranks4: Ranks, tmp_p
 
 def test_states_that_do_not_fit(tmp_path: Path) -> None:
     run = Run({})
-    path = run.save(tmp_path, state={"scheduler": run.scheduler})
+    path = run.save(tmp_path, state={"scheduler": run.scheduler}).result()
     start = re.escape(f"checkpoint {path}: it has ")
     with pytest.raises(ValueError, match=start + r"no state\['loader'\]; allowed: random, scheduler$"):
         run.load(tmp_path)

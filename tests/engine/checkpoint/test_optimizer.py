@@ -1,23 +1,21 @@
-"""Numbers of an optimizer's groups: as JSON and back, by the names of the parameters."""
+"""Numbers of an optimizer's groups: into a file and back, by the names of the parameters."""
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from overlap1f1b.engine.checkpoint.hyperparameters import (
-    StoredGroups,
-    decoded,
-    describe_groups,
-    encoded,
-    groups_of,
-    set_groups,
-)
+from overlap1f1b.engine.checkpoint.optimizer import Listed, Table, numbers_of, plain, set_groups
+from overlap1f1b.engine.checkpoint.state import dumped, loaded
+
+
+def stored_value(value: Any) -> Any:
+    return loaded(dumped(plain(value)))
 
 
 @pytest.mark.parametrize(
@@ -25,41 +23,24 @@ from overlap1f1b.engine.checkpoint.hyperparameters import (
     [None, True, 0, -7, 2**70, 0.1, 1e-300, math.inf, -math.inf, "adam", (), (0.9, 0.999), [1, (2, [None])]],
 )
 def test_back_and_forth(value: Any) -> None:
-    found = decoded(json.loads(json.dumps(encoded(value))))
+    found = stored_value(value)
     assert found == value
     assert type(found) is type(value)
 
 
 def test_tensors_and_nan() -> None:
     for tensor in (torch.tensor(0.1), torch.tensor(1e300, dtype=torch.float64), torch.tensor(3), torch.tensor(True)):
-        found = decoded(json.loads(json.dumps(encoded(tensor))))
+        found = stored_value(tensor)
         assert torch.equal(found, tensor)
         assert found.dtype == tensor.dtype
-    assert math.isnan(decoded(encoded(math.nan)))
+    assert math.isnan(stored_value(math.nan))
+    assert [type(stored_value(value)) for value in (np.float64(0.5), np.int64(3))] == [float, int]
 
 
 @pytest.mark.parametrize("value", [len, {1}, {"a": 1}, torch.ones(2), object(), 1j, [len]])
 def test_what_is_no_number(value: Any) -> None:
     with pytest.raises(TypeError):
-        encoded(value)
-
-
-@pytest.mark.parametrize("content", [{}, {"float": "1"}, {"tensor": 1}, {"tensor": [1], "dtype": "int8"}, {"tuple": 7}])
-def test_json_of_somebody_elses(content: Any) -> None:
-    with pytest.raises(ValueError, match="a hyperparameter is none"):
-        decoded(content)
-    with pytest.raises(ValueError, match=r"no groups of an optimizer \(ValueError\)"):
-        StoredGroups.read({"groups": [{"lr": content}], "of": {}, "places": None})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [None, 7, [], {}, {"groups": 7, "of": {}, "places": None}, {"groups": [], "of": {"a": 0}, "places": None}]
-    + [{"groups": [{}], "of": {}, "places": places} for places in (7, [1], ["a"], [None])],
-)
-def test_groups_of_somebody_elses(content: Any) -> None:
-    with pytest.raises(ValueError, match="no groups of an optimizer"):
-        StoredGroups.read(content)
+        plain(value)
 
 
 def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn.Parameter, str]]:
@@ -69,9 +50,10 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
     return torch.optim.AdamW(groups, **options), names
 
 
-def stored(*lrs: Any, **options: Any) -> StoredGroups:
+def stored(*lrs: Any, **options: Any) -> Table:
     one, names = optimizer(*lrs, **options)
-    return StoredGroups.read(json.loads(json.dumps(describe_groups([groups_of(one, names)]))))
+    groups = [(numbers_of(group), [names[p] for p in group["params"]]) for group in one.param_groups]
+    return Table(**loaded(dumped(Table.merged([Listed(0, {}, groups)])._asdict())))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:
