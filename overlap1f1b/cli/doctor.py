@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.cli.launch import run_ranks
-from overlap1f1b.cli.options import check_timeout
-from overlap1f1b.cli.output import by_default, check_json, console, write_json
-from overlap1f1b.cli.status import Say, showing
-from overlap1f1b.cli.wire import Wire
+from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.options import check_timeout
+from overlap1f1b.running.wire import Wire
+from overlap1f1b.terminal.output import by_default, check_json, console, write_json
+from overlap1f1b.terminal.status import Say, showing
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 from overlap1f1b.transport.versions import TORCH, release
 
@@ -210,7 +210,7 @@ def measure(found: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from overlap1f1b.cli.ranks import joined
+    from overlap1f1b.running.ranks import joined
 
     with joined((1, 1, 2), timeout) as rank:
 
@@ -308,7 +308,7 @@ if __name__ == "__main__":
     try:
         measure(Path(sys.argv[1]), float(sys.argv[2]))
     except Exception as error:
-        from overlap1f1b.cli.ranks import lost, one_line
+        from overlap1f1b.running.ranks import lost, one_line
 
         _write(Path(sys.argv[1]), {"error": lost(error) or one_line(error)[:200]})
         os._exit(2)  # the file has the error

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
-from overlap1f1b.cli.launch import (
+from overlap1f1b.cli.plan.options import PlanOptions
+from overlap1f1b.cli.report.options import ReportOptions
+from overlap1f1b.running.launch import (
     INSIDE,
     NOT_JOINED,
     STORE,
@@ -24,7 +26,7 @@ from overlap1f1b.cli.launch import (
     run_ranks,
     under_torchrun,
 )
-from overlap1f1b.cli.options import (
+from overlap1f1b.running.options import (
     VERBS,
     BenchOptions,
     ProfileOptions,
@@ -33,12 +35,10 @@ from overlap1f1b.cli.options import (
     check_profile,
     check_run,
 )
-from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.cli.report.options import ReportOptions
-from overlap1f1b.cli.wire import Wire
+from overlap1f1b.running.wire import Wire
 
 if TYPE_CHECKING:
-    from overlap1f1b.cli.ranks import Rank
+    from overlap1f1b.running.ranks import Rank
 
 MOST_RANKS = 32
 """Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
@@ -135,15 +135,15 @@ def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
-    from overlap1f1b.cli.ranks import NotJoinedError, joined, lost, no_room
+    from overlap1f1b.running.ranks import NotJoinedError, joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
         from overlap1f1b.cli.profile import profile as verb
     elif isinstance(options, TrainOptions):
-        from overlap1f1b.cli.train.command import train as verb
+        from overlap1f1b.running.train.command import train as verb
     else:
-        from overlap1f1b.cli.bench.command import bench as verb
+        from overlap1f1b.running.bench.command import bench as verb
     try:
         with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
             try:

@@ -13,22 +13,22 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.cli.bench.command import kind_of
-from overlap1f1b.cli.bench.variants import asked_for
-from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
-from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
-from overlap1f1b.cli.ranks import Rank
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
-from overlap1f1b.cli.status import Say, showing
-from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.train.trainer import Trainer
-from overlap1f1b.cli.workload import environment
 from overlap1f1b.engine import Engine, Profile
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.profiling import read
+from overlap1f1b.running.bench.command import kind_of
+from overlap1f1b.running.bench.variants import asked_for
+from overlap1f1b.running.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.train.trainer import Trainer
+from overlap1f1b.running.workload import environment
 from overlap1f1b.simulation import Timeline
+from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
+from overlap1f1b.terminal.status import Say, showing
 
 COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")
 

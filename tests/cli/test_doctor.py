@@ -19,7 +19,7 @@ from overlap1f1b.cli.main import main
 from overlap1f1b.transport.versions import TORCH
 from tests.cli.inside import Verb
 from tests.cli.lasting import lasting
-from tests.cli.run import COMMAND, ROOT
+from tests.running.run import COMMAND, ROOT
 
 
 def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:

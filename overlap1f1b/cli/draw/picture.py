@@ -7,7 +7,7 @@ from pathlib import Path
 
 from overlap1f1b.cli.draw.grid import letters
 from overlap1f1b.cli.draw.tracks import STYLES, Track
-from overlap1f1b.cli.output import writing
+from overlap1f1b.terminal.output import writing
 
 LETTER = 0.085
 """Inches for a letter."""

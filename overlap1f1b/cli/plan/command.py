@@ -11,13 +11,13 @@ from rich.text import Text
 from overlap1f1b.cli.draw.grid import Grid
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import STYLES, tracks_of
-from overlap1f1b.cli.output import console, print_lines, write_json, writing
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
-from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.schedule import AUTO, Program
 from overlap1f1b.simulation import Candidate, Model, NodeModel, PlanTimeline, Played, Ranking, played, search
+from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.status import Say, showing
 
 DEFAULT_RANKS = 4
 DEFAULT_MICROBATCHES = 8

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS, DEFAULT_PROGRAM, SCHEDULES
 from overlap1f1b.schedule.values import check_size
+from overlap1f1b.terminal.output import by_default, check_files
 
 LARGEST = 1e100
 """The largest cost."""

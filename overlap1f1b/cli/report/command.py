@@ -11,15 +11,15 @@ from rich.console import Console
 
 from overlap1f1b.cli.draw.picture import paint
 from overlap1f1b.cli.draw.tracks import tracks_of_bars
-from overlap1f1b.cli.output import console, print_lines, write_json, writing
 from overlap1f1b.cli.report.content import add_predicted, compared, content_of
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
 from overlap1f1b.cli.report.tables import comparison, print_table, print_verdict, tables_of
-from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
+from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.status import Say, showing
 
 READ = "all files are read"
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from overlap1f1b.cli.output import by_default, check_files, check_json
+from overlap1f1b.terminal.output import by_default, check_files, check_json
 
 PICTURES = ("png", "svg", "html", "trace")
 

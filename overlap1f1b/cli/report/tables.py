@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.cli.output import middle_left_out, number, plain_table, print_lines
 from overlap1f1b.schedule.values import some
+from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
 
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table

@@ -19,8 +19,8 @@ from rich.console import Console
 from overlap1f1b.cli.report import command
 from overlap1f1b.cli.report.content import content_of
 from overlap1f1b.cli.report.tables import print_table, tables_of
-from overlap1f1b.cli.status import showing
 from overlap1f1b.profiling import bars_of, read
+from overlap1f1b.terminal.status import showing
 from tests.cli.lasting import lasting
 from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host

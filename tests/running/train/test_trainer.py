@@ -1,0 +1,37 @@
+"""The learning rate, and what is decayed."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from overlap1f1b.running.train.trainer import build_optimizer, learning_rate, set_learning_rate, set_weight_decay
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    rates = [learning_rate(step, 100, 2.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_learning_rate_of_short_runs(steps: int) -> None:
+    assert all(0 < learning_rate(step, steps, 1.0) <= 1 for step in range(steps + 1))
+
+
+def test_only_matrices_are_decayed() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.RMSNorm(4))
+    optimizer = build_optimizer(model, lr=0.5, weight_decay=0.1)
+    decayed = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert [decayed[p] for p in model.parameters()] == [0.0, 0.1, 0.0, 0.0]
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_a_resumed_run_decays_as_it_is_told() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), lr=0.1, weight_decay=0.5)
+    set_weight_decay(optimizer, 0.25)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
