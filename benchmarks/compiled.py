@@ -34,7 +34,7 @@ from overlap1f1b.running.ranks import Rank, joined
 from overlap1f1b.running.wire import Wire, parse_rate
 from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.terminal.output import check_json, console, plain_table, write_json
+from overlap1f1b.terminal.output import check_files, console, plain_table, write_json
 from overlap1f1b.terminal.status import Say, showing
 
 RANKS = 2
@@ -133,7 +133,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         rate = parse_rate(options.wire)
-        check_json(options.json)
+        check_files({"json": options.json})
     except ValueError as error:
         parser.error(str(error))
     if STORE not in os.environ:

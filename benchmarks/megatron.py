@@ -61,7 +61,7 @@ from overlap1f1b.running.wire import Balanced, Wire, parse_wire, shape
 from overlap1f1b.running.workload import environment, loss_fn
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Timeline, simulate
-from overlap1f1b.terminal.output import check_json, number, plain_table, print_lines, write_json
+from overlap1f1b.terminal.output import check_files, number, plain_table, print_lines, write_json
 from overlap1f1b.transport.exchange import own_exchange
 from tests.integrations.megatron.core import models, shim
 
@@ -583,7 +583,7 @@ def main() -> int:
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     parse_wire(options.wire)
-    check_json(options.json)
+    check_files({"json": options.json})
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch}; allowed: a multiple of --microbatches {options.microbatches}")
     if STORE not in os.environ:

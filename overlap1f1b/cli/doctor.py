@@ -24,9 +24,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from overlap1f1b.running.launch import run_ranks
-from overlap1f1b.running.options import check_timeout
+from overlap1f1b.running.options import WAIT
 from overlap1f1b.running.wire import Wire
-from overlap1f1b.terminal.output import by_default, check_json, console, write_json
+from overlap1f1b.terminal.arguments import by_default, check_ranges
+from overlap1f1b.terminal.output import check_files, console, write_json
 from overlap1f1b.terminal.status import Say, showing
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 from overlap1f1b.transport.versions import TORCH, release
@@ -60,7 +61,7 @@ class DoctorOptions:
       overlap1f1b doctor --json -                          # for scripts
     """
 
-    timeout: float = DOCTOR_LIMIT_S
+    timeout: Annotated[float, WAIT] = DOCTOR_LIMIT_S
     """Time limit, in seconds, for two local ranks that measure the link between them."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the findings as JSON, or - for standard output."""
@@ -251,8 +252,8 @@ def doctor(options: DoctorOptions) -> int:
     Raises:
         ValueError: An option has a value that is not allowed.
     """
-    check_timeout(options.timeout)
-    check_json(options.json)
+    check_ranges(options)
+    check_files({"json": options.json})
     screen = console(options.json)
     with showing(screen, "starting") as say:
         findings = list(_findings(options, say))

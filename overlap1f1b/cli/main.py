@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,31 +12,20 @@ from dataclasses import is_dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.report.options import ReportOptions
-from overlap1f1b.running.launch import (
-    INSIDE,
-    NOT_JOINED,
-    STORE,
-    check_nsys,
-    cores,
-    end_with,
-    enter_nsys,
-    run_ranks,
-    under_torchrun,
-)
+from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
 from overlap1f1b.running.options import (
-    VERBS,
+    PROFILED,
     BenchOptions,
     ProfileOptions,
     RunOptions,
     TrainOptions,
-    check_profile,
     check_run,
 )
 from overlap1f1b.running.wire import Wire
+from overlap1f1b.terminal.arguments import parse
 
 if TYPE_CHECKING:
     from overlap1f1b.running.ranks import Rank
@@ -64,45 +54,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             from overlap1f1b.cli.doctor import doctor
 
             return doctor(options)
-        if isinstance(options, ProfileOptions):
-            _check_profile(options, argv)
-        else:
-            check_run(options)
-        if STORE in os.environ:
-            end_with(partial(_status, options))
-        if under_torchrun():
-            if isinstance(options, BenchOptions) and options.wire is not None:
-                raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
-            end_with(partial(_status, options))
-        return _run_here(options, argv)
+        check_run(options)
+        started = STORE in os.environ or under_torchrun()
+        if getattr(options, "nsys", False) and INSIDE not in os.environ:
+            if shutil.which("nsys") is None:
+                allowed = "NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
+                raise ValueError(f"--nsys: nsys is not on PATH; allowed: {allowed}")
+            if started or options.ranks == 1:
+                enter_nsys(options.out, argv)
+        if not started:
+            return _run_here(options, argv)
+        if STORE not in os.environ and isinstance(options, BenchOptions) and options.wire is not None:
+            raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
+        end_with(partial(_status, options))
     except ValueError as error:
         return _fail(error, options)
 
 
 def _options(argv: Sequence[str]) -> Any:
     """Return the options of the verb, or of the verb that ``profile`` profiles."""
-    about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
-        return parse(argv[1:] or ["--help"], VERBS, prog="overlap1f1b profile", description=about)
-    verbs = {
-        "train": TrainOptions,
-        "bench": BenchOptions,
-        "plan": PlanOptions,
-        "profile": ProfileOptions,
-        "report": ReportOptions,
-        "doctor": DoctorOptions,
-    }
+        return parse(argv[1:] or ["--help"], PROFILED, prog="overlap1f1b profile", description=about)
+    about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
+    verbs = {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions}
+    verbs |= {"profile": ProfileOptions, "report": ReportOptions, "doctor": DoctorOptions}
     return parse(argv, verbs, prog="overlap1f1b", description=about)
-
-
-def _check_profile(options: Any, argv: Sequence[str]) -> None:
-    """Check the options of a profile; a rank that nsys traces starts again under it."""
-    check_profile(options)
-    if options.nsys and INSIDE not in os.environ:
-        check_nsys()
-        if STORE in os.environ or under_torchrun() or options.ranks == 1:
-            enter_nsys(options.out, argv, os.environ.get("RANK", "0"))
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:

@@ -13,13 +13,13 @@ import tyro
 from overlap1f1b.plan import Recompute, parse_overlap
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
-from overlap1f1b.schedule.values import check_size
-from overlap1f1b.terminal.output import by_default, check_folder, check_json
+from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
+from overlap1f1b.terminal.output import check_files, check_folder
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 from overlap1f1b.transport.versions import check_torch
 
-LONGEST = 1_000_000
-"""Largest limit of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
+WAIT = Range(most=1_000_000, above=True)
+"""Limits of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +56,27 @@ class RunOptions:
     """Options of train and bench."""
 
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
-    ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"])] = 2
+    ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2
     """Expert-parallel ranks. All pp × dp × ep ranks are started here; under torchrun its ranks are used instead."""
-    pp: int = 1
+    pp: Annotated[int, Range(1)] = 1
     """Pipeline ranks."""
-    dp: int = 1
+    dp: Annotated[int, Range(1)] = 1
     """Data-parallel ranks, which do not share their experts."""
     schedule: Annotated[str | None, by_default("NAME", f"{DEFAULT_PROGRAM}; sequential on one rank")] = None
     """Program to play. auto: an order that is found for the measured costs; with several --chunks the stages are placed
     in a V."""
-    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
+    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS), Range(1)] = None
     """Stages of a pipeline rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
     """Additional forwards before the first backward, for schedules that take them."""
     memory: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
     """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
     model."""
-    microbatches: int = 8
+    microbatches: Annotated[int, Range(1)] = 8
     """Microbatches of a step."""
-    batch: int = 16
+    batch: Annotated[int, Range(1)] = 16
     """Sequences of a step on each rank, divided evenly into microbatches."""
-    sequence: int = 256
+    sequence: Annotated[int, Range(1)] = 256
     """Bytes of a sequence."""
     overlap: Annotated[str, tyro.conf.arg(metavar="serial|pairs|INT")] = "3"
     """serial, pairs, or the number of actions that may be open at once."""
@@ -86,7 +86,7 @@ class RunOptions:
     parts: int | Literal["auto"] = 1
     """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
     experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
-    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes")] = None
+    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), ABOVE_0] = None
     """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
     size, and the host waits for no counts."""
     overflow: Literal["raise", "rerun"] = "raise"
@@ -102,9 +102,9 @@ class RunOptions:
     hf_config: Annotated[str | None, by_default("NAME")] = None
     """Configuration of the transformers library: a name, a folder or a config.json. A new model of it, on bytes,
     replaces the model of the sizes above."""
-    seed: int = 0
+    seed: Annotated[int, Range(most=2**63 - 1)] = 0
     """Seed of weights and batches."""
-    timeout: float = COMMAND_LINE_LIMIT_S
+    timeout: Annotated[float, WAIT] = COMMAND_LINE_LIMIT_S
     """Time limit of a wait for another rank, in seconds."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
@@ -152,23 +152,23 @@ class TrainOptions(RunOptions):
       torchrun --nproc-per-node 4 -m overlap1f1b train --ep 4 --experts 16
     """
 
-    microbatches: int = 4
+    microbatches: Annotated[int, Range(1)] = 4
     """Microbatches of a step."""
-    batch: int = 8
+    batch: Annotated[int, Range(1)] = 8
     """Sequences of a step on each rank, divided evenly into microbatches."""
-    steps: int = 150
+    steps: Annotated[int, Range(1)] = 150
     """Optimizer steps."""
-    lr: float = 2e-3
+    lr: Annotated[float, ABOVE_0] = 2e-3
     """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Range()] = 0.1
     """Weight decay of AdamW."""
-    clip: float = 1.0
+    clip: Annotated[float, ABOVE_0] = 1.0
     """Largest norm of the gradient."""
-    eval_every: int = 50
+    eval_every: Annotated[int, Range(1)] = 50
     """Steps between losses on held-out text."""
     checkpoint: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
-    checkpoint_every: int = 50
+    checkpoint_every: Annotated[int, Range(1)] = 50
     """Steps between checkpoints."""
     verify: bool = True
     """Compare the first step of every plan with a serial step of the same batch, bit by bit: one more step for each."""
@@ -208,7 +208,7 @@ class BenchOptions(RunOptions):
     then free for everything else, as beside a GPU."""
     reduce: bool = False
     """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not include it."""
-    rounds: int = 5
+    rounds: Annotated[int, Range(1)] = 5
     """Number of measurements of every row."""
     peers: bool = False
     """Also measure torch.distributed.pipelining's schedules on the same layers, with --pp from 2; with --hf-config
@@ -223,7 +223,7 @@ class BenchOptions(RunOptions):
 def check_run(options: RunOptions) -> None:
     """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
     check_torch()
-    _check_numbers(options)
+    check_ranges(options)
     if options.batch % options.microbatches:
         batch, count = options.batch, options.microbatches
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
@@ -240,28 +240,9 @@ def check_run(options: RunOptions) -> None:
         _check_bench(options)
     if isinstance(options, TrainOptions):
         _check_train(options)
-    check_json(options.json)
-
-
-def _check_numbers(options: RunOptions) -> None:
-    train = isinstance(options, TrainOptions)
-    counts = ["pp", "dp", "ep", "microbatches", "batch", "sequence", "chunks"]
-    counts += ["steps", "eval_every", "checkpoint_every"] if train else ["rounds"]
-    for name in counts:
-        if (value := getattr(options, name)) is not None:
-            check_size(name, value)
-    if not 0 <= options.seed < 2**63:
-        raise ValueError(f"--seed {options.seed}; allowed: 0 to {2**63 - 1}")
-    check_timeout(options.timeout)
-    for name in ("capacity", "lr", "clip") if train else ("capacity",):
-        if (value := getattr(options, name)) is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} {value}; allowed: more than 0")
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ``ValueError`` for a ``--timeout`` that no wait can have."""
-    if not 0 < timeout <= LONGEST:
-        raise ValueError(f"--timeout {timeout}; allowed: more than 0, at most {LONGEST}")
+    if isinstance(options, ProfileOptions):
+        check_folder(options.out, "--out")
+    check_files({"json": options.json})
 
 
 def _check_default_sizes(model: ModelOptions) -> None:
@@ -305,8 +286,6 @@ def _check_bench(options: BenchOptions) -> None:
 
 
 def _check_train(options: TrainOptions) -> None:
-    if not 0 <= options.weight_decay < float("inf"):
-        raise ValueError(f"--weight-decay {options.weight_decay}; allowed: 0 or more")
     if options.checkpoint is not None:
         check_folder(options.checkpoint)
     if options.tensorboard is not None:
@@ -334,9 +313,9 @@ class ProfileOptions:
 
     out: Path = Path("profile")
     """Folder for the files, a trace and a record for each rank; it is made if it does not exist."""
-    profile_warmup: int = 2
+    profile_warmup: Annotated[int, Range()] = 2
     """Steps by the plan before the profile; the two that measure nodes come before them."""
-    profile_steps: int = 3
+    profile_steps: Annotated[int, Range(1)] = 3
     """Steps in the profile."""
     nsys: bool = False
     """Trace by NVIDIA Nsight Systems, which must be on PATH, instead of torch.profiler. Each rank is started under
@@ -369,12 +348,4 @@ class ProfileBenchOptions(ProfileOptions, BenchOptions):
     """
 
 
-VERBS = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}
-
-
-def check_profile(options: ProfileTrainOptions | ProfileBenchOptions) -> None:
-    """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
-    check_run(options)
-    check_size("profile_steps", options.profile_steps)
-    check_size("profile_warmup", options.profile_warmup, 0)
-    check_folder(options.out, "--out")
+PROFILED = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}

@@ -11,9 +11,11 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -61,9 +63,15 @@ class Corpus:
                 `sequence` + 1 bytes to train on and one held out.
         """
         name = ", ".join(map(str, paths)) or f"standard library of Python {platform.python_version()}"
-        found = _given(paths, limit_bytes) if paths else _standard_library(limit_bytes)
-        texts, limited = _until(limit_bytes, found)
-        total, window = sum(map(len, texts)), sequence + 1
+        texts, total, limited = [], 0, False
+        for text in _given(paths, limit_bytes) if paths else _standard_library(limit_bytes):
+            limited = total + len(text) > limit_bytes
+            if part := text[: limit_bytes - total]:
+                texts.append(part)
+                total += len(part)
+            if limited:
+                break
+        window = sequence + 1
         if total < 2 * window:
             raise ValueError(
                 f"text {name} is too short: {total} bytes, where sequence={sequence} needs {window} to train on "
@@ -71,12 +79,15 @@ class Corpus:
             )
         every = round(1 / held_out)
         held = texts[every - 1 :: every]
-        train = [text for index, text in enumerate(texts) if index % every != every - 1]
+        train = [text for index, text in enumerate(texts, 1) if index % every]
         held_bytes = sum(map(len, held))
         fair = held_out / 2 <= held_bytes / total <= held_out * 2
-        if not fair or min(held_bytes, total - held_bytes) < window:
-            train, held = _split(texts, min(max(round((1 - held_out) * total), window), total - window))
-        return cls(_tensor(train), _tensor(held), name, len(train), len(held), limited)
+        if fair and min(held_bytes, total - held_bytes) >= window:
+            return cls(_tensor(b"".join(train)), _tensor(b"".join(held)), name, len(train), len(held), limited)
+        whole, at = b"".join(texts), min(max(round((1 - held_out) * total), window), total - window)
+        ends = list(accumulate(map(len, texts)))
+        before, behind = sum(start < at for start in (0, *ends[:-1])), sum(end > at for end in ends)
+        return cls(_tensor(whole[:at]), _tensor(whole[at:]), name, before, behind, limited)
 
     def __str__(self) -> str:
         limit = " (limited)" if self.limited else ""
@@ -142,16 +153,16 @@ def _windows(text: Tensor, starts: Sequence[int], sequence: int) -> tuple[Tensor
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _tensor(texts: list[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8)
+def _tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-# Reading: each function yields the bytes of one file after another, of a file at most one byte more than the limit.
+# Each function yields the bytes of one file after another, of a file at most one byte more than the limit.
 
 
 def _standard_library(limit: int) -> Iterator[bytes]:
     """Yield the standard library's modules, without its tests and unreadable files."""
-    for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY, strict=False):
+    for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY):
         if path.suffix == ".py":
             try:
                 yield _read(path, limit)
@@ -161,29 +172,29 @@ def _standard_library(limit: int) -> Iterator[bytes]:
 
 def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
     """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
+
+    def refuse(error: OSError, what: str = "folder") -> NoReturn:
+        raise ValueError(f"text {what} {error.filename} cannot be read: {error.strerror}; leave it out")
+
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"--text {path} does not exist; {ALLOWED}")
         if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"--text {path} is neither a file nor a folder; {ALLOWED}")
+            why = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise ValueError(f"--text {path} {why}; {ALLOWED}")
     seen: set[Path] = set()
     for path in paths:
         named = path.is_file()
         some = False
-        for file in [path] if named else _walk(path, strict=True):
+        for file in [path] if named else _walk(path, refuse):
             try:
                 content = _read(file, limit)
             except OSError as error:
-                raise ValueError(f"text file {file} cannot be read: {error.strerror}; leave it out") from None
-            binary = b"\0" in content[:BINARY_PROBE]
-            if named and not content:
-                raise ValueError(f"--text {path} is empty; {ALLOWED}")
-            if named and binary:
-                raise ValueError(f"--text {path} is binary (a zero byte in its first 8 KiB); {ALLOWED}")
-            if not content or binary:
-                continue
-            some = True
-            if file.resolve() not in seen:
+                refuse(error, "file")
+            empty, binary = not content, b"\0" in content[:BINARY_PROBE]
+            if named and (empty or binary):
+                why = "is empty" if empty else "is binary (a zero byte in its first 8 KiB)"
+                raise ValueError(f"--text {path} {why}; {ALLOWED}")
+            some = some or not (empty or binary)
+            if not (empty or binary or file.resolve() in seen):
                 seen.add(file.resolve())
                 yield content
         if not some:
@@ -198,39 +209,10 @@ def _read(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
-def _walk(folder: Path, *, skip: frozenset[str] = frozenset(), strict: bool) -> Iterator[Path]:
-    """Yield the files below `folder` in sorted order, without hidden ones and without folders named in `skip`.
-
-    A folder that cannot be read raises ValueError if `strict`, and is left out otherwise.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise ValueError(f"text folder {error.filename} cannot be read: {error.strerror}; leave it out")
-
-    for parent, folders, files in os.walk(folder, onerror=refuse if strict else None):
+def _walk(
+    folder: Path, onerror: Callable[[OSError], None] | None = None, skip: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """Yield the files below `folder` in sorted order, without hidden ones and without folders named in `skip`."""
+    for parent, folders, files in os.walk(folder, onerror=onerror):
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))
-
-
-def _until(limit: int, texts: Iterable[bytes]) -> tuple[list[bytes], bool]:
-    """Return the texts up to `limit` bytes, the last one shortened, and whether there was more."""
-    kept: list[bytes] = []
-    for text in texts:
-        if len(text) > limit:
-            return ([*kept, text[:limit]] if limit else kept), True
-        kept.append(text)
-        limit -= len(text)
-    return kept, False
-
-
-def _split(texts: list[bytes], at: int) -> tuple[list[bytes], list[bytes]]:
-    """Split the texts after the first `at` bytes."""
-    train: list[bytes] = []
-    held: list[bytes] = []
-    for text in texts:
-        if at > 0:
-            train.append(text[:at])
-        if at < len(text):
-            held.append(text[max(at, 0) :])
-        at -= len(text)
-    return train, held

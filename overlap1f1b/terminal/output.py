@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -18,12 +17,6 @@ Row = TypeVar("Row")
 
 RANKS_SHOWN = 16
 """Rows of a table with a row for each rank."""
-_JSON_ALLOWED = "allowed: a file in a folder that can be written, or -"
-
-
-def by_default(metavar: str, default: object = "none") -> Any:
-    """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 def console(json_target: str | None, *, quiet: bool = False) -> Console:
@@ -68,53 +61,42 @@ def check_folder(folder: Path, option: str = "--checkpoint") -> None:
         raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder")
 
 
-def check_json(target: str | None) -> None:
-    """Raise ``ValueError`` if :func:`write_json` could not write: otherwise a run's results would be lost."""
-    if target is None or target == "-":
-        return
-    path = Path(target)
-    if not path.parent.is_dir():
-        why = "its folder does not exist"
-    elif path.is_dir():
-        why = "it is a folder"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "it cannot be written"
-    else:
-        return
-    raise ValueError(f"--json {target}: {why}; {_JSON_ALLOWED}")
-
-
-def check_files(written: Mapping[str, Path | str | None], read: Mapping[Path, str]) -> None:
-    """Raise ``ValueError`` if two options name one file, or a file cannot be made.
+def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] = ()) -> None:
+    """Raise ``ValueError`` if a file could not be made, or is another's: otherwise a run's results would be lost.
 
     Args:
         written: Files by the names of their options; ``-`` is allowed for ``json`` alone.
-        read: Names of the files that are read, by their resolved paths.
+        read: Files that are read.
     """
-    taken = dict(read)
+    taken = {path.resolve(): str(path) for path in read}
     for name, value in written.items():
         if value is None or (name == "json" and value == "-"):
             continue
         path = Path(value)
         if str(path) == "-":
             raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
+        why = ""
         if not path.parent.is_dir():
-            allowed = "a file in a folder that exists" + (", or -" if name == "json" else "")
-            raise ValueError(f"--{name} {path}: its folder does not exist; allowed: {allowed}")
-        if path.is_dir():
-            raise ValueError(f"--{name} {path} is a folder; allowed: a file")
+            why = "its folder does not exist"
+        elif path.is_dir():
+            why = "it is a folder"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "it cannot be written"
+        if why:
+            allowed = "a file in a folder that can be written" + (", or -" if name == "json" else "")
+            raise ValueError(f"--{name} {path}: {why}; allowed: {allowed}")
         if (of := taken.get(path.resolve())) is not None:
             raise ValueError(f"--{name} {path} is the file of {of}; allowed: another file for each")
         taken[path.resolve()] = f"--{name} {path}"
 
 
 @contextmanager
-def writing(option: str, path: Path | str, allowed: str = "allowed: a file that can be written") -> Iterator[None]:
-    """Turn an ``OSError`` into a ``ValueError`` that names the option, its file and what is allowed."""
+def writing(option: str, path: Path | str) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``ValueError`` that names the option and its file."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--{option} {path}: {error.strerror}; {allowed}") from error
+        raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:
@@ -128,5 +110,5 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     elif target is not None:
-        with writing("json", target, _JSON_ALLOWED):
+        with writing("json", target):
             Path(target).write_text(text)

@@ -110,7 +110,7 @@ def test_what_is_tested_is_what_can_be_installed() -> None:
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     error = Verb("doctor").refused(capsys, "--timeout", 0)
-    assert error == "--timeout 0.0; allowed: more than 0, at most 1000000"
+    assert error == "--timeout 0; allowed: more than 0, at most 1000000"
 
 
 def test_checks_that_last_say_how_far_they_are(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.terminal.output import check_folder, check_json, console, write_json
+from overlap1f1b.terminal.output import check_files, check_folder, console, write_json
 
 
 def test_json_to_a_file_and_alone_to_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = {"loss": [1.5, None], "text": "▸"}
     for target in (str(tmp_path / "new"), "-"):
-        check_json(target)
+        check_files({"json": target})
         console(target).print("a table")
         write_json(target, content)
     assert json.loads((tmp_path / "new").read_text()) == content
@@ -44,7 +44,7 @@ def test_json_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     }.items():
         expected = f"--json {target}: {why}; allowed: a file in a folder that can be written, or -"
         with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-            check_json(str(target))
+            check_files({"json": target})
 
 
 def test_a_checkpoint_folder_that_could_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

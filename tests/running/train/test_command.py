@@ -242,9 +242,9 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
         ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
-        ("--weight-decay -1", "--weight-decay -1.0; allowed: 0 or more"),
+        ("--weight-decay -1", "--weight-decay -1; allowed: 0 or more"),
         ("--extra-warmup -1", "--extra-warmup -1; allowed: 0 or more"),
-        ("--seed 9223372036854775808", "--seed 9223372036854775808; allowed: 0 to 9223372036854775807"),
+        ("--seed 9223372036854775808", "--seed 9223372036854775808; allowed: 0 or more, at most 9223372036854775807"),
         (
             f"--checkpoint {__file__}/run",
             f"--checkpoint {__file__}/run: {__file__} is a file; allowed: a folder, which may be new",

@@ -1,4 +1,7 @@
-"""The parser of the command line: tyro fills dataclasses of options, and its errors become one line."""
+"""The parser of the command line: tyro fills dataclasses of options, and its errors become one line.
+
+A field says what it takes: ``Annotated[int | None, by_default("INT", 4), Range(1)]``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from math import inf
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -22,6 +27,42 @@ _MESSAGES = {
     r"allowed: FLOAT$": "allowed: a number",
 }
 """Patterns of tyro's messages, and the same in the words of this project's errors; applied in this order."""
+
+
+def by_default(metavar: str, default: object = "none") -> Any:
+    """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from ``least`` (with ``above`` it is not one of them) to ``most``: what an option may be."""
+
+    least: float = 0
+    most: float = inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.least < value if self.above else self.least <= value) and value <= self.most and value != inf
+
+    def __str__(self) -> str:
+        first = f"more than {self.least}" if self.above else f"{self.least} or more"
+        return first if self.most == inf else f"{first}, at most {self.most}"
+
+
+ABOVE_0 = Range(above=True)
+
+
+def check_ranges(options: Any) -> None:
+    """Raise ``ValueError`` for a number outside the range of its field; groups of options inside are checked, too."""
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if is_dataclass(value):
+            check_ranges(value)
+        for allowed in getattr(hint, "__metadata__", ()):
+            if isinstance(allowed, Range) and isinstance(value, int | float) and value not in allowed:
+                text = format(value, "g" if isinstance(value, float) else "")
+                raise ValueError(f"--{name.replace('_', '-')} {text}; allowed: {allowed}")
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.main import main
+from overlap1f1b.terminal.arguments import parse
 
 Capture = pytest.CaptureFixture[str]
 
