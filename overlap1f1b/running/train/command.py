@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,10 +90,9 @@ class _Run:
         return step
 
     def _resume(self, checkpoint: Path) -> None:
-        self.start = self.trainer.load(checkpoint)
+        self.start = self.trainer.load(checkpoint, self.history)
         if self.reference is not None:  # both begin with the same weights
             self.reference.load(checkpoint)
-        self.history = History.load(checkpoint.parent, self.start)
         ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
         print_lines(self.screen, f"resumed: {checkpoint} has {self.start} steps, {ahead}")
 
@@ -121,7 +119,7 @@ class _Run:
                 progress.show(number, step, held_out)
                 board.show(number, step, held_out)
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
-                    self._save(options.checkpoint, number)
+                    self.saving = self.trainer.save(options.checkpoint, number, history)
         if self.saving is not None:
             self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
             self.checkpoint = self.trainer.saved(self.saving)
@@ -135,12 +133,6 @@ class _Run:
         held_out = self.trainer.evaluate()
         self.history.held_out = [*(pair for pair in self.history.held_out if pair[0] != number), (number, held_out)]
         return held_out
-
-    def _save(self, folder: Path, number: int) -> None:
-        # The history is written first: a load cuts one that is ahead of the checkpoint; one behind would be useless.
-        if self.rank.rank == 0:
-            self.history.save(folder)
-        self.saving = self.trainer.save(folder, number)
 
     def result(self) -> dict[str, Any]:
         """Return the JSON."""
@@ -156,7 +148,7 @@ class _Run:
             "workload": workload(options, *names) | said,
             "steps": max(self.start, options.steps),
             "resumed_from": self.start,
-            "first_step": history.first_step,
+            "first_step": max(self.start, options.steps) - len(history.losses),
             "loss": {"first": first, "last": last},
             "losses": history.losses,
             "grad_norm": history.grad_norms,
@@ -173,45 +165,24 @@ class _Run:
         }
 
 
-FILE = "history.json"
-
-
 @dataclass
 class History:
-    """Losses of a run, kept in a file beside its checkpoints.
+    """Losses of a run, a state of its checkpoints.
 
     Args:
-        first_step: Steps before the first of ``losses``: more than 0 where a resumed run found no file.
         losses: Mean loss over all ranks, one per step.
         grad_norms: Norm of the gradient before clipping, one per step.
         held_out: Pairs of (step, loss on held-out text).
     """
 
-    first_step: int = 0
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     held_out: list[tuple[int, float]] = field(default_factory=list)
 
-    @classmethod
-    def load(cls, folder: Path, step: int) -> History:
-        """Return the first ``step`` steps of the saved history, or an empty one from ``step`` on if it lacks some."""
-        try:
-            saved = cls(**json.loads((folder / FILE).read_text()))
-            count = step - saved.first_step
-            if 0 <= count <= len(saved.losses):
-                held_out = [(at, loss) for at, loss in saved.held_out if at <= step]
-                return cls(saved.first_step, saved.losses[:count], saved.grad_norms[:count], held_out)
-        except (OSError, ValueError, TypeError):
-            pass  # the run can go on without it: its losses are only shown
-        return cls(first_step=step)
+    def state_dict(self) -> dict[str, Any]:
+        """Return all values."""
+        return asdict(self)
 
-    def save(self, folder: Path) -> None:
-        """Replace the file as a whole, so that a kill leaves the old one or the new one.
-
-        Errors are ignored: the checkpoint, which is written next, reports them on all ranks.
-        """
-        unfinished = folder / f".{FILE}.unfinished"
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(asdict(self)))
-            unfinished.replace(folder / FILE)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace all values."""
+        vars(self).update(state)

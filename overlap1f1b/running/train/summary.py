@@ -60,8 +60,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     table.show_header = bool(compare)
     table.add_row("steps", str(result["steps"]))
     if result["losses"]:
-        since = f", since step {result['first_step'] + 1}" if result["first_step"] else ""
-        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}{since}")
+        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}")
     held_out = result["held_out"]
     table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
     table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")

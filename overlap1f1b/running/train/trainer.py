@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.moe import Router
@@ -93,7 +95,9 @@ class Trainer:
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         inputs, target = fed(options, rank, *batch)
-        torch.manual_seed(_stream(options.seed, index, rank.rank))
+        # The stream of a step's random numbers, dropout for example.
+        key = hashlib.blake2b(f"{options.seed} {index} {rank.rank}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(key, "little"))
         result = self.engine.step(inputs, target=target)
         # An expert without tokens gets a gradient of zeros, so that its optimizer state exists on every rank.
         for parameter in self.engine.parameters():
@@ -106,7 +110,8 @@ class Trainer:
                 f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr}; "
                 "allowed: finite ones (use a smaller --lr or --clip)"
             )
-        set_learning_rate(self.optimizer, learning_rate(index, options.steps, options.lr))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(index, options.steps, options.lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for router in self._routers:
@@ -147,14 +152,15 @@ class Trainer:
             raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
         return loss
 
-    def save(self, folder: Path, step: int) -> Saving:
+    def save(self, folder: Path, step: int, history: Stateful) -> Saving:
         """Begin to write a checkpoint, which the next steps do not wait for; the next save does.
 
         Raises:
             ValueError: It cannot be written, or the one before could not.
         """
         with self._writing():
-            return save_checkpoint(self.engine, folder, step, self.optimizer, config=self._identity(), background=True)
+            given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
+            return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
 
     def saved(self, saving: Saving) -> Path:
         """Wait for a checkpoint and return its folder.
@@ -173,27 +179,21 @@ class Trainer:
             folder = self.options.checkpoint
             raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
-    def load(self, path: Path) -> int:
-        """Load a checkpoint and return the number of its steps.
+    def load(self, path: Path, history: Stateful | None = None) -> int:
+        """Load a checkpoint, with its history if there is an object for it, and return the number of its steps.
 
         Raises:
             ValueError: The checkpoint belongs to another model, text or seed, or is damaged.
         """
-        state = {"random": None}  # every step seeds its own
+        state = {"random": None, "history": history}  # every step seeds its own random numbers
         step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
-        set_weight_decay(self.optimizer, self.options.weight_decay)  # the saved one may differ
+        self.optimizer.param_groups[0]["weight_decay"] = self.options.weight_decay  # the saved one may differ
         return step
 
     def _identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
-        options = self.options
-        of_text = {"sequence": options.sequence, "seed": options.seed, "text": self.corpus.digest}
-        return {**self.model.identity, **of_text}
-
-
-def _stream(seed: int, step: int, rank: int) -> int:
-    """Return the seed of a step's random numbers, dropout for example."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=7).digest(), "little")
+        of_text = {"sequence": self.options.sequence, "seed": self.options.seed, "text": self.corpus.digest}
+        return self.model.identity | of_text
 
 
 WARMUP = 0.1  # share of the steps
@@ -204,24 +204,12 @@ BETAS = (0.9, 0.95)
 def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for parameter in model.parameters():
-        groups[parameter.dim() > 1 and parameter not in embeddings].append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
-            for decayed, parameters in groups.items()
-        ],
-        lr=lr,
-        betas=BETAS,
-        fused=True,
-    )
-
-
-def set_weight_decay(optimizer: torch.optim.AdamW, weight_decay: float) -> None:
-    """Set the weight decay of matrices: a resumed run may have another value than the saved one."""
-    decayed, _ = optimizer.param_groups
-    decayed["weight_decay"] = weight_decay
+        group = decayed if parameter.dim() > 1 and parameter not in embeddings else others
+        group["params"].append(parameter)
+    return torch.optim.AdamW([decayed, others], lr=lr, betas=BETAS, fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -237,9 +225,3 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
         return peak * (step + 1) / warmup
     done = (step + 1 - warmup) / max(1, steps - warmup)
     return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr

@@ -16,7 +16,6 @@ import pytest
 
 from overlap1f1b.running.launch import NOT_JOINED
 from overlap1f1b.running.options import TrainOptions
-from overlap1f1b.running.train.command import FILE, History
 from overlap1f1b.running.workload import model_config
 from tests.cli.inside import Verb
 from tests.running.run import COMMAND, Run, refused
@@ -312,22 +311,3 @@ def test_diverging(text: Path) -> None:
     assert "with --lr 1000000000.0; allowed: finite ones (use a smaller --lr or --clip)" in error
     expected = "held-out loss nan with --lr 1000000000.0; allowed: a finite one (use a smaller --lr)"
     assert refused("train", *args, "--steps", 1) == expected
-
-
-def test_ahead_of_its_checkpoint_it_is_cut(tmp_path: Path) -> None:
-    seen = History(0, [3.0, 2.0, 1.0], [0.3, 0.2, 0.1], [(1, 3.5), (3, 1.5)])
-    seen.save(tmp_path / "new")
-    assert History.load(tmp_path / "new", 3) == seen
-    assert History.load(tmp_path / "new", 2) == History(0, [3.0, 2.0], [0.3, 0.2], [(1, 3.5)])
-
-
-def test_behind_its_checkpoint_it_is_left(tmp_path: Path) -> None:
-    History(0, [3.0], [0.3]).save(tmp_path)
-    assert History.load(tmp_path, 2) == History(2)
-
-
-@pytest.mark.parametrize("content", [None, "", "[]", "null", '{"losses": 3}', '{"other": []}', "\x00"])
-def test_missing_or_damaged_it_begins_here(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / FILE).write_text(content)
-    assert History.load(tmp_path, 7) == History(7)

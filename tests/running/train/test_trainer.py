@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from overlap1f1b.running.train.trainer import build_optimizer, learning_rate, set_learning_rate, set_weight_decay
+from overlap1f1b.running.train.trainer import build_optimizer, learning_rate
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth() -> None:
@@ -27,11 +27,3 @@ def test_only_matrices_are_decayed() -> None:
     optimizer = build_optimizer(model, lr=0.5, weight_decay=0.1)
     decayed = {p: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert [decayed[p] for p in model.parameters()] == [0.0, 0.1, 0.0, 0.0]
-    set_learning_rate(optimizer, 0.25)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
-
-
-def test_a_resumed_run_decays_as_it_is_told() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2), lr=0.1, weight_decay=0.5)
-    set_weight_decay(optimizer, 0.25)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
