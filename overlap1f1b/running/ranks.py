@@ -124,6 +124,12 @@ def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
     return int(store.get("all ranks"))
 
 
+def settle(device: torch.device) -> None:
+    """Wait until the device has computed everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 LOST = re.compile(
     r".*?(Connection closed by peer|Connection reset by peer|Broken pipe|ncclRemoteError"
     r"|Timed out waiting \d+ms for \w+ operation to complete|[Ww]ait timeout"

@@ -52,7 +52,7 @@ SETTINGS = (
 
 
 def require() -> None:
-    """Raise ValueError, which names the missing part, if this process cannot make a wire."""
+    """Raise ValueError, which names what is missing, if this process cannot make a wire."""
     if not sys.platform.startswith("linux"):
         raise ValueError(f"--wire needs Linux (network namespaces; this is {sys.platform})")
     missing = [tool for tool in ("ip", "tc") if not shutil.which(tool)]
@@ -124,18 +124,15 @@ class Wire:
             if self.rate is not None:
                 self.shape(self.rate)
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Kill the processes in the namespaces and remove the namespaces. Ctrl-C waits until this is done."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            for namespace in [*self._namespaces, *([self._hub] if self._hub else [])]:
+            for namespace in filter(None, [*self._namespaces, self._hub]):
                 _remove(namespace)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -254,14 +251,13 @@ def parse_wire(text: str) -> float | Balanced:
     Raises:
         ValueError: The text is neither a rate nor balanced.
     """
-    name, times, factor = text.partition("*")
-    with contextlib.suppress(ValueError):
-        if name != "balanced":
-            return parse_rate(text)
-        if not times:
-            return Balanced()
-        if 0 < float(factor) < float("inf"):
-            return Balanced(float(factor))
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text, re.IGNORECASE | re.ASCII):
+        if (rate := float(match[1]) * UNITS[match[2].lower()]) >= MIN_RATE:
+            return rate
+    elif match := re.fullmatch(r"balanced(?:\*(.+))?", text):
+        with contextlib.suppress(ValueError):
+            if 0 < (factor := float(match[1] or 1)) < float("inf"):
+                return Balanced(factor)
     raise ValueError(
         f"--wire {text!r}; allowed: a rate such as 100kbit, 500mbit or 2.5gbit (10kbit or more), balanced, "
         "or balanced*FACTOR with a factor above 0"
@@ -271,18 +267,11 @@ def parse_wire(text: str) -> float | Balanced:
 def parse_rate(text: str) -> float:
     """Return the rate in bits per second.
 
-    >>> parse_rate("2.5gbit")
-    2500000000.0
-
     Raises:
-        ValueError: The text is not a number and a unit, or the rate is too low for tc.
+        ValueError: The text is no rate, or too low for tc.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text, re.IGNORECASE | re.ASCII)
-    rate = float(match[1]) * UNITS[match[2].lower()] if match else 0.0
-    if rate < MIN_RATE:
-        raise ValueError(
-            f"rate {text!r} is not a number and a unit, such as 100kbit, 500mbit or 2.5gbit (10kbit or more)"
-        )
+    if isinstance(rate := parse_wire(text), Balanced):
+        raise ValueError(f"--wire {text!r}; allowed: a rate such as 100kbit, 500mbit or 2.5gbit")
     return rate
 
 
@@ -296,11 +285,7 @@ def parse_loopback(text: str) -> float | None:
         ValueError: The text has another form.
     """
     name, colon, rate = text.partition(":")
-    if name == "loopback" and not colon:
-        return None
-    try:
-        if name == "loopback" and 0 < float(rate) < float("inf"):
-            return float(rate)
-    except ValueError:
-        pass
+    with contextlib.suppress(ValueError):
+        if name == "loopback" and (not colon or 0 < float(rate) < float("inf")):
+            return float(rate) if colon else None
     raise ValueError(f"--exchange {text}; allowed: loopback or loopback:GB/s, as loopback:20")

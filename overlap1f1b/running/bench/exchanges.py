@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.ranks import Rank, settle
 from overlap1f1b.running.wire import parse_loopback
 from overlap1f1b.transport import streams
 from overlap1f1b.transport.exchange import Exchange, Transfer, own_exchange
@@ -93,12 +93,6 @@ class AnsweringExchange(Exchange):
             return Transfer(received)
         self._copying = self._copying or side_stream(counts.device, "counts")
         return Transfer(received, host=HostCopy.on(self._copying, counts.view(self.ranks, -1), received))
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the device has computed everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class Replay:

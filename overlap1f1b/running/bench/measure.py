@@ -25,13 +25,13 @@ from overlap1f1b.engine.options import TRIES
 from overlap1f1b.engine.play.parts import Parts, PartsChoice
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
-from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange, settle
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
 from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.ranks import Rank, settle
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.wire import Balanced, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
@@ -221,12 +221,9 @@ class Bench:
         """Return the context in which compute is real or timed, as the options say."""
         if self.options.compute == "real":
             return nullcontext()
-        return TimedCompute(self._speed()).entered(self.model, self._real_modules())
-
-    def _speed(self) -> float:
-        """Return the operations per second of the slowest rank's compute."""
         self.say(f"measuring compute, then {self.options.rounds} rounds")
-        return least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
+        speed = least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
+        return TimedCompute(speed).entered(self.model, self._real_modules())
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
         while engine.settling:
