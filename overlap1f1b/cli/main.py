@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.cli.doctor import DoctorOptions
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_here(options, argv)
         if STORE not in os.environ and isinstance(options, BenchOptions) and options.wire is not None:
             raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
-        end_with(partial(_status, options))
+        end_with(lambda: _run_rank(options))
     except ValueError as error:
         return _fail(error, options)
 
@@ -96,18 +95,6 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         return run_ranks(argv, options.ranks, wire=link, limit_s=options.timeout)
 
 
-def _status(options: RunOptions) -> int:
-    """Run this process as one of several ranks and return its exit status."""
-    try:
-        return _run_rank(options)
-    except ValueError as error:
-        return _fail(error, options)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader is gone
-        return 128 + signal.SIGPIPE
-
-
 def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
@@ -125,22 +112,25 @@ def _run_rank(options: RunOptions) -> int:
         with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
             try:
                 verb(options, rank)
+                return 0
             except ValueError as error:
-                return _fail(error, options) if _first_to_fail(rank) else 2
+                refused = error
             except RuntimeError as error:
                 if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
                     return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
-                if (refused := no_room(error)) is not None:
-                    return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
-                if rank.size == 1 or (how := lost(error)) is None:
-                    raise
-                sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
-                return 1
+                if (text := no_room(error)) is None:
+                    if rank.size == 1 or (how := lost(error)) is None:
+                        raise
+                    sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
+                    return 1
+                refused = ValueError(text)
+            return _fail(refused, options) if _first_to_fail(rank) else 2
     except NotJoinedError as error:
         if STORE not in os.environ:  # else the process that started this rank says it
             sys.stderr.write(f"overlap1f1b: {error}\n")
         return NOT_JOINED
-    return 0
+    except ValueError as error:
+        return _fail(error, options)
 
 
 def _first_to_fail(rank: Rank) -> bool:

@@ -69,13 +69,17 @@ def end_with_agent() -> None:
 
 
 def end_with(run: Callable[[], int]) -> NoReturn:
-    """Run this process as one of several ranks and end it with the status that `run` returns; 1 if it raises.
+    """Run this process as one of several ranks and end it with the status that `run` returns, or as its error says.
 
     Python's finalization is left out: during it, a thread of gloo that frees a tensor, or a thread of the engine that
     still waits for a lost rank, would abort the process and hide its exit status.
     """
     try:
         status = run()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader is gone
+        status = 128 + signal.SIGPIPE
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1

@@ -96,33 +96,29 @@ def show(result: dict[str, Any], screen: Console) -> None:
         screen.print(f"parts: {result['parts_chosen']}")
     if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
         screen.print("ranks outnumber processors: products wait for their time instead of computing")
-    floor = "over load" if "over_load" in result["rows"][0] else "over contended"
+    floor = "over_load" if "over_load" in result["rows"][0] else "over_contended"
     recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
-    text = ("program", "overlap", "order")
-    table = plain_table(text, text, no_wrap=True)
-    for name in (
-        *("step ms", "min–max", "tokens/s", "speed-up", "over bound", floor, "exposed ms", "hidden", "predicted ms"),
-        *("peak MiB", *["without"] * recomputes, "gradients"),
-    ):
-        table.add_column(name, justify="right")
+    rows = []
     for row in result["rows"]:
         step = row["step_ms"]
-        table.add_row(
-            *(row[name] for name in text),
-            f"{step['median']:.0f}",
-            f"{step['min']:.0f}–{step['max']:.0f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['speedup']:.2f}×",
-            f"{row['over_bound']:.3f}",
-            number(row.get("over_load", row.get("over_contended")), ".3f"),
-            number(row["exposed_ms"], ".0f"),
-            number(row["hidden_fraction"], ".1%"),
-            number(row["predicted_ms"], ".0f"),
-            _mebibytes(row["peak_activation_bytes"]),
-            *[_mebibytes(row.get("peak_without_recompute_bytes"))] * recomputes,
-            _gradients(row),
-            style="bold" if row["default"] else None,
-        )
+        cells = {name: row[name] for name in ("program", "overlap", "order")} | {
+            "step ms": f"{step['median']:.0f}",
+            "min–max": f"{step['min']:.0f}–{step['max']:.0f}",
+            "tokens/s": f"{row['tokens_per_s']:.0f}",
+            "speed-up": f"{row['speedup']:.2f}×",
+            "over bound": f"{row['over_bound']:.3f}",
+            floor.replace("_", " "): number(row.get(floor), ".3f"),
+            "exposed ms": number(row["exposed_ms"], ".0f"),
+            "hidden": number(row["hidden_fraction"], ".1%"),
+            "predicted ms": number(row["predicted_ms"], ".0f"),
+            "peak MiB": _mebibytes(row["peak_activation_bytes"]),
+        }
+        if recomputes:
+            cells["without"] = _mebibytes(row.get("peak_without_recompute_bytes"))
+        rows.append(cells | {"gradients": _gradients(row)})
+    table = plain_table(rows[0], ("program", "overlap", "order"), no_wrap=True)
+    for row, cells in zip(result["rows"], rows, strict=True):
+        table.add_row(*cells.values(), style="bold" if row["default"] else None)
     screen.print(table)
     for row in result["rows"]:
         if row["tried"]:

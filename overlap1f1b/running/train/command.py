@@ -15,8 +15,7 @@ from overlap1f1b.plan import parse_overlap
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.train.progress import Board, Progress
-from overlap1f1b.running.train.summary import compared, show, speed_of
+from overlap1f1b.running.train.display import Board, Progress, compared, show, speed_of
 from overlap1f1b.running.train.trainer import Step, Trainer
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule import build_schedule
@@ -167,17 +166,11 @@ class _Run:
 
 @dataclass
 class History:
-    """Losses of a run, a state of its checkpoints.
+    """Losses of a run, a state of its checkpoints."""
 
-    Args:
-        losses: Mean loss over all ranks, one per step.
-        grad_norms: Norm of the gradient before clipping, one per step.
-        held_out: Pairs of (step, loss on held-out text).
-    """
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # means over all ranks, one per step
+    grad_norms: list[float] = field(default_factory=list)  # before clipping, one per step
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # steps and losses on held-out text
 
     def state_dict(self) -> dict[str, Any]:
         """Return all values."""

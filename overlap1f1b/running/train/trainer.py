@@ -32,25 +32,15 @@ EVAL_WINDOWS = 128  # of held-out text, over all ranks
 
 @dataclass(frozen=True)
 class Step:
-    """Figures of one step of all ranks.
+    """Figures of one step of all ranks."""
 
-    Args:
-        loss: Mean loss over ranks and microbatches.
-        grad_norm: Norm of the whole model's gradient, before clipping.
-        seconds: Time from the batch to the updated weights.
-        exposed: Seconds in which an exchange had no compute beside it, on the rank with most of them.
-        hidden: Share of the exchange beside compute, on the rank with the least; None without an exchange.
-        measuring: Whether the engine played the step serially, to measure nodes.
-        trying: Whether the engine tried a plan in it.
-    """
-
-    loss: float
-    grad_norm: float
-    seconds: float
-    exposed: float
-    hidden: float | None
-    measuring: bool
-    trying: bool = False
+    loss: float  # mean over ranks and microbatches
+    grad_norm: float  # of the whole model, before clipping
+    seconds: float  # from the batch to the updated weights
+    exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
+    hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
+    measuring: bool  # whether the engine played the step serially, to measure nodes
+    trying: bool = False  # whether the engine tried a plan in it
 
 
 class Trainer:

@@ -19,7 +19,7 @@ from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.workload import model_config
 from tests.cli.inside import Verb
 from tests.running.run import COMMAND, Run, refused
-from tests.running.train.test_progress import scalars
+from tests.running.train.test_display import scalars
 
 STEPS = ["--layers", "1", "--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
 

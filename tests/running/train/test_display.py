@@ -1,4 +1,4 @@
-"""What TensorBoard is given can be read back."""
+"""What TensorBoard is given can be read back; the rows of a long table of losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from overlap1f1b.cli.main import main
-from overlap1f1b.running.train.progress import Board
+from overlap1f1b.running.train.display import Board, marks
 from overlap1f1b.running.train.trainer import Step
 
 
@@ -58,3 +58,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert capsys.readouterr().err == (
         "overlap1f1b: error: --tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'\n"
     )
+
+
+def test_marks() -> None:
+    assert [marks(count, 4) for count in (0, 1, 3, 100)] == [[], [0], [0, 1, 2], [0, 33, 66, 99]]
