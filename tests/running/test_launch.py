@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,7 +113,8 @@ if rank == 0:
 assert sys.stdin.read() == "" and os.getsid(0) == os.getpid()
 (folder / f"rank{rank}").write_text(json.dumps(dict(os.environ, argv=sys.argv[1:])))
 """
-    status, _, err = Parent(tmp_path, script, 3, MASTER_ADDR="login1", MASTER_PORT="29500", KEPT="yes").wait()
+    given = {"MASTER_ADDR": "login1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth9"}
+    status, _, err = Parent(tmp_path, script, 3, **given).wait()
     assert (status, err) == (0, "")
     environs = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(3)]
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
@@ -120,18 +122,12 @@ assert sys.stdin.read() == "" and os.getsid(0) == os.getpid()
         assert environ["RANK"] == environ["LOCAL_RANK"] == str(rank)
         assert environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"] == "3"
         assert environ["OMP_NUM_THREADS"] == str(threads)
-        assert environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert environ["GLOO_SOCKET_IFNAME"] == "eth9"  # the user's own
         assert environ["PYTHONUNBUFFERED"] == "1"
-        assert environ["KEPT"] == "yes"
         assert environ["argv"] == ["first", "second"]
         assert environ[STORE] == environs[0][STORE]
         assert not {"MASTER_ADDR", "MASTER_PORT"} & environ.keys()
     assert list((tmp_path / "tmp").iterdir()) == []  # the store's folder was there, and is removed
-
-
-def test_users_environment_wins(tmp_path: Path) -> None:
-    script = """print(os.environ["OMP_NUM_THREADS"], os.environ["GLOO_SOCKET_IFNAME"])"""
-    assert Parent(tmp_path, script, 1, OMP_NUM_THREADS="7", GLOO_SOCKET_IFNAME="eth9").wait() == (0, "7 eth9\n", "")
 
 
 WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -154,11 +150,10 @@ def test_under_torchrun(environ: dict[str, str], expected: bool) -> None:
     assert under_torchrun(environ) is expected
 
 
-@pytest.mark.parametrize("missing", [("LOCAL_RANK",), ("MASTER_ADDR", "MASTER_PORT")])
-def test_a_rank_that_cannot_find_the_others(missing: tuple[str, ...]) -> None:
-    expected = f"RANK=0 and WORLD_SIZE=2 in the environment without {', '.join(missing)}; allowed: all of RANK, WORLD_S"
+def test_a_rank_that_cannot_find_the_others() -> None:
+    expected = "RANK=0 and WORLD_SIZE=2 in the environment without MASTER_ADDR, MASTER_PORT; allowed: all of RANK, WORL"
     with pytest.raises(ValueError, match=f"^{expected}"):
-        under_torchrun({name: value for name, value in WHOLE.items() if name not in missing})
+        under_torchrun({name: value for name, value in WHOLE.items() if not name.startswith("MASTER")})
 
 
 @pytest.mark.parametrize(
@@ -177,52 +172,8 @@ def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
-def test_status_of_a_failed_rank(tmp_path: Path) -> None:
-    began = time.monotonic()
-    script = f"ready(); until_ready(3)\nif rank == 1: sys.exit(3)\n{SLEEP}"
-    parent = Parent(tmp_path, script, 3, grace_s=0.5)
-    status, _, err = parent.wait()
-    assert status == 3
-    assert err == "overlap1f1b: error: rank 1 ended with status 3; the other ranks were stopped\n"
-    assert time.monotonic() - began < 5
-    assert_gone(parent.pids())
-
-
-def test_a_rank_that_wrote_its_own_error(tmp_path: Path) -> None:
-    status, _, err = Parent(tmp_path, "if rank == 1: sys.exit(2)\n" + SLEEP, 2, grace_s=0.2).wait()
-    assert (status, err) == (2, "")
-
-
-def test_one_rank_alone_fails(tmp_path: Path) -> None:
-    status, _, err = Parent(tmp_path, "sys.exit(5)", 1).wait()
-    assert (status, err) == (5, "overlap1f1b: error: rank 0 ended with status 5\n")
-
-
-def test_a_killed_rank(tmp_path: Path) -> None:
-    """The others get the grace, and one of them that then fails is not the one to name."""
-    script = f"""
-ready(); until_ready(3)
-if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
-if rank == 0: time.sleep(0.1); print("connection lost", file=sys.stderr); sys.exit(1)
-{SLEEP}
-"""
-    began = time.monotonic()
-    parent = Parent(tmp_path, script, 3, grace_s=1)
-    status, _, err = parent.wait()
-    lost, message = err.splitlines()
-    assert status == 128 + 9
-    assert lost == "connection lost"
-    assert message == (
-        "overlap1f1b: error: rank 2 was killed by signal 9 (SIGKILL), perhaps since memory was full; "
-        "the other ranks were stopped"
-    )
-    assert 1 < time.monotonic() - began < 6
-    assert_gone(parent.pids())
-
-
-def test_the_first_failure_is_named_also_when_others_follow_at_once(tmp_path: Path) -> None:
-    """Rank 0 fails some milliseconds after rank 1, as one does that loses its connection."""
-    script = """
+# As a rank that loses its connection: it fails some milliseconds behind the one that failed.
+FOLLOW = """
 import select
 if rank == 1:
     ready()
@@ -236,42 +187,48 @@ select.select([pidfd], [], [])
 time.sleep(0.005)
 os._exit(1)
 """
-    status, _, err = Parent(tmp_path, script, 2).wait()
-    assert (status, err) == (7, "overlap1f1b: error: rank 1 ended with status 7; the other ranks were stopped\n")
-
-
-def test_ranks_that_ignore_sigterm_or_are_suspended_are_killed(tmp_path: Path) -> None:
-    stop = "if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)"
-    stopped = """
+TOLD = "if rank == 0: time.sleep(0.1); print('connection lost', file=sys.stderr); sys.exit(1)\n"
+WAIT_FOR_STOP = """
 if rank == 1:
     import psutil
     while not any(psutil.Process(int(path.name[3:])).status() == "stopped" for path in folder.glob("pid*")):
         time.sleep(0.01)
     sys.exit(1)
 """
-    script = f"{STUBBORN}ready(); until_ready(3)\n{stop}\n{stopped}\n{SLEEP}"
+STOP = "if rank == {}: os.kill(os.getpid(), signal.SIGSTOP)\n"
+STOPPED = "; the other ranks were stopped"
+READY = "ready(); until_ready(int(os.environ['WORLD_SIZE']))\n"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "script", "status", "lines", "seconds"),
+    [
+        (1, {}, "ready(); sys.exit(5)", 5, ["rank 0 ended with status 5"], (0, 5)),
+        (2, {"grace_s": 0.2}, f"{READY}if rank: sys.exit(2)\n{SLEEP}", 2, [], (0, 5)),
+        (3, {"grace_s": 0.5}, f"{READY}if rank == 1: sys.exit(3)\n{SLEEP}", 3,
+         [f"rank 1 ended with status 3{STOPPED}"], (0, 5)),
+        # The others get the grace, and one of them that then fails is not the one to name.
+        (3, {"grace_s": 1}, f"{READY}if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{TOLD}{SLEEP}", 137,
+         [f"rank 2 was killed by signal 9 (SIGKILL), perhaps since memory was full{STOPPED}"], (1, 6)),
+        (2, {}, FOLLOW, 7, [f"rank 1 ended with status 7{STOPPED}"], (0, 5)),
+        # SIGKILL comes 5 s after SIGTERM.
+        (3, {"grace_s": 0.2}, f"{STUBBORN}{READY}{STOP.format(2)}{WAIT_FOR_STOP}{SLEEP}", 1,
+         [f"rank 1 ended with status 1; rank 2 was suspended (SIGSTOP){STOPPED}"], (5, 12)),
+        # One that is suspended may hold the lock of the file through which ranks meet: the others never notice.
+        (2, {"grace_s": 0.2, "limit_s": 1}, f"{READY}{STOP.format(1)}{SLEEP}", 128 + signal.SIGSTOP,
+         [f"rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1{STOPPED}"], (6, 15)),
+    ],
+)  # fmt: skip
+def test_how_ranks_end(
+    tmp_path: Path, ranks: int, limits: Any, script: str, status: int, lines: list[str], seconds: tuple[float, float]
+) -> None:
     began = time.monotonic()
-    parent = Parent(tmp_path, script, 3, grace_s=0.2)
-    status, _, err = parent.wait()
-    assert status == 1
-    assert err == (
-        "overlap1f1b: error: rank 1 ended with status 1; rank 2 was suspended (SIGSTOP); the other ranks were stopped\n"
-    )
-    assert 5 < time.monotonic() - began < 12  # SIGKILL comes 5 s after SIGTERM
-    assert_gone(parent.pids())
-
-
-def test_a_suspended_rank_ends_the_others_that_never_notice(tmp_path: Path) -> None:
-    """As one that holds the lock of the file through which ranks meet."""
-    script = f"ready(); until_ready(2)\nif rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n{SLEEP}"
-    parent = Parent(tmp_path, script, 2, grace_s=0.2, limit_s=1.0)
-    status, _, err = parent.wait()
-    assert status == 128 + signal.SIGSTOP
-    assert err == (
-        "overlap1f1b: error: rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1; "
-        "the other ranks were stopped\n"
-    )
-    assert_gone(parent.pids())
+    parent = Parent(tmp_path, script, ranks, **limits)
+    got, _, err = parent.wait()
+    said = [f"overlap1f1b: error: {line}" for line in lines]
+    assert (got, err.splitlines()) == (status, ["connection lost"] * (TOLD in script) + said)
+    assert seconds[0] <= time.monotonic() - began < seconds[1]
+    assert_gone(parent.pids(1))
 
 
 def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:

@@ -23,6 +23,12 @@ def numbered(folder: Path, count: int, size: int = 40) -> Path:
     return folder
 
 
+def of(folder: Path, text: bytes, **options: float) -> Corpus:
+    """The corpus of one file."""
+    (folder / "a.txt").write_bytes(text)
+    return Corpus.load([folder], sequence=S, **options)  # type: ignore[arg-type]
+
+
 def values(tensor: torch.Tensor) -> set[int]:
     return set(tensor.flatten().tolist())
 
@@ -139,8 +145,7 @@ def test_the_digest_tells_texts_and_splits_apart(tmp_path: Path) -> None:
 
 
 def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
-    corpus = Corpus.load([tmp_path], sequence=S, held_out=0.25)
+    corpus = of(tmp_path, bytes(range(1, 201)), held_out=0.25)
     for inputs, targets in [
         corpus.batch(0, 0, batch=50, sequence=S, seed=0),
         *corpus.held_out_batches(0, 1, batch=2, sequence=S),
@@ -154,8 +159,7 @@ def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
 
 
 def test_a_batch_is_a_function_of_seed_step_and_rank(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(i % 251 + 1 for i in range(100_000)))
-    corpus = Corpus.load([tmp_path], sequence=S)
+    corpus = of(tmp_path, bytes(i % 251 + 1 for i in range(100_000)))
 
     def batch(step: int, rank: int, seed: int) -> tuple[int, ...]:
         return tuple(corpus.batch(step, rank, batch=6, sequence=S, seed=seed)[0].flatten().tolist())
@@ -171,16 +175,14 @@ def test_a_batch_is_a_function_of_seed_step_and_rank(tmp_path: Path) -> None:
 
 
 def test_windows_are_drawn_from_the_whole_training_part_alone(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
-    corpus = Corpus.load([tmp_path], sequence=S, held_out=0.3)
+    corpus = of(tmp_path, bytes(range(1, 101)), held_out=0.3)
     inputs, targets = corpus.batch(0, 0, batch=2000, sequence=S, seed=0)
     assert values(inputs[:, 0]) == set(range(1, 71 - S))
     assert values(inputs) | values(targets) == set(range(1, 71))
 
 
 def test_held_out_windows_are_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(i * 7 % 251 + 1 for i in range(4000)))
-    corpus = Corpus.load([tmp_path], sequence=S, held_out=0.25)
+    corpus = of(tmp_path, bytes(i * 7 % 251 + 1 for i in range(4000)), held_out=0.25)
 
     def windows(ranks: int, limit: int | None) -> list[Counter[tuple[int, ...]]]:
         return [
@@ -201,8 +203,7 @@ def test_held_out_windows_are_the_same_for_any_number_of_ranks(tmp_path: Path) -
 
 
 def test_held_out_windows_reach_both_ends_and_do_not_overlap(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(range(1, 201)))
-    corpus = Corpus.load([tmp_path], sequence=S, held_out=0.5)
+    corpus = of(tmp_path, bytes(range(1, 201)), held_out=0.5)
     (batch,) = corpus.held_out_batches(0, 1, batch=4, sequence=S, limit=4)
     assert batch[0][:, 0].tolist() == [101, 131, 161, 192]
     predicted = [target for _, targets in corpus.held_out_batches(0, 1, 3, S) for target in targets.flatten().tolist()]
@@ -210,8 +211,7 @@ def test_held_out_windows_reach_both_ends_and_do_not_overlap(tmp_path: Path) -> 
 
 
 def test_a_short_held_out_part_still_gives_every_rank_a_batch(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(bytes(range(1, 101)))
-    corpus = Corpus.load([tmp_path], sequence=S)
+    corpus = of(tmp_path, bytes(range(1, 101)))
     assert len(corpus.held_out) == S + 1
     for rank in range(2):
         ((inputs, _),) = corpus.held_out_batches(rank, 2, batch=3, sequence=S)
@@ -222,8 +222,7 @@ def test_a_short_held_out_part_still_gives_every_rank_a_batch(tmp_path: Path) ->
 
 
 def test_the_unigram_entropy_is_the_cost_of_the_held_out_bytes_under_the_training_frequencies(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"a" * 60 + b"b" * 20 + b"a" * 10 + b"c" * 10)
-    corpus = Corpus.load([tmp_path], sequence=S, held_out=0.2)
+    corpus = of(tmp_path, b"a" * 60 + b"b" * 20 + b"a" * 10 + b"c" * 10, held_out=0.2)
     expected = -(math.log(61 / (80 + 256)) + math.log(1 / (80 + 256))) / 2
     assert corpus.unigram_entropy == pytest.approx(expected)
 
@@ -249,27 +248,20 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path) -> None:
             Corpus.load([folder, tmp_path / name], sequence=S)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    folder = numbered(tmp_path / "texts", 3)
-    (folder / "gone.txt").symlink_to("nowhere")
-    with pytest.raises(
-        ValueError, match=r"^text file .*gone\.txt cannot be read: No such file or directory; leave it out$"
-    ):
-        Corpus.load([folder], sequence=S)
-
-
-def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = numbered(tmp_path / "texts", 3)
-    (folder / "locked").mkdir()
-    scandir = os.scandir
-
+def test_files_and_folders_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: str) -> object:
         if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
+    folder, scandir = numbered(tmp_path / "texts", 3), os.scandir
+    (folder / "locked").mkdir()
     monkeypatch.setattr("os.scandir", refuse)
     with pytest.raises(ValueError, match=r"^text folder .*locked cannot be read: Permission denied; leave it out$"):
+        Corpus.load([folder], sequence=S)
+    (folder / "gone.txt").symlink_to("nowhere")
+    expected = r"^text file .*gone\.txt cannot be read: No such file or directory; leave it out$"
+    with pytest.raises(ValueError, match=expected):
         Corpus.load([folder], sequence=S)
 
 
