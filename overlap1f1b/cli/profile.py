@@ -13,8 +13,7 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
+from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine, Profile
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap

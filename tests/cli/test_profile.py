@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 import torch
 
-from overlap1f1b.cli.report.content import content_of
+from overlap1f1b.cli.report.figures import content_of
 from overlap1f1b.profiling import figures_of, read
 from overlap1f1b.running.launch import run_ranks
 from overlap1f1b.running.wire import Wire

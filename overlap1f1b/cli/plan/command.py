@@ -8,9 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from overlap1f1b.cli.draw.grid import Grid
-from overlap1f1b.cli.draw.picture import paint
-from overlap1f1b.cli.draw.tracks import STYLES, tracks_of
+from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.request import check_scale, model_of, parse, read, requested, searched
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of

@@ -17,8 +17,7 @@ import pytest
 from rich.console import Console
 
 from overlap1f1b.cli.report import command
-from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import print_table, tables_of
+from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
 from overlap1f1b.terminal.status import showing
 from tests.cli.lasting import lasting
