@@ -69,22 +69,16 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
     if rank.rank == 0:
         result = _result(options, rank, engine, [found for _, found in sorted(ranks.items())])
         show(result, screen)
-        if not options.nsys:
-            result |= reported([Path(found["files"][-1]) for found in result["ranks"]], screen)
+        traces = [Path(found["files"][-1]) for found in result["ranks"]]
+        if not options.nsys and all(path.exists() for path in traces):  # another machine may have some
+            with showing(screen, "all steps profiled, now reading the traces"):
+                content = content_of(read(*traces))
+            for table in tables_of(content)[:2]:
+                screen.print()
+                print_table(table, screen)
+            print_verdict(content, screen)
+            result |= {"verdict": content["verdict"], "advice": content["advice"]}
         write_json(options.json, result)
-
-
-def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
-    """Print tables and verdict of the traces and return them as JSON; nothing if another machine has some traces."""
-    if not all(path.exists() for path in traces):
-        return {}
-    with showing(screen, "all steps profiled, now reading the traces"):
-        content = content_of(read(*traces))
-    for table in tables_of(content)[:2]:
-        screen.print()
-        print_table(table, screen)
-    print_verdict(content, screen)
-    return {"verdict": content["verdict"], "advice": content["advice"]}
 
 
 def _result(

@@ -322,7 +322,7 @@ class Bench:
 
     def _peak(self, player: Player) -> int:
         clear(player.parameters())
-        return int(slowest(float(peak_bytes(self.rank.device, lambda: self.step(player))), self.rank))
+        return int(slowest(peak_bytes(self.rank.device, lambda: self.step(player)), self.rank))
 
     def _rows(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.cli.plan.request import parse
+from overlap1f1b.cli.plan.command import parse
 from overlap1f1b.simulation import Candidate
 
 
