@@ -23,13 +23,6 @@ from tests.running.profiled import VARIANTS
 from tests.running.run import ROOT, Run, refused
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(1000)))
-    return path
-
-
 def disagreements(folder: Path, text: Path) -> list[str]:
     """What traces and records of three rows say other than the engine's own counters, by more than three points.
 

@@ -15,13 +15,6 @@ from tests.integrations.transformers import tiny
 from tests.running.run import Run
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(1000)))
-    return path
-
-
 @pytest.mark.slow
 def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) -> None:
     config = tmp_path / "model"

@@ -100,9 +100,9 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_steps_that_last_say_what_is_done_and_left(tmp_path: Path, verb: str, target: str, expected: list[str]) -> None:
-    text = tmp_path / "text"
-    text.write_text("".join(f"{i} squared is {i * i}; " for i in range(500)))
+def test_steps_that_last_say_what_is_done_and_left(
+    text: Path, tmp_path: Path, verb: str, target: str, expected: list[str]
+) -> None:
     command, dashes, options = verb.partition(" --")
     words = [*command.split(), *SIZES, *f"{dashes}{options}".split(), "--ep", "1", "--text", str(text)]
     words += ["--out", str(tmp_path / "out")] if command.startswith("profile") else []

@@ -34,13 +34,6 @@ KEYS = {
 """Of a row (design, 12)."""
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(100)))
-    return path
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "compute", "recompute"), [(1, "real", "block"), (2, "timed", "none")])
 def test_every_row_is_measured_and_only_json_on_standard_output(

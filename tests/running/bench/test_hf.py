@@ -15,12 +15,11 @@ from tests.running.run import Run
 
 
 @pytest.mark.slow
-def test_rows_and_transformers_own_expert_parallelism(tmp_path: Path) -> None:
+def test_rows_and_transformers_own_expert_parallelism(text: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23")
-    config, text = tmp_path / "model", tmp_path / "text.txt"
+    config = tmp_path / "model"
     tiny.configuration("qwen3_moe", vocab_size=256, num_hidden_layers=1).save_pretrained(config)
-    text.write_text("".join(f"{i} squared is {i * i}; " for i in range(100)))
     sizes = ("--microbatches", 2, "--batch", 2, "--rounds", 1, "--text", text, "--hf-config", config)
     for compute in (("--peers",), ("--compute", "timed")):
         out = Run("bench", *sizes, *compute, "--json", tmp_path / "json").wait(120)

@@ -25,13 +25,6 @@ STEPS = ["--layers", "1", "--steps", "30", "--eval-every", "15", "--checkpoint-e
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(1000)))
-    return path
-
-
-@pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoints and the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")

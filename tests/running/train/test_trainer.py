@@ -36,9 +36,8 @@ def test_only_matrices_are_decayed() -> None:
     assert [decayed[p] for p in model.parameters()] == [0.0, 0.1, 0.0, 0.0]
 
 
-def test_a_resumed_run_has_its_own_weight_decay_and_the_losses_before(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("".join(f"{i} squared is {i * i}; " for i in range(100)))
-    corpus = Corpus.load([tmp_path / "text"], sequence=8)
+def test_a_resumed_run_has_its_own_weight_decay_and_the_losses_before(text: Path, tmp_path: Path) -> None:
+    corpus = Corpus.load([text], sequence=8)
     sizes = {"model": ModelOptions(layers=1, hidden=16, heads=2, intermediate=16), "sequence": 8, "ep": 1}
 
     def trainer(decay: float) -> Trainer:
