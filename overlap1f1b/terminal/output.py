@@ -92,11 +92,13 @@ def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] =
 
 @contextmanager
 def writing(option: str, path: Path | str) -> Iterator[None]:
-    """Turn an ``OSError`` into a ``ValueError`` that names the option and its file."""
+    """Turn an ``OSError`` into a ``ValueError`` that names the option and its file or folder."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--{option} {path}: {error.strerror}; allowed: a file that can be written") from error
+        raise ValueError(
+            f"--{option} {path}: {error.strerror or error}; allowed: a place that can be written"
+        ) from error
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:

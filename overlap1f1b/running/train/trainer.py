@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.workload import build, engine_options, fed
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import OverlapFigures
+from overlap1f1b.terminal.output import writing
 
 BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -148,26 +147,9 @@ class Trainer:
         Raises:
             ValueError: It cannot be written, or the one before could not.
         """
-        with self._writing():
-            given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
+        given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
+        with writing("checkpoint", folder):
             return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
-
-    def saved(self, saving: Saving) -> Path:
-        """Wait for a checkpoint and return its folder.
-
-        Raises:
-            ValueError: It cannot be written.
-        """
-        with self._writing():
-            return saving.result()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            folder = self.options.checkpoint
-            raise ValueError(f"--checkpoint {folder}: {error}; allowed: a folder that can be written") from error
 
     def load(self, path: Path, history: Stateful | None = None) -> int:
         """Load a checkpoint, with its history if there is an object for it, and return the number of its steps.

@@ -457,7 +457,7 @@ def test_a_mark_at_the_beginning_of_a_csv(capsys: Capture, tmp_path: Path) -> No
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that cannot be written")
 def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
     error = refused(capsys, "--ranks", 1, f"--{option}", "/dev/full")
-    assert error.startswith(f"--{option} /dev/full: No space left on device; allowed: a file ")
+    assert error.startswith(f"--{option} /dev/full: No space left on device; allowed: a place that can be written")
 
 
 def test_launch_costs_show_the_host(capsys: Capture, tmp_path: Path) -> None:

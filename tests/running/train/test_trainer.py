@@ -45,7 +45,7 @@ def test_a_resumed_run_has_its_own_weight_decay_and_the_losses_before(text: Path
         return Trainer(options, Rank(0, 1, torch.device("cpu"), None), corpus, options.program(), overlap=3)
 
     first, resumed, saved, history = trainer(0.5), trainer(0.25), History([3.0], [0.1], [(1, 2.5)]), History()
-    first.saved(first.save(tmp_path, 1, saved))
+    first.save(tmp_path, 1, saved).result()
     assert resumed.load(tmp_path / "step-00000001", history) == 1
     assert history == saved
     assert [group["weight_decay"] for group in resumed.optimizer.param_groups] == [0.25, 0.0]
