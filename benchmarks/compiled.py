@@ -26,16 +26,16 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no pool of proces
 import torch
 from rich.console import Console
 
-from overlap1f1b.cli.bench.measure import slowest, timed
-from overlap1f1b.cli.launch import STORE, end_with, run_ranks
-from overlap1f1b.cli.output import check_json, console, plain_table, write_json
-from overlap1f1b.cli.ranks import Rank, joined
-from overlap1f1b.cli.status import Say, showing
-from overlap1f1b.cli.wire import Wire, parse_rate
-from overlap1f1b.cli.workload import environment
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
+from overlap1f1b.running.bench.measure import slowest, timed
+from overlap1f1b.running.launch import STORE, end_with, run_ranks
+from overlap1f1b.running.ranks import Rank, joined
+from overlap1f1b.running.wire import Wire, parse_rate
+from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.terminal.output import check_files, console, plain_table, write_json
+from overlap1f1b.terminal.status import Say, showing
 
 RANKS = 2
 ROWS = ("uncompiled", "compiled")
@@ -133,7 +133,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         rate = parse_rate(options.wire)
-        check_json(options.json)
+        check_files({"json": options.json})
     except ValueError as error:
         parser.error(str(error))
     if STORE not in os.environ:

@@ -13,9 +13,9 @@ Rows, one after the other in every round:
 4. Our own ``MoETransformer`` with ``GroupedExperts``, of the same sizes and weights.
 
 Both models have the same weights, read the same text and choose the same experts, so they exchange the same rows.
-Matrix products wait for the time of their operations and leave the processor free (``cli/bench/timed.py``). After the
-rounds every row plays a step with real compute: gradients of the same model must be equal bit by bit, those of both
-models agree up to rounding. Needs megatron-core 0.16, Linux, root and iproute2; docs/results.md has the figures.
+Matrix products wait for the time of their operations and leave the processor free (``running/bench/timed.py``). After
+the rounds every row plays a step with real compute: gradients of the same model must be equal bit by bit, those of
+both models agree up to rounding. Needs megatron-core 0.16, Linux, root and iproute2; docs/results.md has the figures.
 """
 
 from __future__ import annotations
@@ -41,17 +41,6 @@ from einops import rearrange
 from rich.console import Console
 from torch import Tensor, nn
 
-from overlap1f1b.cli.bench.command import doubts
-from overlap1f1b.cli.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
-from overlap1f1b.cli.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
-from overlap1f1b.cli.bench.timed import TimedCompute, operations_per_second
-from overlap1f1b.cli.bench.variants import Samples
-from overlap1f1b.cli.launch import STORE, cores, end_with, run_ranks
-from overlap1f1b.cli.output import check_json, number, plain_table, print_lines, write_json
-from overlap1f1b.cli.ranks import Rank, joined
-from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.wire import Balanced, Wire, parse_wire, shape
-from overlap1f1b.cli.workload import environment, loss_fn
 from overlap1f1b.engine import Engine, EngineOptions, StepResult
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
@@ -60,8 +49,19 @@ from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPEL
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
+from overlap1f1b.running.bench.command import doubts
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
+from overlap1f1b.running.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
+from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
+from overlap1f1b.running.bench.variants import Samples
+from overlap1f1b.running.launch import STORE, cores, end_with, run_ranks
+from overlap1f1b.running.ranks import Rank, joined
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.wire import Balanced, Wire, parse_wire, shape
+from overlap1f1b.running.workload import environment, loss_fn
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Timeline, simulate
+from overlap1f1b.terminal.output import check_files, number, plain_table, print_lines, write_json
 from overlap1f1b.transport.exchange import own_exchange
 from tests.integrations.megatron.core import models, shim
 
@@ -583,7 +583,7 @@ def main() -> int:
     parser.add_argument("--json", help="file for the results")
     options = parser.parse_args()
     parse_wire(options.wire)
-    check_json(options.json)
+    check_files({"json": options.json})
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch}; allowed: a multiple of --microbatches {options.microbatches}")
     if STORE not in os.environ:

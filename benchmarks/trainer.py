@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from overlap1f1b.cli.launch import STORE, run_ranks
-from overlap1f1b.cli.output import check_json, write_json
-from overlap1f1b.cli.wire import Wire, parse_rate
+from overlap1f1b.running.launch import STORE, run_ranks
+from overlap1f1b.running.wire import Wire, parse_rate
+from overlap1f1b.terminal.output import check_files, write_json
 
 RANKS, WARM = 2, 6
 KINDS = ("Trainer", "OverlapTrainer")
@@ -112,7 +112,7 @@ def main() -> int:
     if options.steps <= WARM:
         parser.error(f"--steps {options.steps}; allowed: {WARM + 1} or more")
     try:
-        check_json(options.json)
+        check_files({"json": options.json})
     except ValueError as error:
         parser.error(str(error))
     if options.child:

@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports, once for all processes that it forks: `tests.ranks`, `tests.cli.fork`."""
+"""What the fork server of the tests imports, once for all its forks: `tests.ranks`, `tests.running.fork`."""
 
 # ruff: noqa: F401
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch._dynamo
 import torch.distributed.checkpoint
 import torch.distributed.tensor
 
-import overlap1f1b.cli.bench.command
 import overlap1f1b.cli.main
 import overlap1f1b.cli.profile
-import overlap1f1b.cli.train.command
+import overlap1f1b.running.bench.command
+import overlap1f1b.running.train.command
 
 with suppress(ImportError):
     import transformers.models.mixtral.modeling_mixtral

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.fork import Fork
+from tests.running.fork import Fork
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cli.fork import Fork
 from tests.ranks import Ranks
+from tests.running.fork import Fork
 
 ROOT = Path(__file__).parents[1]
 # A bare machine has torch, triton, einops and greenlet.

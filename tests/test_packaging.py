@@ -24,6 +24,7 @@ PACKAGE = ROOT / "overlap1f1b"
 # A floor imports itself and floors below it; kernels and schedule stand side by side on the ground.
 LEVEL = {
     "kernels": 0,
+    "terminal": 0,
     "schedule": 0,
     "plan": 1,
     "simulation": 2,
@@ -32,8 +33,9 @@ LEVEL = {
     "engine": 5,
     "profiling": 6,
     "integrations": 7,
-    "cli": 8,
-    "__main__": 9,
+    "running": 8,
+    "cli": 9,
+    "__main__": 10,
 }
 PURE = ("schedule", "plan", "simulation")
 

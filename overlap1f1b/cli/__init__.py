@@ -1,0 +1,1 @@
+"""Floor ``cli``: the verbs of the command line."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -21,27 +22,21 @@ from typing import Annotated, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-from overlap1f1b.cli.launch import run_ranks
-from overlap1f1b.cli.options import check_timeout
-from overlap1f1b.cli.output import by_default, check_json, console, write_json
-from overlap1f1b.cli.status import Say, showing
-from overlap1f1b.cli.wire import Wire
+from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.options import WAIT
+from overlap1f1b.running.wire import Wire
+from overlap1f1b.terminal.arguments import by_default, check_ranges
+from overlap1f1b.terminal.output import check_files, console, write_json
+from overlap1f1b.terminal.status import showing
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 from overlap1f1b.transport.versions import TORCH, release
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
-
-    Args:
-        name: Name of the check.
-        status: ``fail`` if training cannot work or nothing can be hidden; ``warn`` if something may not work.
-        value: The measured value, in words.
-        advice: Advice to the user; empty if there is none.
-    """
+    """The result of one check: ``fail`` if training cannot work or nothing can be hidden, ``warn`` if it may be so."""
 
     name: str
     status: Literal["ok", "warn", "fail"]
@@ -60,7 +55,7 @@ class DoctorOptions:
       overlap1f1b doctor --json -                          # for scripts
     """
 
-    timeout: float = DOCTOR_LIMIT_S
+    timeout: Annotated[float, WAIT] = DOCTOR_LIMIT_S
     """Time limit, in seconds, for two local ranks that measure the link between them."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the findings as JSON, or - for standard output."""
@@ -76,7 +71,6 @@ def versions() -> Iterator[Finding]:
     yield _tested("torch", *TORCH, other="fail")  # the engine refuses another one
     yield _tested("greenlet", *GREENLET)
     yield from _cuda()
-    yield _triton()
 
 
 def _tested(name: str, first: str, beyond: str, other: Literal["warn", "fail"] = "warn") -> Finding:
@@ -91,31 +85,29 @@ def _tested(name: str, first: str, beyond: str, other: Literal["warn", "fail"] =
 
 
 def _cuda() -> Iterator[Finding]:
+    """Check what a GPU needs. Without Triton kernels run as their slower twins in torch."""
     import torch
 
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        build = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+    build = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+    gpu, has_triton = torch.cuda.is_available(), find_spec("triton") is not None
+    if gpu:
+        advice = "tried on one H100, not on several GPUs: compare losses with overlap1f1b train --compare"
+        yield Finding("cuda", "warn", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs", advice)
+        if torch.distributed.is_nccl_available():
+            yield Finding("nccl", "warn", ".".join(map(str, torch.cuda.nccl.version())), advice)
+        else:
+            yield Finding("nccl", "fail", "not in this torch", "install a build of torch with NCCL")
+    else:
         yield Finding("cuda", "ok", f"no GPU; torch is {build}")
         yield Finding("nccl", "ok", "not used without a GPU: ranks exchange over gloo")
-        return
-    advice = "tried on one H100, not on several GPUs: compare losses with overlap1f1b train --compare"
-    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
-    yield Finding("cuda", "warn", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs", advice)
-    if nccl is None:
-        yield Finding("nccl", "fail", "not in this torch", "install a build of torch with NCCL")
+    if has_triton:
+        yield _tested("triton", *TRITON)
+    elif gpu:
+        yield Finding(
+            "triton", "warn", "not installed: kernels run as their twins in torch", _install("triton", *TRITON)
+        )
     else:
-        yield Finding("nccl", "warn", ".".join(map(str, nccl)), advice)
-
-
-def _triton() -> Finding:
-    """Check Triton: without it, kernels on a GPU run as their slower twins in torch."""
-    import torch
-
-    if find_spec("triton") is not None:
-        return _tested("triton", *TRITON)
-    if not torch.cuda.is_available():
-        return Finding("triton", "ok", "not installed: kernels have twins in torch")
-    return Finding("triton", "warn", "not installed: kernels run as their twins in torch", _install("triton", *TRITON))
+        yield Finding("triton", "ok", "not installed: kernels have twins in torch")
 
 
 def _install(name: str, first: str, beyond: str) -> str:
@@ -189,9 +181,8 @@ def link(timeout: float) -> Finding:
         found = Path(folder) / "link.json"
         command = (sys.executable, "-m", "overlap1f1b.cli.doctor")
         status = run_ranks([str(found), str(timeout)], 2, command=command, limit_s=timeout)
-        measured: dict[str, Any] = {"error": f"a rank ended with status {status}"}
-        if found.exists():
-            measured = json.loads(found.read_text())
+        ended = {"error": f"a rank ended with status {status}"}
+        measured: dict[str, Any] = json.loads(found.read_text()) if found.exists() else ended
     if "error" in measured:
         advice = "unset GLOO_SOCKET_IFNAME or name an interface of this machine; see that ranks may open local sockets"
         # The rank that reports may be the one whose peer has reached the limit.
@@ -210,7 +201,7 @@ def measure(found: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from overlap1f1b.cli.ranks import joined
+    from overlap1f1b.running.ranks import joined, settle
 
     with joined((1, 1, 2), timeout) as rank:
 
@@ -220,8 +211,7 @@ def measure(found: Path, timeout: float) -> None:
             both = ((dist.isend, tensor), (dist.irecv, into))
             for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
                 work.wait()
-            if rank.device.type == "cuda":
-                torch.cuda.synchronize()
+            settle(rank.device)
             return time.perf_counter() - start
 
         small, large = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for size in (8, SIZE))
@@ -235,11 +225,9 @@ def measure(found: Path, timeout: float) -> None:
 
 
 def _write(found: Path, content: dict[str, object]) -> None:
-    """Write the file as a whole, unless it exists."""
-    unfinished = found.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(content))
-    if not found.exists():
-        unfinished.replace(found)
+    """Write the file, unless the other rank has."""
+    with suppress(FileExistsError), found.open("x") as file:
+        json.dump(content, file)
 
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -251,30 +239,27 @@ def doctor(options: DoctorOptions) -> int:
     Raises:
         ValueError: An option has a value that is not allowed.
     """
-    check_timeout(options.timeout)
-    check_json(options.json)
+    check_ranges(options)
+    check_files({"json": options.json})
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     screen = console(options.json)
+    findings: list[Finding] = []
     with showing(screen, "starting") as say:
-        findings = list(_findings(options, say))
+        import torch
+
+        checks: dict[str, Callable[[], Iterable[Finding]]] = {
+            "versions": versions,
+            "connections": lambda: [connections(gpu=torch.cuda.is_available())],
+            "streams": lambda: [streams()],
+            f"link between ranks, at most {options.timeout:g} s": lambda: [link(options.timeout)],
+            "shaped wire": lambda: [wire()],
+        }
+        for done, (name, check) in enumerate(checks.items()):
+            say(f"{done} of {len(checks)} checks done, now {name}")
+            findings += check()
     show(findings, screen)
     write_json(options.json, {"findings": [asdict(finding) for finding in findings]})
     return int(any(finding.status == "fail" for finding in findings))
-
-
-def _findings(options: DoctorOptions, say: Say) -> Iterator[Finding]:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
-    import torch
-
-    checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "versions": versions,
-        "connections": lambda: [connections(gpu=torch.cuda.is_available())],
-        "streams": lambda: [streams()],
-        f"link between ranks, at most {options.timeout:g} s": lambda: [link(options.timeout)],
-        "shaped wire": lambda: [wire()],
-    }
-    for done, (name, check) in enumerate(checks.items()):
-        say(f"{done} of {len(checks)} checks done, now {name}")
-        yield from check()
 
 
 def wire() -> Finding:
@@ -292,9 +277,7 @@ def wire() -> Finding:
 
 def show(findings: list[Finding], screen: Console) -> None:
     """Print one line per finding."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(4):
-        table.add_column(overflow="fold")
+    table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, pad_edge=False, show_header=False)
     for finding in findings:
         style = STYLES[finding.status]
         table.add_row(f"[{style}]{finding.status}[/]", *map(escape, (finding.name, finding.value, finding.advice)))
@@ -308,7 +291,7 @@ if __name__ == "__main__":
     try:
         measure(Path(sys.argv[1]), float(sys.argv[2]))
     except Exception as error:
-        from overlap1f1b.cli.ranks import lost, one_line
+        from overlap1f1b.running.ranks import lost, one_line
 
         _write(Path(sys.argv[1]), {"error": lost(error) or one_line(error)[:200]})
         os._exit(2)  # the file has the error

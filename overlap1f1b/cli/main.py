@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from overlap1f1b.cli.arguments import parse
 from overlap1f1b.cli.doctor import DoctorOptions
-from overlap1f1b.cli.launch import (
-    INSIDE,
-    NOT_JOINED,
-    STORE,
-    check_nsys,
-    cores,
-    end_with,
-    enter_nsys,
-    run_ranks,
-    under_torchrun,
-)
-from overlap1f1b.cli.options import (
-    VERBS,
+from overlap1f1b.cli.plan.options import PlanOptions
+from overlap1f1b.cli.report.options import ReportOptions
+from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
+from overlap1f1b.running.options import (
+    PROFILED,
     BenchOptions,
     ProfileOptions,
     RunOptions,
     TrainOptions,
-    check_profile,
     check_run,
 )
-from overlap1f1b.cli.plan.options import PlanOptions
-from overlap1f1b.cli.report.options import ReportOptions
-from overlap1f1b.cli.wire import Wire
+from overlap1f1b.running.wire import Wire
+from overlap1f1b.terminal.arguments import parse
 
 if TYPE_CHECKING:
-    from overlap1f1b.cli.ranks import Rank
+    from overlap1f1b.running.ranks import Rank
 
 MOST_RANKS = 32
 """Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
@@ -64,45 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             from overlap1f1b.cli.doctor import doctor
 
             return doctor(options)
-        if isinstance(options, ProfileOptions):
-            _check_profile(options, argv)
-        else:
-            check_run(options)
-        if STORE in os.environ:
-            end_with(partial(_status, options))
-        if under_torchrun():
-            if isinstance(options, BenchOptions) and options.wire is not None:
-                raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
-            end_with(partial(_status, options))
-        return _run_here(options, argv)
+        check_run(options)
+        started = STORE in os.environ or under_torchrun()
+        if getattr(options, "nsys", False) and INSIDE not in os.environ:
+            if shutil.which("nsys") is None:
+                allowed = "NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
+                raise ValueError(f"--nsys: nsys is not on PATH; allowed: {allowed}")
+            if started or options.ranks == 1:
+                enter_nsys(options.out, argv)
+        if not started:
+            return _run_here(options, argv)
+        if STORE not in os.environ and isinstance(options, BenchOptions) and options.wire is not None:
+            raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
+        end_with(lambda: _run_rank(options))
     except ValueError as error:
         return _fail(error, options)
 
 
 def _options(argv: Sequence[str]) -> Any:
     """Return the options of the verb, or of the verb that ``profile`` profiles."""
-    about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
-        return parse(argv[1:] or ["--help"], VERBS, prog="overlap1f1b profile", description=about)
-    verbs = {
-        "train": TrainOptions,
-        "bench": BenchOptions,
-        "plan": PlanOptions,
-        "profile": ProfileOptions,
-        "report": ReportOptions,
-        "doctor": DoctorOptions,
-    }
+        return parse(argv[1:] or ["--help"], PROFILED, prog="overlap1f1b profile", description=about)
+    about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
+    verbs = {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions}
+    verbs |= {"profile": ProfileOptions, "report": ReportOptions, "doctor": DoctorOptions}
     return parse(argv, verbs, prog="overlap1f1b", description=about)
-
-
-def _check_profile(options: Any, argv: Sequence[str]) -> None:
-    """Check the options of a profile; a rank that nsys traces starts again under it."""
-    check_profile(options)
-    if options.nsys and INSIDE not in os.environ:
-        check_nsys()
-        if STORE in os.environ or under_torchrun() or options.ranks == 1:
-            enter_nsys(options.out, argv, os.environ.get("RANK", "0"))
 
 
 def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
@@ -119,51 +95,42 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
         return run_ranks(argv, options.ranks, wire=link, limit_s=options.timeout)
 
 
-def _status(options: RunOptions) -> int:
-    """Run this process as one of several ranks and return its exit status."""
-    try:
-        return _run_rank(options)
-    except ValueError as error:
-        return _fail(error, options)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader is gone
-        return 128 + signal.SIGPIPE
-
-
 def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
-    from overlap1f1b.cli.ranks import NotJoinedError, joined, lost, no_room
+    from overlap1f1b.running.ranks import NotJoinedError, joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):
         from overlap1f1b.cli.profile import profile as verb
     elif isinstance(options, TrainOptions):
-        from overlap1f1b.cli.train.command import train as verb
+        from overlap1f1b.running.train.command import train as verb
     else:
-        from overlap1f1b.cli.bench.command import bench as verb
+        from overlap1f1b.running.bench.command import bench as verb
     try:
         with joined((options.pp, options.dp, options.ep), options.timeout) as rank:
             try:
                 verb(options, rank)
+                return 0
             except ValueError as error:
-                return _fail(error, options) if _first_to_fail(rank) else 2
+                refused = error
             except RuntimeError as error:
                 if KeyboardInterrupt.__name__ in "".join([str(error), *getattr(error, "__notes__", ())]):
                     return 128 + signal.SIGINT  # Ctrl-C in another rank; this one gets it soon
-                if (refused := no_room(error)) is not None:
-                    return _fail(ValueError(refused), options) if _first_to_fail(rank) else 2
-                if rank.size == 1 or (how := lost(error)) is None:
-                    raise
-                sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
-                return 1
+                if (text := no_room(error)) is None:
+                    if rank.size == 1 or (how := lost(error)) is None:
+                        raise
+                    sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
+                    return 1
+                refused = ValueError(text)
+            return _fail(refused, options) if _first_to_fail(rank) else 2
     except NotJoinedError as error:
         if STORE not in os.environ:  # else the process that started this rank says it
             sys.stderr.write(f"overlap1f1b: {error}\n")
         return NOT_JOINED
-    return 0
+    except ValueError as error:
+        return _fail(error, options)
 
 
 def _first_to_fail(rank: Rank) -> bool:

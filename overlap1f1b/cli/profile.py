@@ -13,22 +13,21 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.cli.bench.command import kind_of
-from overlap1f1b.cli.bench.variants import asked_for
-from overlap1f1b.cli.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
-from overlap1f1b.cli.output import console, number, plain_table, print_lines, write_json
-from overlap1f1b.cli.ranks import Rank
-from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import print_table, print_verdict, tables_of
-from overlap1f1b.cli.status import Say, showing
-from overlap1f1b.cli.text import Corpus
-from overlap1f1b.cli.train.trainer import Trainer
-from overlap1f1b.cli.workload import environment
+from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine, Profile
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.profiling import read
+from overlap1f1b.running.bench.command import kind_of
+from overlap1f1b.running.bench.variants import asked_for
+from overlap1f1b.running.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.train.trainer import Trainer
+from overlap1f1b.running.workload import environment
 from overlap1f1b.simulation import Timeline
+from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
+from overlap1f1b.terminal.status import Say, showing
 
 COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")
 
@@ -70,22 +69,16 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
     if rank.rank == 0:
         result = _result(options, rank, engine, [found for _, found in sorted(ranks.items())])
         show(result, screen)
-        if not options.nsys:
-            result |= reported([Path(found["files"][-1]) for found in result["ranks"]], screen)
+        traces = [Path(found["files"][-1]) for found in result["ranks"]]
+        if not options.nsys and all(path.exists() for path in traces):  # another machine may have some
+            with showing(screen, "all steps profiled, now reading the traces"):
+                content = content_of(read(*traces))
+            for table in tables_of(content)[:2]:
+                screen.print()
+                print_table(table, screen)
+            print_verdict(content, screen)
+            result |= {"verdict": content["verdict"], "advice": content["advice"]}
         write_json(options.json, result)
-
-
-def reported(traces: list[Path], screen: Console) -> dict[str, Any]:
-    """Print tables and verdict of the traces and return them as JSON; nothing if another machine has some traces."""
-    if not all(path.exists() for path in traces):
-        return {}
-    with showing(screen, "all steps profiled, now reading the traces"):
-        content = content_of(read(*traces))
-    for table in tables_of(content)[:2]:
-        screen.print()
-        print_table(table, screen)
-    print_verdict(content, screen)
-    return {"verdict": content["verdict"], "advice": content["advice"]}
 
 
 def _result(

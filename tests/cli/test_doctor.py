@@ -19,7 +19,7 @@ from overlap1f1b.cli.main import main
 from overlap1f1b.transport.versions import TORCH
 from tests.cli.inside import Verb
 from tests.cli.lasting import lasting
-from tests.cli.run import COMMAND, ROOT
+from tests.running.run import COMMAND, ROOT
 
 
 def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:
@@ -110,7 +110,7 @@ def test_what_is_tested_is_what_can_be_installed() -> None:
 
 def test_options(capsys: pytest.CaptureFixture[str]) -> None:
     error = Verb("doctor").refused(capsys, "--timeout", 0)
-    assert error == "--timeout 0.0; allowed: more than 0, at most 1000000"
+    assert error == "--timeout 0; allowed: more than 0, at most 1000000"
 
 
 def test_checks_that_last_say_how_far_they_are(

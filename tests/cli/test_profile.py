@@ -14,20 +14,13 @@ from statistics import median
 import pytest
 import torch
 
-from overlap1f1b.cli.launch import run_ranks
-from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.wire import Wire
+from overlap1f1b.cli.report.figures import content_of
 from overlap1f1b.profiling import figures_of, read
+from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.wire import Wire
 from tests.cli.inside import Verb
-from tests.cli.profiled import VARIANTS
-from tests.cli.run import ROOT, Run, refused
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"{i} squared is {i * i}; " for i in range(1000)))
-    return path
+from tests.running.profiled import VARIANTS
+from tests.running.run import ROOT, Run, refused
 
 
 def disagreements(folder: Path, text: Path) -> list[str]:
@@ -38,7 +31,7 @@ def disagreements(folder: Path, text: Path) -> list[str]:
     folder.mkdir()
     with Wire(2) as wire:
         environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
-        command = (sys.executable, "-m", "tests.cli.profiled")
+        command = (sys.executable, "-m", "tests.running.profiled")
         assert run_ranks([str(folder), str(text)], 2, wire=wire, environ=environ, command=command) == 0
     found, shares = [], {}
     for name in VARIANTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from overlap1f1b.cli.bench.exchanges import AnsweringExchange, Replay, Sizes
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, Replay, Sizes
 from overlap1f1b.transport.exchange import CollectiveExchange
 from tests.device.model import Entry
 from tests.device.standin import World, here

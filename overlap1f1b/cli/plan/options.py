@@ -8,29 +8,31 @@ from typing import Annotated
 
 import tyro
 
-from overlap1f1b.cli.output import by_default, check_files
 from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS, DEFAULT_PROGRAM, SCHEDULES
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
+from overlap1f1b.terminal.output import check_files
 
-LARGEST = 1e100
-"""The largest cost."""
+COST = Range(most=1e100, above=True)
+"""What a cost may be, so that sums are finite."""
+COST_OR_0 = Range(most=1e100)
+"""Costs that may be 0, if the part does not exist."""
 
 
 @dataclass(frozen=True)
 class ActionCosts:
     """Costs of whole actions, in one unit of time, for a rank's share of the model and one microbatch."""
 
-    forward: Annotated[float | None, by_default("FLOAT", 1)] = None
+    forward: Annotated[float | None, by_default("FLOAT", 1), COST] = None
     """Forward."""
-    backward: Annotated[float | None, by_default("FLOAT", 2)] = None
+    backward: Annotated[float | None, by_default("FLOAT", 2), COST] = None
     """Backward, input and weight gradients together."""
-    weight: Annotated[float | None, by_default("FLOAT", "half of the backward")] = None
+    weight: Annotated[float | None, by_default("FLOAT", "half of the backward"), COST_OR_0] = None
     """Weight gradients, a part of the backward; 0 if there are none, as with frozen weights."""
-    pair: Annotated[float | None, by_default("FLOAT", 1)] = None
+    pair: Annotated[float | None, by_default("FLOAT", 1), COST] = None
     """Time of a fused pair, as a fraction of the sum of its members."""
-    activation: Annotated[float | None, by_default("FLOAT", 1)] = None
+    activation: Annotated[float | None, by_default("FLOAT", 1), COST] = None
     """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
-    held: Annotated[float | None, by_default("FLOAT", 1)] = None
+    held: Annotated[float | None, by_default("FLOAT", 1), Range(most=1)] = None
     """Fraction of --activation that is kept between input and weight gradient, 0 to 1."""
 
 
@@ -38,29 +40,29 @@ class ActionCosts:
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
 
-    layers: Annotated[int | None, by_default("INT")] = None
+    layers: Annotated[int | None, by_default("INT"), Range(1)] = None
     """Blocks of a rank, over all its chunks. Every sub-op is then simulated on a resource: compute, exchange or
     peer."""
-    attention: Annotated[float | None, by_default("FLOAT", 3)] = None
+    attention: Annotated[float | None, by_default("FLOAT", 3), COST] = None
     """Attention, forward; input and weight gradients cost as much each."""
-    experts: Annotated[float | None, by_default("FLOAT", 4)] = None
+    experts: Annotated[float | None, by_default("FLOAT", 4), COST] = None
     """Experts, forward; input and weight gradients cost as much each."""
-    dispatch: Annotated[float | None, by_default("FLOAT", 5)] = None
+    dispatch: Annotated[float | None, by_default("FLOAT", 5), COST_OR_0] = None
     """Exchange of tokens to their experts, each way; 0 if all experts are on one rank."""
-    combine: Annotated[float | None, by_default("FLOAT", "as --dispatch")] = None
+    combine: Annotated[float | None, by_default("FLOAT", "as --dispatch"), COST_OR_0] = None
     """Exchange of results back, each way; 0 if all experts are on one rank."""
-    counts: Annotated[float | None, by_default("FLOAT", 0)] = None
+    counts: Annotated[float | None, by_default("FLOAT", 0), COST_OR_0] = None
     """Exchange of the numbers of tokens; 0 if its time does not matter."""
-    launch: Annotated[float | None, by_default("FLOAT", 0)] = None
+    launch: Annotated[float | None, by_default("FLOAT", 0), COST_OR_0] = None
     """Time of the host to launch a sub-op on a device, in the unit of the other costs: 0.1 if these are milliseconds
     and a launch takes 100 µs. If it is above 0, the host also waits for the numbers of tokens before it launches a
     dispatch, as on a GPU, and is drawn, too."""
     overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
-    parts: Annotated[int | None, by_default("INT", 1)] = None
+    parts: Annotated[int | None, by_default("INT", 1), Range(1)] = None
     """Parts of the tokens of each call of experts, each with exchanges of its own; --experts, --dispatch and --combine
     give the times of whole calls, which are shared out evenly."""
-    seconds: Annotated[float | None, by_default("FLOAT", 10)] = None
+    seconds: Annotated[float | None, by_default("FLOAT", 10), COST] = None
     """Size of the search of auto, about its time on one core; with --search for all of its chunks together. The
     comparison with the fixed schedules comes on top: 5 to 20 s for large steps."""
 
@@ -81,7 +83,7 @@ class OutputOptions:
     """Write a Chrome trace, for Perfetto or chrome://tracing."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
-    width: Annotated[int | None, by_default("INT", "the terminal's")] = None
+    width: Annotated[int | None, by_default("INT", "the terminal's"), Range(20)] = None
     """Columns to draw in."""
 
 
@@ -108,22 +110,22 @@ class PlanOptions:
 
     schedule: Annotated[str | None, by_default("NAME", f"{DEFAULT_PROGRAM}, of {', '.join(SCHEDULES)}")] = None
     """Schedule to draw; with --layers also auto, an order that is found for the costs, in a loop or a V."""
-    ranks: Annotated[int | None, by_default("INT", 4)] = None
+    ranks: Annotated[int | None, by_default("INT", 4), Range(1)] = None
     """Pipeline ranks."""
-    microbatches: Annotated[int | None, by_default("INT", 8)] = None
+    microbatches: Annotated[int | None, by_default("INT", 8), Range(1)] = None
     """Microbatches of a step."""
-    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS)] = None
+    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS), Range(1)] = None
     """Stages of a rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
     """Additional forwards before the first backward, for schedules that take them."""
-    group_size: Annotated[int | None, by_default("INT", "groups as equal as can be")] = None
+    group_size: Annotated[int | None, by_default("INT", "groups as equal as can be"), Range(1)] = None
     """Microbatches that pass one chunk before a rank turns to the next."""
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Forwards alone, as in evaluation; with --compare and --search too."""
     from_csv: Annotated[Path | None, by_default("FILE")] = None
     """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules, with at most
     10 million actions and 256 MiB."""
-    send: Annotated[float | None, by_default("FLOAT", 0)] = None
+    send: Annotated[float | None, by_default("FLOAT", 0), COST_OR_0] = None
     """Time of a transfer between two ranks; 0 if it does not matter."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)
     sub_op_costs: Annotated[SubOpCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=SubOpCosts)
@@ -133,10 +135,10 @@ class PlanOptions:
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. Options that are given are not varied."""
-    memory: Annotated[float | None, by_default("FLOAT")] = None
+    memory: Annotated[float | None, by_default("FLOAT"), ABOVE_0] = None
     """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
     share of the model. For auto it is by default twice the number of ranks, at least 3."""
-    top: Annotated[int | None, by_default("INT", 15)] = None
+    top: Annotated[int | None, by_default("INT", 15), Range(1)] = None
     """Rows in the table of --search; the JSON has all schedules that were played. With --layers, a schedule is not
     played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
@@ -151,7 +153,7 @@ def check_plan(options: PlanOptions) -> None:
         _refuse(options, given, f"--from-csv {options.from_csv}, which sets it")
         if options.forward_only:
             raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
-    _check_sizes(options)
+    check_ranges(options)
     if options.sub_op_costs.layers is None:
         names = ("attention", "experts", "dispatch", "combine", "counts", "launch", "overlap", "parts", "seconds")
         _refuse(options.sub_op_costs, names, needed="with --layers")
@@ -159,7 +161,13 @@ def check_plan(options: PlanOptions) -> None:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
     if options.forward_only:
         _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
-    _check_costs(options)
+    costs = options.action_costs
+    backward = 2.0 if costs.backward is None else costs.backward
+    if costs.weight is not None and costs.weight >= backward:
+        raise ValueError(
+            f"--weight {costs.weight:g} with --backward {backward:g}, which it is a part of; "
+            f"allowed: from 0 to below {backward:g}"
+        )
     auto = _check_auto(options)
     if not options.search:
         _refuse(options, ("top",), needed="with --search")
@@ -170,12 +178,9 @@ def check_plan(options: PlanOptions) -> None:
         raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
     elif options.compare:
         raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
-    if options.memory is not None and not 0 < options.memory < float("inf"):
-        raise ValueError(f"--memory {options.memory:g}; allowed: a finite number > 0")
     output = options.output
-    files = {"png": output.png, "svg": output.svg, "csv": output.csv, "trace": output.trace, "json": output.json}
-    read = {} if options.from_csv is None else {options.from_csv.resolve(): f"--from-csv {options.from_csv}"}
-    check_files(files, read)
+    written = {name: getattr(output, name) for name in ("png", "svg", "csv", "trace", "json")}
+    check_files(written, [options.from_csv] if options.from_csv else [])
 
 
 def _check_auto(options: PlanOptions) -> bool:
@@ -190,41 +195,6 @@ def _check_auto(options: PlanOptions) -> bool:
         if not options.compare:  # whose schedules take it
             _refuse(options.sub_op_costs, ("overlap",), beside)
     return auto is not None
-
-
-def _check_sizes(options: PlanOptions) -> None:
-    least = dict.fromkeys(("ranks", "microbatches", "chunks", "group_size", "top", "layers", "parts"), 1)
-    given = vars(options) | vars(options.output) | vars(options.sub_op_costs)
-    for name, limit in (least | {"extra_warmup": 0, "width": 20}).items():
-        if given[name] is not None:
-            check_size(name, given[name], limit)
-
-
-MAY_BE_ZERO = ("weight", "send", "dispatch", "combine", "counts", "launch")
-"""Costs that may be 0, if the part does not exist; all others must be more than 0."""
-
-
-def _check_costs(options: PlanOptions) -> None:
-    """Raise ``ValueError`` for values that cannot be costs."""
-    for name, value in {**vars(options.action_costs), **vars(options.sub_op_costs), "send": options.send}.items():
-        if not isinstance(value, float):
-            continue
-        if name == "held":
-            if not 0 <= value <= 1:
-                raise ValueError(f"--held {value:g}; allowed: a fraction of the activations, 0 to 1")
-        elif name in MAY_BE_ZERO and not 0 <= value < float("inf"):
-            raise ValueError(f"--{name} {value:g}; allowed: a finite number ≥ 0")
-        elif name not in MAY_BE_ZERO and not 0 < value < float("inf"):
-            raise ValueError(f"--{name} {value:g}; allowed: a finite number > 0")
-        elif value > LARGEST:
-            raise ValueError(f"--{name} {value:g}; allowed: at most {LARGEST:g}, so that sums are finite")
-    costs = options.action_costs
-    backward = 2.0 if costs.backward is None else costs.backward
-    if costs.weight is not None and costs.weight >= backward:
-        raise ValueError(
-            f"--weight {costs.weight:g} with --backward {backward:g}, which it is a part of; "
-            f"allowed: from 0 to below {backward:g}"
-        )
 
 
 def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.cli.output import middle_left_out, plain_table
 from overlap1f1b.schedule import Pair, Program
 from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
+from overlap1f1b.terminal.output import middle_left_out, plain_table
 
 
 def content_of(program: Program, timeline: Played) -> dict[str, Any]:

@@ -9,17 +9,23 @@ from typing import Any
 
 from rich.console import Console
 
-from overlap1f1b.cli.draw.picture import paint
-from overlap1f1b.cli.draw.tracks import tracks_of_bars
-from overlap1f1b.cli.output import console, print_lines, write_json, writing
-from overlap1f1b.cli.report.content import add_predicted, compared, content_of
+from overlap1f1b.cli.draw import paint, tracks_of_bars
+from overlap1f1b.cli.report.figures import (
+    add_predicted,
+    comparison,
+    content_of,
+    print_table,
+    print_verdict,
+    sentence_of,
+    tables_of,
+)
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import remarks, write_page
-from overlap1f1b.cli.report.tables import comparison, print_table, print_verdict, tables_of
-from overlap1f1b.cli.status import Say, showing
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
+from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.status import Say, showing
 
 READ = "all files are read"
 
@@ -67,7 +73,7 @@ def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | Non
     with reading(say, paths) as progress:
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
-    sentence = compared(contents[0], contents[1], names)
+    sentence = sentence_of(contents[0], contents[1], names)
     write_json(target, {"compare": contents, "verdict": sentence})
     for content, name in zip(contents, names, strict=True):
         print_lines(screen, *(f"{name}: {line}" for line in (*remarks(content), *content["notes"])))

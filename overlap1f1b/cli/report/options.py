@@ -8,7 +8,8 @@ from typing import Annotated
 
 import tyro
 
-from overlap1f1b.cli.output import by_default, check_files, check_json
+from overlap1f1b.terminal.arguments import by_default
+from overlap1f1b.terminal.output import check_files
 
 PICTURES = ("png", "svg", "html", "trace")
 
@@ -74,6 +75,5 @@ def check_report(options: ReportOptions) -> None:
         if options.files:
             given = " ".join(map(str, options.files))
             raise ValueError(f"{given} with --compare {' '.join(map(str, options.compare))}; allowed: one of them")
-    check_json(output.json)
-    files = {"png": output.png, "svg": output.svg, "html": output.html, "trace": output.trace, "json": output.json}
-    check_files(files, {path.resolve(): str(path) for path in files_of(*(options.compare or options.files))})
+    written = {name: getattr(output, name) for name in (*PICTURES, "json")}
+    check_files(written, files_of(*(options.compare or options.files)))

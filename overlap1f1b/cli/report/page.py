@@ -8,11 +8,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from overlap1f1b.cli.draw.picture import MOST_TEXTS
-from overlap1f1b.cli.draw.tracks import STYLES, tracks_of_bars
-from overlap1f1b.cli.output import writing
-from overlap1f1b.cli.report.tables import Cell, Table, tables_of
+from overlap1f1b.cli.draw import MOST_TEXTS, STYLES, tracks_of_bars
+from overlap1f1b.cli.report.figures import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
+from overlap1f1b.terminal.output import writing
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">

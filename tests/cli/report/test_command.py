@@ -17,10 +17,9 @@ import pytest
 from rich.console import Console
 
 from overlap1f1b.cli.report import command
-from overlap1f1b.cli.report.content import content_of
-from overlap1f1b.cli.report.tables import print_table, tables_of
-from overlap1f1b.cli.status import showing
+from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
+from overlap1f1b.terminal.status import showing
 from tests.cli.lasting import lasting
 from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host
@@ -213,7 +212,7 @@ def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
     assert "--step 9; allowed: 1, 2" in refused(capsys, run, "--step", 9, "--svg", tmp_path / "a.svg")
     assert "--step 1 alone; allowed: with --png" in refused(capsys, run, "--step", 1)
     assert "its folder does not exist" in refused(capsys, run, "--html", tmp_path / "no" / "a.html")
-    assert "is a folder; allowed: a file" in refused(capsys, run, "--trace", tmp_path)
+    assert "it is a folder; allowed: a file" in refused(capsys, run, "--trace", tmp_path)
     assert "--json" in refused(capsys, run, "--json", tmp_path / "no" / "a.json")
     same = tmp_path / "same"
     assert "allowed: another file for each" in refused(capsys, run, "--png", same, "--svg", same)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.cli.report.tables import figure
+from overlap1f1b.cli.report.figures import figure
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.report.run import refused, report
 from tests.profiling.simulated import simulated, write_run

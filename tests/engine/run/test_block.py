@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.cli.bench.memory import peak_bytes
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
+from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange

@@ -1,0 +1,273 @@
+"""Timelines drawn as text and as PNG or SVG files: a simulated one, or the bars of a measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log10
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from overlap1f1b.plan import Span
+from overlap1f1b.schedule import Pair, Slot, actions_of
+from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
+from overlap1f1b.simulation.drawing import LANES, stacked, staged, style_of, text_of
+from overlap1f1b.terminal.output import writing
+
+if TYPE_CHECKING:
+    from overlap1f1b.profiling import Bar
+
+LETTER = 0.085
+"""Inches for a letter."""
+MOST_TEXTS = 2000
+"""Largest number of cells that get texts: nobody could read more."""
+
+
+class Style(NamedTuple):
+    """A colour of files, one of the terminal, and their meaning."""
+
+    colour: str
+    terminal: str
+    label: str
+
+
+STYLES = {
+    "F": Style("#4c8bf5", "white on blue", "forward"),
+    "B": Style("#34a853", "black on green", "backward"),
+    "I": Style("#7cc576", "black on bright_green", "input gradient"),
+    "W": Style("#f4b400", "black on yellow", "weight gradient"),
+    "pair": Style("#9c6ade", "white on magenta", "fused pair"),
+    "exchange": Style("#e8710a", "black on bright_red", "exchange"),
+    "peer": Style("#8d8d8d", "black on bright_black", "transfer between ranks"),
+    "other": Style("#b8b8b8", "", "outside all ranges"),
+}
+"""All styles of cells, in the order of a legend."""
+
+
+class Cell(NamedTuple):
+    """A text that is drawn from ``start`` to ``end``; ``style`` is a key of ``STYLES``, ``what`` the thing in full."""
+
+    text: str
+    start: float
+    end: float
+    style: str
+    what: str = ""
+
+
+class Track(NamedTuple):
+    """A row of a drawing: cells in order of time that do not overlap."""
+
+    name: str
+    cells: Sequence[Cell]
+
+
+def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
+    """Return a track for each rank, or for each resource of each rank if the timeline has sub-ops.
+
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> from overlap1f1b.simulation import Costs, simulate
+    >>> tracks = tracks_of(simulate(build_schedule("1f1b", ranks=2, microbatches=1), Costs()))
+    >>> [cell.text for cell in tracks[1].cells]
+    ['F0', 'B0']
+    """
+    if isinstance(timeline, PlanTimeline):
+        return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
+    program = timeline.program
+    chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
+    tracks = []
+    for rank, spans in enumerate(timeline.ranks):
+        styles = ["pair" if isinstance(span.slot, Pair) else span.slot.kind.value for span in spans]
+        cells = [Cell(_text(s.slot, chunked), s.start, s.end, style) for s, style in zip(spans, styles, strict=True)]
+        tracks.append(Track(f"rank {rank}", cells))
+    return tracks
+
+
+def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
+    of = timeline.ranks[rank]
+    lanes: dict[str, Iterable[Span]] = {"host": of.host}
+    lanes |= {name: [span for span in of.spans if span.node.resource is lane] for lane, name in LANES.items()}
+    several = staged(span.node for span in of.spans)
+    tracks = []
+    for name, spans in lanes.items():
+        host = name == "host"
+        rows = stacked(span for span in spans if span.end > span.start)
+        for row in rows or [[]] * (name in ("compute", "exchange")):  # these two are always drawn
+            cells = [
+                Cell(text_of(s.node, staged=several), s.start, s.end, s.node.kind.value if host else style_of(s.node))
+                for s in row
+            ]
+            tracks.append(Track(f"rank {rank} {name}", cells))
+    return tracks
+
+
+def _text(slot: Slot, chunked: bool) -> str:
+    """Return ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
+    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
+
+
+def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
+    """Return the bars of every lane in as few tracks as they need; ranks in order, predictions below them."""
+    lanes: dict[tuple[str, str], list[Bar]] = {}
+    for bar in bars:
+        lanes.setdefault((bar.process, bar.lane), []).append(bar)
+    found = []
+    for process, lane in sorted(lanes, key=_place):
+        for number, row in enumerate(stacked(lanes[process, lane]), 1):
+            cells = [Cell(bar.text, bar.start, bar.end, bar.style, str(bar.what)) for bar in row]
+            found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), cells))
+    return found
+
+
+def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
+    process, lane = of
+    _, rank, *predicted = process.split()
+    order = list(LANES.values())
+    return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
+
+
+class Piece(NamedTuple):
+    """Characters of one line in one colour; an empty style means no colour."""
+
+    text: str
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A drawing as text.
+
+    >>> tracks = [Track("rank 0", [Cell("F0", 0, 1, "F"), Cell("B0", 3, 5, "B")])]
+    >>> print(Grid.of(tracks, width=40).text)
+    rank 0 F0-      B0----
+    time   |0    |2    |4
+
+    Args:
+        lines: The tracks, then the axis of time.
+        until: The time at which the drawing was cut off; None if it is whole.
+    """
+
+    lines: tuple[tuple[Piece, ...], ...]
+    until: float | None
+
+    @property
+    def text(self) -> str:
+        """The lines, without colours."""
+        return "\n".join("".join(piece.text for piece in line).rstrip() for line in self.lines)
+
+    @classmethod
+    def of(cls, tracks: Sequence[Track], *, width: int, shortens: bool = False) -> Grid:
+        """Draw tracks as text.
+
+        Columns are proportional to time. A unit of time has as many columns as the texts of the cells need, and time
+        that does not fit into ``width`` is cut off.
+
+        If it ``shortens``, texts may lose all but their first letter before time is cut off.
+        """
+        names = max((len(track.name) for track in tracks), default=0) + 1
+        columns = max(width - names, 1)
+        end = max((cell.end for track in tracks for cell in track.cells), default=0.0)
+        scale = _scale(tracks, end, columns, shortens)
+        lines = [(Piece(track.name.ljust(names)), *_pieces(track.cells, scale, columns)) for track in tracks]
+        whole = round(end * scale) <= columns
+        lines.append((Piece("time".ljust(names) + _axis(min(end, columns / scale), scale, columns), "axis"),))
+        return cls(tuple(lines), None if whole else columns / scale)
+
+
+def _scale(tracks: Sequence[Track], end: float, columns: int, shortens: bool) -> float:
+    """Return the columns of a unit of time: enough for every text and a dash behind it.
+
+    The dashes are left out if the drawing fits only without them and all texts begin with a letter, which tells cells
+    apart. Cells shorter than an eighth of the longest do not count: their texts are shortened. The shortest of the
+    others has a whole number of columns, so that equal cells look alike.
+    """
+    sizes = _sizes(tracks)
+    if not sizes:
+        return 1.0
+    shortest = min(time for _, time in sizes)
+    spacious, tight = (
+        ceil(max((size + gap) / time for size, time in sizes) * shortest - 1e-9) / shortest for gap in (1, 0)
+    )
+    lettered = all(cell.text[:1].isalpha() for track in tracks for cell in track.cells)
+    if end * spacious <= columns or not (shortens or (lettered and end * tight <= columns)):
+        return spacious
+    return max(1 / shortest, min(tight, columns / end)) if shortens else tight
+
+
+def _sizes(tracks: Sequence[Track]) -> set[tuple[int, float]]:
+    """Return the letters and times of the cells that count for the scale."""
+    cells = [cell for track in tracks for cell in track.cells if cell.end > cell.start]
+    longest = max((cell.end - cell.start for cell in cells), default=1.0)
+    return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
+
+
+def _pieces(cells: Iterable[Cell], scale: float, columns: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    at = 0
+    for cell in cells:
+        first, last = round(cell.start * scale), min(round(cell.end * scale), columns)
+        first = max(first, at)
+        if first >= columns:
+            break
+        if last <= first:
+            continue
+        if first > at:
+            pieces.append(Piece(" " * (first - at)))
+        pieces.append(Piece(cell.text[: last - first].ljust(last - first, "-"), cell.style))
+        at = last
+    return pieces
+
+
+def _axis(end: float, scale: float, columns: int) -> str:
+    """Return marks at round times, so far apart that their numbers fit."""
+    widest = len(f"{end:g}") + 3
+    power = floor(log10(widest / scale))
+    step = next(f * 10.0**p for p in (power - 1, power, power + 1) for f in (1, 2, 5) if f * 10.0**p * scale >= widest)
+    line, count = "", 0
+    while count * step <= end * (1 + 1e-9):
+        mark = f"|{count * step:g}"
+        at = round(count * step * scale)
+        if at + len(mark) > columns:
+            break
+        line = line.ljust(at) + mark
+        count += 1
+    return line
+
+
+def paint(
+    tracks: Sequence[Track], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+) -> None:
+    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``; ``unit`` labels the time axis.
+
+    Raises:
+        ValueError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"--{option} needs matplotlib; pip install 'overlap1f1b[plot]'") from None
+    end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
+    letters = max((size / time for size, time in _sizes(tracks)), default=1.0)  # of a unit of time, where texts fit
+    width = min(40.0, max(8.0, LETTER * letters * end))
+    figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(tracks))), layout="constrained")
+    axes = figure.add_subplot()
+    count = sum(len(track.cells) for track in tracks)
+    letter = end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf")  # time that a letter takes
+    for height, (_, cells) in enumerate(tracks):
+        spans = [(cell.start, cell.end - cell.start) for cell in cells]
+        colours = [STYLES[cell.style].colour for cell in cells]
+        axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=colours, edgecolors="white", linewidth=0.5)
+        for cell in cells:
+            if cell.end - cell.start >= letter * len(cell.text):
+                middle = (cell.start + cell.end) / 2
+                axes.text(middle, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True)
+    axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
+    axes.set_xlim(0, end)
+    axes.set_xlabel(unit)
+    figure.suptitle(title, fontsize=10)
+    used = {cell.style for track in tracks for cell in track.cells}
+    handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
+    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
+    with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
+        figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)

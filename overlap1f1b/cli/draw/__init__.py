@@ -1,1 +1,0 @@
-"""Timelines drawn as text and as pictures."""

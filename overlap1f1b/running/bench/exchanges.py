@@ -1,0 +1,128 @@
+"""The exchange of a benchmark, and stand-ins for it that time compute and exchange apart."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.running.options import BenchOptions
+from overlap1f1b.running.ranks import Rank, settle
+from overlap1f1b.running.wire import parse_loopback
+from overlap1f1b.transport import streams
+from overlap1f1b.transport.exchange import Exchange, Transfer, own_exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
+
+
+def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:
+    """Return the exchange that the options ask for, and its limit in bits per second, None without one."""
+    if options.exchange is not None:
+        gbps = parse_loopback(options.exchange)
+        return LoopbackExchange(rank.device, gbps), None if gbps is None else 8e9 * gbps
+    return own_exchange(rank.group), None
+
+
+class Sizes(NamedTuple):
+    """One exchange of rows: the number of rows to and from each rank, and a row's shape and dtype."""
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    row: tuple[int, ...]
+    dtype: torch.dtype
+
+    def sent_bytes(self, rank: int | None) -> int:
+        """Return the bytes that leave ``rank``; None counts also the rows that a rank sends to itself."""
+        rows = sum(self.send) - (0 if rank is None else self.send[rank])
+        return rows * self.dtype.itemsize * torch.Size(self.row).numel()
+
+
+class RecordingExchange:
+    """The real exchange, which also records the sizes and counts of a step by tag: lanes start them in any order."""
+
+    def __init__(self, real: Exchange) -> None:
+        self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
+        self.expect_rows, self.expect_counts, self.sms = real.expect_rows, real.expect_counts, real.sms
+        self.abort = real.abort
+        self.clear()
+
+    @property
+    def counts_received(self) -> dict[int, Tensor]:
+        """The counts that the step received, by tag."""
+        return {tag: transfer.result for tag, transfer in self._counts.items()}
+
+    def clear(self) -> None:
+        """Forget the sizes and counts of the previous step."""
+        self.sizes: dict[int, Sizes] = {}
+        self._counts: dict[int, Transfer[Tensor]] = {}
+
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, *rest: Any
+    ) -> Transfer[Tensor]:
+        self.sizes[tag] = Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype)
+        return self.real.rows(source, send, receive, tag, *rest)
+
+    def counts(self, counts: Tensor, tag: int = 0, *rest: Any) -> Transfer[Tensor]:
+        self._counts[tag] = self.real.counts(counts, tag, *rest)
+        return self._counts[tag]
+
+
+class AnsweringExchange(Exchange):
+    """An exchange that answers at once, with as many rows of zeros as a recorded step received.
+
+    From a device the host gets counts as in a real exchange, by a stream beside compute: else it would wait for all
+    compute before them, and the device then for the host.
+    """
+
+    def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
+        self.ranks, self.rank, self._counts = ranks, rank, counts
+        self._copying: SideStream | None = None
+
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
+        return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
+
+    def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
+        received = self._counts[tag]
+        if not (read and streams.is_queued(counts.device)):
+            return Transfer(received)
+        self._copying = self._copying or side_stream(counts.device, "counts")
+        return Transfer(received, host=HostCopy.on(self._copying, counts.view(self.ranks, -1), received))
+
+
+class Replay:
+    """The exchanges of a recorded step without compute between them, ``depth`` in flight at once."""
+
+    def __init__(self, real: Exchange, sizes: Sequence[Sizes], device: torch.device, depth: int = 4) -> None:
+        self.real, self.sizes, self.device, self.depth = real, sizes, device, depth
+        width = max((sum(s.send) for s in sizes), default=0)
+        self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
+        # Else compute of another thread would wait for the exchanges, and they for it.
+        self._stream = torch.cuda.Stream(device) if streams.is_queued(device) else None
+
+    def run(self) -> float:
+        """Return the seconds from the first launch to the last arrival."""
+        start = time.perf_counter()
+        flying: deque[Transfer[Tensor]] = deque()
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for size in self.sizes:
+                if len(flying) == self.depth:
+                    flying.popleft().finish()
+                source = self._sources[size.row, size.dtype][: sum(size.send)]
+                flying.append(self.real.rows(source, size.send, size.receive))
+            for transfer in flying:
+                transfer.finish()
+        settle(self.device)
+        return time.perf_counter() - start
+
+    def beside(self, compute: Callable[[], object]) -> None:
+        """Run the exchanges in a thread beside the compute of this one, until both have ended."""
+        thread = threading.Thread(target=self.run, name="overlap1f1b-replay", daemon=True)
+        thread.start()
+        compute()
+        thread.join()

@@ -1,0 +1,140 @@
+"""The benchmark of a model of transformers, with transformers' own expert parallelism beside it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.running.bench.measure import Bench, Bounds, slowest, timed
+from overlap1f1b.running.bench.variants import asked_for
+from overlap1f1b.running.hf import HfModel
+from overlap1f1b.running.options import BenchOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.terminal.status import Say
+
+PEER = "transformers all_to_all"
+
+
+class HfBench(Bench):
+    """One rank's part of the benchmark of a model of transformers, on one stage."""
+
+    model: HfModel
+
+    def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
+        super().__init__(options, rank, say)
+        self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
+
+    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
+        options = self.options
+        program = build_schedule("sequential", microbatches=options.microbatches)
+        whole, x = HfModel(options, Rank(0, 1, self.rank.device, None), program), self.inputs
+        x = x.chunk(options.microbatches)[0]
+        return whole, lambda: _loss(whole, x), whole.split.routers
+
+    def _real_modules(self) -> Sequence[nn.Module]:
+        return self.model.split.routers
+
+    def _bounds(self, default: Engine) -> Bounds:
+        bounds, peer = super()._bounds(default), self.peer
+        if peer is None:
+            return bounds
+        return bounds | {PEER: lambda: timed(lambda: peer.step(self.inputs), self.rank)[0]}
+
+    def _losses(self, count: int) -> Iterator[Tensor]:
+        return (_loss(self.model, x) for x in self.inputs.chunk(count))
+
+    def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
+        if self.peer is None:
+            return super()._further(rows, bounds)
+        seconds = bounds[PEER]
+        tokens = self.options.batch * self.options.sequence * self.rank.size
+        losses = self.step(self.engine(asked_for(self.options)))[1].losses
+        difference = abs(self.peer.loss - math.fsum(map(float, losses)) / len(losses)) / self.peer.loss
+        return {
+            "best_over_peers": 1e3 * seconds / min(row["step_ms"]["median"] for row in rows),
+            "peers": {
+                PEER: {
+                    "step_ms": 1e3 * seconds,
+                    "tokens_per_s": tokens / seconds,
+                    "loss_difference": slowest(difference, self.rank),
+                }
+            },
+        }
+
+
+def _loss(model: HfModel, tokens: Tensor) -> Tensor:
+    """Return the mean loss of the whole model on this rank, for ``tokens [B, S]``."""
+    loss: Tensor = model.split.model(tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+class OwnParallelism:
+    """The model under transformers' own expert parallelism, which waits for every exchange before it goes on.
+
+    All parameters but the experts' are sharded by FSDP2, as transformers requires. They are gathered once a step and
+    reduced after the last microbatch; FSDP2 cannot send less.
+
+    The weights of ``model`` are copied.
+
+    Raises:
+        ValueError: transformers is older than 5.23, or accelerate is not installed.
+    """
+
+    def __init__(self, model: HfModel, rank: Rank, microbatches: int) -> None:
+        try:
+            import accelerate  # noqa: F401
+            from transformers import AutoModelForCausalLM
+            from transformers.distributed.configuration_utils import DistributedConfig
+            from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+            from transformers.utils.logging import disable_progress_bar
+        except ImportError as error:
+            raise ValueError(
+                f"--peers with --hf-config: {error}; allowed: transformers 5.23 or newer, and accelerate"
+            ) from None
+        disable_progress_bar()
+        spread = DistributedConfig(fsdp_size=rank.size, ep_size=rank.size, ep_implementation="all_to_all")
+        with _shared_folder(rank) as folder:
+            model.split.save_pretrained(folder)
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, distributed_config=spread, dtype=torch.float32
+            ).train()
+        self.microbatches, self.loss = microbatches, math.nan
+        self._sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for module in self._sharded:
+            module.set_reshard_after_forward(False)
+
+    def step(self, tokens: Tensor) -> None:
+        """Run forward and backward of a batch ``[B, S]``; ``loss`` is then the mean over its microbatches."""
+        self.model.zero_grad(set_to_none=False)
+        losses = []
+        for index, x in enumerate(tokens.chunk(self.microbatches)):
+            last = index == self.microbatches - 1
+            for module in self._sharded:
+                module.set_requires_gradient_sync(last)
+                module.set_reshard_after_backward(last)
+            loss = self.model(x, labels=x, use_cache=False).loss
+            (loss / self.microbatches).backward()
+            losses.append(float(loss.detach()))
+        self.loss = math.fsum(losses) / len(losses)
+
+
+@contextmanager
+def _shared_folder(rank: Rank) -> Iterator[str]:
+    """Yield a new folder, the same on all ranks of this machine, which is removed when all are done."""
+    folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
+    dist.broadcast_object_list(folders, src=0)
+    yield folders[0]
+    dist.barrier()
+    if rank.rank == 0:
+        shutil.rmtree(folders[0])

@@ -1,0 +1,448 @@
+"""The benchmark of one rank: bounds and rows in rounds, then gradients and memory.
+
+:class:`Bench` measures a model on one stage. Subclasses say what differs over several pipeline ranks (``pipelines.py``)
+and for a model of transformers (``hf.py``): the bounds, the reference gradients, and the peers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from statistics import median
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.engine.options import TRIES
+from overlap1f1b.engine.play.parts import Parts, PartsChoice
+from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
+from overlap1f1b.plan import NodeCosts, Op, Recompute
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
+from overlap1f1b.running.bench.memory import peak_bytes
+from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
+from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
+from overlap1f1b.running.launch import cores
+from overlap1f1b.running.options import BenchOptions
+from overlap1f1b.running.ranks import Rank, settle
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.wire import Balanced, parse_wire, shape
+from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
+from overlap1f1b.schedule import Program
+from overlap1f1b.simulation import simulate
+from overlap1f1b.terminal.status import Say
+from overlap1f1b.transport.exchange import Exchange
+
+FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
+CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
+T = TypeVar("T")
+Bounds = dict[str, Callable[[], float]]
+
+
+class Peer(Protocol):
+    """A schedule of another library on the same layers."""
+
+    name: str
+    overlap: str
+
+    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
+Player = Engine | Peer
+
+
+class Bench:
+    """One rank's part of the benchmark of a model on one stage; every time is the slowest rank's.
+
+    ``say`` is called with the name of each measurement as it begins.
+
+    Raises:
+        ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.
+    """
+
+    shared_costs = True
+    """Whether all programs have the same nodes, so that one measurement of their costs serves them all."""
+
+    def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
+        if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
+            given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
+            raise ValueError(
+                f"{given} on {rank.device.type}; allowed: on a CPU alone (CUDA_VISIBLE_DEVICES= hides GPUs)"
+            )
+        self.options, self.rank, self.say = options, rank, say
+        self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
+        batch = Corpus.load(options.text, sequence=options.sequence).batch(
+            0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        )
+        self.inputs, self.target = fed(options, rank, *batch)
+        self.real, self.loopback_rate = real_exchange(options, rank)
+        self.sender = self.real.rank if options.exchange is None else None
+        self.recording = RecordingExchange(self.real)
+        self.parts: Parts = 1 if options.parts == "auto" else options.parts
+        self.parts_choice: PartsChoice | None = None
+
+    # What differs between kinds of models
+
+    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
+        """Return the model, loss and real modules for :func:`operations_per_second`, on this rank alone."""
+        options = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0))
+        model, count = MoETransformer(model_config(options), seed=options.seed), options.microbatches
+        x, y = self.inputs.chunk(count)[0], self.target.chunk(count)[0]
+        return model, lambda: loss_fn(model(x), y), ()
+
+    def _real_modules(self) -> Sequence[nn.Module]:
+        """Return the modules that compute for real in timed compute, beside the routers of this library."""
+        return ()
+
+    def _losses(self, count: int) -> Iterator[Tensor]:
+        """Yield the loss of each of ``count`` microbatches by the model's own forward."""
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            yield loss_fn(self.model(x), y)
+
+    def _bounds(self, default: Engine) -> Bounds:
+        """Return the measurements of a round beside the rows, for an engine whose step is in ``self.recording``.
+
+        Each measurement returns seconds. For one rank without an exchange the bound is a plain loop.
+        """
+        if self.options.alone:
+            return {"plain": self.plain_loop}
+        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
+        plan = default.plan.without_reductions()
+        engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
+        replay = Replay(self.real, self._sizes, self.rank.device)
+
+        def compute_only() -> float:
+            return self.step(engine)[0]
+
+        def contended() -> float:
+            return timed(lambda: replay.beside(compute_only), self.rank)[0]
+
+        return {
+            "compute_only": compute_only,
+            "exchange_only": lambda: self._exchange_only(replay),
+            "contended": contended,
+        }
+
+    def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
+        """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
+        return {}, 1.0
+
+    def _peers(self) -> list[Peer]:
+        """Return the schedules of other libraries that are measured as rows."""
+        return []
+
+    def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
+        """Return the part of the JSON that compares the rows with other libraries' schedules."""
+        return {"best_over_peers": None}
+
+    # Common to all kinds of models
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything and return the measured part of the JSON."""
+        variants = variants_of(self.options)
+        with self.ready(list(variants.values())) as (engines, rate):
+            default = next(engines[key] for key, variant in variants.items() if variant.default)
+            players: dict[str, Player] = {**engines, **{peer.name: peer for peer in self._peers()}}
+            self._record(default)
+            bounds, samples, share = self._rounds(players, default)
+        self.say(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
+        checked = self._check(players, variants)
+        rows = [row | checked[key] for key, row in self._rows(players, variants, samples, bounds, default).items()]
+        return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
+
+    @contextmanager
+    def ready(self, variants: Sequence[Variant]) -> Iterator[tuple[dict[str, Engine], float | None]]:
+        """Yield engines with measured costs by the variants' keys, and the wire's rate in bits per second."""
+        with self._computing():
+            default = next(variant for variant in variants if variant.default)
+            rate = self._shape_wire(self.engine(default))
+            if self.options.parts == "auto":
+                self.say(f"choosing the number of parts, then {self.options.rounds} rounds")
+                self.parts = "auto"
+                engine = self.engine(default)
+                self._calibrated(engine)
+                self.parts_choice, self.parts = engine.parts_choice, engine.parts_choice.parts
+            costs: dict[Program | None, NodeCosts] = {}
+            engines = {}
+            for number, variant in enumerate(variants, 1):
+                self.say(f"measuring nodes, row {number} of {len(variants)}, {variant.key}")
+                # An engine that finds an order tries it beside others; with costs that are given it would not.
+                of = None if self.shared_costs and not variant.program.search_seconds else variant.program
+                engine = engines[variant.key] = self.engine(variant, costs.get(of))
+                costs[of] = self._calibrated(engine)
+            yield engines, rate
+
+    def engine(self, variant: Variant, costs: NodeCosts | None = None, recompute: Recompute | None = None) -> Engine:
+        """Return an engine that plays the variant over the recording exchange."""
+        return self._engine(
+            variant.program,
+            self.rank.mesh,
+            self.recording,
+            overlap=variant.overlap,
+            recompute=recompute or self.options.recompute,
+            costs=costs,
+            tries=TRIES if variant.program.search_seconds else 0,  # other rows play what is predicted
+            reduce=self.options.reduce,
+        )
+
+    def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
+        # Gradients of all rows are compared at the end.
+        fixed: dict[str, Any] = {"parts": self.parts, "weights": self.weights, "verify": False}
+        options = replace(engine_options(self.options), **fixed, **given)
+        return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
+
+    def step(self, player: Player) -> tuple[float, Any]:
+        """Play one step that all ranks start together; return the slowest rank's seconds and the step's result."""
+        clear(player.parameters())
+        self.recording.clear()
+        return timed(lambda: player.step(self.inputs, target=self.target), self.rank)
+
+    def plain_loop(self) -> float:
+        """Return the seconds of a loop of forward and backward over the model, without an engine."""
+        clear(self.model.parameters())
+        count = self.options.microbatches
+        set_auxiliary_scale(self.model, 1 / count)
+        start = time.perf_counter()
+        for loss in self._losses(count):
+            (loss / count).backward()
+        settle(self.rank.device)
+        return time.perf_counter() - start
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the context in which compute is real or timed, as the options say."""
+        if self.options.compute == "real":
+            return nullcontext()
+        self.say(f"measuring compute, then {self.options.rounds} rounds")
+        speed = least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
+        return TimedCompute(speed).entered(self.model, self._real_modules())
+
+    def _calibrated(self, engine: Engine) -> NodeCosts:
+        while engine.settling:
+            self.step(engine)
+        assert engine.costs is not None
+        return engine.costs
+
+    def _record(self, default: Engine) -> None:
+        """Play a step and keep the sizes of its exchanges of rows."""
+        self.step(default)
+        nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        self._sizes = [self.recording.sizes[node.tag] for node in nodes]
+
+    def _sent(self) -> float:
+        """Return the bytes that the busiest sender sends in a step."""
+        return slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
+
+    def _shape_wire(self, default: Engine) -> float | None:
+        """Shape this rank's end of the wire and return its rate in bits per second."""
+        if self.options.wire is None:
+            return None
+        rate = parse_wire(self.options.wire)
+        if isinstance(rate, Balanced):
+            self.say(f"finding the rate at which exchange equals compute, then {self.options.rounds} rounds")
+            self._calibrated(default)
+            self._record(default)
+            compute_only = self._bounds(default)["compute_only"]
+            seconds = median(compute_only() for _ in range(CALIBRATIONS))
+            rate = 8 * self._sent() / seconds / FRAMES * rate.factor
+        meet(self.rank)
+        shape(rate)
+        meet(self.rank)
+        return rate
+
+    def _exchange_only(self, replay: Replay) -> float:
+        meet(self.rank)
+        travels = self.real.ranks > 1 or self.options.exchange is not None
+        return slowest(replay.run() if travels else 0.0, self.rank)
+
+    def _rounds(
+        self, players: Mapping[str, Player], default: Engine
+    ) -> tuple[dict[str, float], dict[str, Samples], float]:
+        """Measure bounds and rows in turn; return their seconds, and the share of the processors that rows use."""
+        phases = self._bounds(default)
+        bounds: dict[str, list[float]] = {name: [] for name in phases}
+        samples = {key: Samples() for key in players}
+        busy = lasted = 0.0
+        for turn in range(self.options.rounds + 1):  # the first is for warming up
+            what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {self.options.rounds} rounds"
+            self.say(what)
+            for name, measure in phases.items():
+                bounds[name].append(measure())
+            busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
+            for number, (key, player) in enumerate(players.items(), 1):
+                self.say(f"{what}, row {number} of {len(players)}, {key}")
+                seconds, result = self.step(player)
+                if not turn:
+                    continue
+                samples[key].seconds.append(seconds)
+                if isinstance(result, StepResult):
+                    samples[key].exposed.append(slowest(result.overlap.exposed, self.rank))
+                    samples[key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
+            busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
+        share = slowest(busy / lasted, self.rank) * local / cores()
+        found = {name: median(values[1:]) for name, values in bounds.items()}
+        if "plain" in found:  # nothing is exchanged
+            found |= dict.fromkeys(("compute_only", "contended"), found["plain"]) | {"exchange_only": 0.0}
+        found["bound"] = max(found["compute_only"], found["exchange_only"])
+        return found, samples, share
+
+    def _check(self, players: Mapping[str, Player], variants: Mapping[str, Variant]) -> dict[str, dict[str, Any]]:
+        """Compare every row's gradients with the reference, by real compute, and measure its memory.
+
+        With recomputation, the first reference is a row without it, and the memory of that row is measured too.
+        """
+        reference, factor = self._reference()
+        found: dict[str, dict[str, Any]] = {}
+        for key, player in players.items():
+            without = {}
+            if self.options.recompute != "none" and isinstance(player, Engine):
+                plain = self.engine(variants[key], player.costs, "none")
+                without["peak_without_recompute_bytes"] = self._peak(plain)
+                reference = reference or taken(plain.parameters())
+            memory = self._peak(player)
+            grads = taken(player.parameters(), factor if isinstance(player, Engine) else 1.0)
+            reference = reference or grads
+            equal, difference = compare(list(grads.values()), [reference[parameter] for parameter in grads])
+            difference = slowest(difference, self.rank)
+            found[key] = {
+                "grads_equal": not slowest(float(not equal), self.rank),
+                "max_grad_diff": difference if math.isfinite(difference) else None,  # JSON knows no infinity
+                "peak_activation_bytes": memory,
+            } | without
+        return found
+
+    def _peak(self, player: Player) -> int:
+        clear(player.parameters())
+        return int(slowest(peak_bytes(self.rank.device, lambda: self.step(player)), self.rank))
+
+    def _rows(
+        self,
+        players: Mapping[str, Player],
+        variants: Mapping[str, Variant],
+        samples: Mapping[str, Samples],
+        bounds: Mapping[str, float],
+        default: Engine,
+    ) -> dict[str, dict[str, Any]]:
+        """Return the rows of the JSON, without their gradients."""
+        tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
+        steps = {key: median(samples[key].seconds) for key in players}
+        first, rows = next(iter(steps.values())), {}
+        for key, player in players.items():
+            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None, "tried": []}
+            if isinstance(player, Engine):
+                assert player.costs is not None
+                row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
+                row |= {"default": variants[key].default, "order": player.plan.order}
+                row["tried"] = [str(one) for one in player.tried]
+                row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
+            else:
+                row["overlap"] = player.overlap
+            engine = player if isinstance(player, Engine) else default
+            row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
+            row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
+            rows[key] = row
+        return rows
+
+    def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
+        """Yield what the steps of an engine are compared with, by name, in seconds."""
+        return ((name, bounds[name]) for name in ("bound", "contended") if name in bounds)
+
+    def _summary(
+        self, rows: list[dict[str, Any]], bounds: Mapping[str, float], shaped: float | None, share: float
+    ) -> dict[str, Any]:
+        rate, frames = shaped or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
+        link = "loopback" if self.rank.device.type == "cpu" or self.rank.size == 1 else "nccl"
+        sent, largest = self._sent(), max((size.sent_bytes(self.sender) for size in self._sizes), default=0)
+        ms = {name: 1e3 * seconds for name, seconds in bounds.items()}
+        return {
+            "wire": {
+                "kind": "host" if self.options.exchange else link if rate is None else "shaped",
+                "rate_gbps": None if rate is None else rate / 1e9,
+                "bytes_sent": int(sent),
+                "largest_exchange_bytes": int(slowest(float(largest), self.rank)),
+                "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
+            },
+            "compute": self.options.compute,
+            "parts_chosen": None if self.parts_choice is None else str(self.parts_choice),
+            "processor_share": share,
+            "plain_ms": ms.get("plain"),
+            "compute_only_ms": ms["compute_only"],
+            "exchange_only_ms": ms["exchange_only"],
+            "bound_ms": ms["bound"],
+            "contended_ms": ms.get("contended"),
+            "rows": rows,
+        }
+
+
+def meet(rank: Rank) -> None:
+    """Wait for all ranks."""
+    if rank.size > 1:
+        dist.barrier()
+
+
+def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
+    """Call a function that all ranks start together; return the slowest rank's seconds and this rank's result."""
+    meet(rank)
+    start = time.perf_counter()
+    result = function()
+    settle(rank.device)
+    return slowest(time.perf_counter() - start, rank), result
+
+
+def least_in_turn(measure: Callable[[], float], rank: Rank) -> float:
+    """Return the least of the ranks' values; ranks measure one after another."""
+    found = 0.0
+    for turn in range(rank.size):
+        meet(rank)
+        if turn == rank.rank:
+            found = measure()
+    return -slowest(-found, rank)
+
+
+def slowest(value: float, rank: Rank) -> float:
+    """Return the largest of the ranks' values."""
+    if rank.size == 1:
+        return value
+    largest = torch.tensor(value, dtype=torch.float64, device=rank.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool, float]:
+    """Return whether all gradients are equal by ``torch.equal``, and the largest absolute difference.
+
+    A NaN equals nothing, not even another NaN: rows that all diverged have not been shown to agree. A difference that
+    is not finite counts as infinity.
+    """
+    pairs = list(zip(grads, reference, strict=True))
+    if all(torch.equal(a, b) for a, b in pairs):
+        return True, 0.0
+    largest = torch.stack([(a - b).abs().max().double() for a, b in pairs if a.numel()]).max().item()  # keeps a NaN
+    return False, largest if math.isfinite(largest) else math.inf
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients to zeros."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            parameter.grad.zero_()
+
+
+def taken(parameters: Iterable[nn.Parameter], factor: float = 1.0) -> dict[nn.Parameter, Tensor]:
+    """Return the gradients times a factor, and remove them from the parameters."""
+    found = {}
+    for parameter in parameters:
+        grad, parameter.grad = parameter.grad, None
+        found[parameter] = torch.zeros_like(parameter) if grad is None else grad * factor
+    return found

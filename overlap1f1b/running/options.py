@@ -1,0 +1,351 @@
+"""The options of train, bench and profile. Torch is not imported, so that ``--help`` and errors come at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from overlap1f1b.plan import Recompute, parse_overlap
+from overlap1f1b.running.wire import parse_loopback, parse_wire
+from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
+from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
+from overlap1f1b.terminal.output import check_files, check_folder
+from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
+from overlap1f1b.transport.versions import check_torch
+
+WAIT = Range(most=1_000_000, above=True)
+"""Limits of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Sizes of the byte-level MoE transformer."""
+
+    layers: int = 4
+    """Transformer blocks."""
+    hidden: int = 256
+    """Hidden size."""
+    heads: int = 4
+    """Attention heads."""
+    experts: int = 8
+    """Experts of a block, over all ranks."""
+    top_k: int = 2
+    """Experts per token."""
+    intermediate: int = 512
+    """Intermediate size of an expert."""
+    shared_intermediate: int = 0
+    """Intermediate size of the expert that every token uses; 0 for none."""
+    dense_layers: int = 0
+    """Number of blocks without experts, at the model's start."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the router; sigmoid balances its load by a correction bias instead of an auxiliary loss."""
+    force_load_balance: bool = False
+    """Give tokens their experts in turn, whatever the router's scores, so that all experts have the same load: for
+    throughput alone."""
+    dropout: float = 0.0
+    """Dropout probability of a block's output, before it is added to the residual."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of train and bench."""
+
+    model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
+    ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2
+    """Expert-parallel ranks. All pp × dp × ep ranks are started here; under torchrun its ranks are used instead."""
+    pp: Annotated[int, Range(1)] = 1
+    """Pipeline ranks."""
+    dp: Annotated[int, Range(1)] = 1
+    """Data-parallel ranks, which do not share their experts."""
+    schedule: Annotated[str | None, by_default("NAME", f"{DEFAULT_PROGRAM}; sequential on one rank")] = None
+    """Program to play. auto: an order that is found for the measured costs; with several --chunks the stages are placed
+    in a V."""
+    chunks: Annotated[int | None, by_default("INT", DEFAULT_CHUNKS), Range(1)] = None
+    """Stages of a pipeline rank."""
+    extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
+    """Additional forwards before the first backward, for schedules that take them."""
+    memory: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
+    """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
+    model."""
+    microbatches: Annotated[int, Range(1)] = 8
+    """Microbatches of a step."""
+    batch: Annotated[int, Range(1)] = 16
+    """Sequences of a step on each rank, divided evenly into microbatches."""
+    sequence: Annotated[int, Range(1)] = 256
+    """Bytes of a sequence."""
+    overlap: Annotated[str, tyro.conf.arg(metavar="serial|pairs|INT")] = "3"
+    """serial, pairs, or the number of actions that may be open at once."""
+    recompute: Recompute = "none"
+    """Activations that blocks free after their forward and compute again before their backward: inside the
+    experts (experts), everywhere else (attention), or both (block). No exchange is repeated."""
+    parts: int | Literal["auto"] = 1
+    """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
+    experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
+    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), ABOVE_0] = None
+    """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
+    size, and the host waits for no counts."""
+    overflow: Literal["raise", "rerun"] = "raise"
+    """Reaction to more rows than the capacity: raise ends with an error, rerun plays the step again with exact
+    sizes."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """Kernels of permutations, sums, activations and the router; on a GPU auto times both and keeps the faster."""
+    weights_in: Literal["combine", "activation"] = "combine"
+    """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
+    experts' activation, as in Megatron-Core, to which each row then carries its weight."""
+    text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
+    """Files or folders to read."""
+    hf_config: Annotated[str | None, by_default("NAME")] = None
+    """Configuration of the transformers library: a name, a folder or a config.json. A new model of it, on bytes,
+    replaces the model of the sizes above."""
+    seed: Annotated[int, Range(most=2**63 - 1)] = 0
+    """Seed of weights and batches."""
+    timeout: Annotated[float, WAIT] = COMMAND_LINE_LIMIT_S
+    """Time limit of a wait for another rank, in seconds."""
+    json: Annotated[str | None, by_default("FILE")] = None
+    """File for the results as JSON, or - for standard output."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.pp * self.dp * self.ep
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.ranks == 1
+
+    def program(self) -> Program:
+        """Return the program that the options ask for; by default the fastest."""
+        one = self.alone and self.schedule is None and self.extra_warmup is None
+        name = self.schedule or ("sequential" if one else DEFAULT_PROGRAM)
+        return build_schedule(
+            name,
+            ranks=self.pp,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            extra_warmup=self.extra_warmup,
+            peak_activations=self.memory,
+        )
+
+
+@dataclass(frozen=True)
+class TrainOptions(RunOptions):
+    """Train a byte-level MoE language model, its expert all-to-all hidden behind compute.
+
+    For example
+
+      overlap1f1b train                                    # two local ranks, the standard library's sources
+
+      overlap1f1b train --text my/notes --steps 500 --checkpoint runs/notes
+
+      overlap1f1b train --compare                          # the same steps with sequential beside it
+
+      overlap1f1b train --pp 2 --ep 2 --schedule dualpipev --microbatches 8
+
+      overlap1f1b train --hf-config path/to/config.json    # any mixture of experts of transformers
+
+      torchrun --nproc-per-node 4 -m overlap1f1b train --ep 4 --experts 16
+    """
+
+    microbatches: Annotated[int, Range(1)] = 4
+    """Microbatches of a step."""
+    batch: Annotated[int, Range(1)] = 8
+    """Sequences of a step on each rank, divided evenly into microbatches."""
+    steps: Annotated[int, Range(1)] = 150
+    """Optimizer steps."""
+    lr: Annotated[float, ABOVE_0] = 2e-3
+    """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
+    weight_decay: Annotated[float, Range()] = 0.1
+    """Weight decay of AdamW."""
+    clip: Annotated[float, ABOVE_0] = 1.0
+    """Largest norm of the gradient."""
+    eval_every: Annotated[int, Range(1)] = 50
+    """Steps between losses on held-out text."""
+    checkpoint: Annotated[Path | None, by_default("FOLDER")] = None
+    """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
+    checkpoint_every: Annotated[int, Range(1)] = 50
+    """Steps between checkpoints."""
+    verify: bool = True
+    """Compare the first step of every plan with a serial step of the same batch, bit by bit: one more step for each."""
+    tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
+    """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
+    compare: bool = False
+    """Train the same steps with the schedule sequential too, and show both."""
+
+
+@dataclass(frozen=True)
+class BenchOptions(RunOptions):
+    """Measure the throughput of every program on one workload, rows interleaved in one process.
+
+    For example
+
+      overlap1f1b bench                                    # loopback, real compute
+
+      overlap1f1b bench --wire balanced --compute timed    # a real link as slow as compute (root)
+
+      overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
+
+      overlap1f1b bench --ranks 1 --exchange loopback:20    # one rank, through host memory at 20 GB/s
+
+      overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --peers    # beside torch's own schedules
+
+      overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --schedule auto --chunks 2 --parts 2
+    """
+
+    wire: Annotated[str | None, by_default("RATE")] = None
+    """Rate of a real link between the ranks (500mbit, 1gbit). balanced: the exchange takes as long as compute;
+    balanced*2: twice that rate. Needs root and iproute2. Without this option the loopback is used."""
+    exchange: Annotated[str | None, by_default("loopback[:GB/s]")] = None
+    """loopback: with one rank, rows travel to host memory and back, as fast as possible; loopback:GB/s: at most at this
+    rate."""
+    compute: Literal["real", "timed"] = "real"
+    """timed: instead of computing, matrix products wait for the measured time of their operations. The processor is
+    then free for everything else, as beside a GPU."""
+    reduce: bool = False
+    """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not include it."""
+    rounds: Annotated[int, Range(1)] = 5
+    """Number of measurements of every row."""
+    peers: bool = False
+    """Also measure torch.distributed.pipelining's schedules on the same layers, with --pp from 2; with --hf-config
+    transformers' own expert parallelism."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nothing is exchanged."""
+        return self.ranks == 1 and self.exchange is None
+
+
+def check_run(options: RunOptions) -> None:
+    """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
+    check_torch()
+    check_ranges(options)
+    if options.batch % options.microbatches:
+        batch, count = options.batch, options.microbatches
+        raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
+    if options.hf_config is not None and options.weights_in != "combine":
+        raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
+    if options.overflow == "rerun" and options.capacity is None:
+        raise ValueError("--overflow rerun alone; allowed: with --capacity")
+    parse_overlap(options.overlap)
+    if options.hf_config is None:
+        _check_model(options)
+    else:
+        _check_default_sizes(options.model)
+    if isinstance(options, BenchOptions):
+        _check_bench(options)
+    if isinstance(options, TrainOptions):
+        _check_train(options)
+    if isinstance(options, ProfileOptions):
+        check_folder(options.out, "--out")
+    check_files({"json": options.json})
+
+
+def _check_default_sizes(model: ModelOptions) -> None:
+    defaults = vars(ModelOptions())
+    for name, value in vars(model).items():
+        if value != defaults[name]:
+            option = f"--{name.replace('_', '-')} {value}"
+            raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
+
+
+def _check_model(options: RunOptions) -> None:
+    model, ep, stages = options.model, options.ep, options.program().placement.stages
+    if model.experts % ep:
+        allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
+        raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
+    if stages > (blocks := model.layers + 2):
+        chunks = "" if options.chunks is None else f" with --chunks {options.chunks}"
+        raise ValueError(
+            f"--pp {options.pp}{chunks} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, "
+            "head; allowed: at most one stage a block"
+        )
+
+
+def _check_bench(options: BenchOptions) -> None:
+    if options.wire is not None:
+        parse_wire(options.wire)
+    if options.exchange is not None:
+        parse_loopback(options.exchange)
+        if options.ranks > 1:
+            raise ValueError(f"--exchange {options.exchange} with {options.ranks} ranks; allowed: --ranks 1")
+    if options.hf_config is not None and options.pp * options.dp > 1:
+        raise ValueError(f"--hf-config with --pp {options.pp} --dp {options.dp}; allowed: 1 of each")
+    if options.hf_config is not None and options.peers and (options.compute == "timed" or options.ep < 2):
+        raise ValueError(
+            f"--peers with --hf-config, --compute {options.compute} and --ep {options.ep}; allowed: real, and 2 or more"
+        )
+    if options.hf_config is None and options.peers and options.pp < 2:
+        raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
+    if options.pp > 1 and options.peers and (torch := version("torch")).startswith("2.11."):
+        raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
+
+
+def _check_train(options: TrainOptions) -> None:
+    if options.checkpoint is not None:
+        check_folder(options.checkpoint)
+    if options.tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'")
+        check_folder(options.tensorboard, "--tensorboard")
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Profile train or bench, to see where the exchange overlaps with compute and where it does not.
+
+    Runs a warm-up and a few steps under a profiler, and writes a trace and a record for each rank.
+
+    For example
+
+      overlap1f1b profile train                            # then: overlap1f1b report profile/rank*.trace.json.gz
+
+      overlap1f1b profile bench --wire balanced --compute timed --overlap pairs --out pairs
+
+      overlap1f1b profile train --nsys                     # kernels and NVTX ranges by NVIDIA Nsight Systems
+
+      overlap1f1b profile train --help                     # all options
+    """
+
+    out: Path = Path("profile")
+    """Folder for the files, a trace and a record for each rank; it is made if it does not exist."""
+    profile_warmup: Annotated[int, Range()] = 2
+    """Steps by the plan before the profile; the two that measure nodes come before them."""
+    profile_steps: Annotated[int, Range(1)] = 3
+    """Steps in the profile."""
+    nsys: bool = False
+    """Trace by NVIDIA Nsight Systems, which must be on PATH, instead of torch.profiler. Each rank is started under
+    nsys profile, and its command is printed."""
+
+
+@dataclass(frozen=True)
+class ProfileTrainOptions(ProfileOptions, TrainOptions):
+    """Profile the steps of a training, which is not saved. --compare, --steps and --eval-every have no effect.
+
+    For example
+
+      overlap1f1b profile train
+
+      overlap1f1b profile train --ep 4 --experts 16 --overlap pairs --out pairs
+
+      torchrun --nproc-per-node 4 -m overlap1f1b profile train --ep 4
+    """
+
+
+@dataclass(frozen=True)
+class ProfileBenchOptions(ProfileOptions, BenchOptions):
+    """Profile one row of a benchmark, given by --schedule and --overlap. --rounds and --peers have no effect.
+
+    For example
+
+      overlap1f1b profile bench --wire balanced --compute timed
+
+      overlap1f1b profile bench --pp 2 --ep 2 --schedule dualpipev --microbatches 8
+    """
+
+
+PROFILED = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}

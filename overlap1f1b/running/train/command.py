@@ -1,0 +1,182 @@
+"""``overlap1f1b train`` on one rank: train, show progress, write checkpoints and results."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from overlap1f1b.engine import Saving
+from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.plan import parse_overlap
+from overlap1f1b.running.options import TrainOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.train.display import Board, Progress, compared, show, speed_of
+from overlap1f1b.running.train.trainer import Step, Trainer
+from overlap1f1b.running.workload import environment, workload
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.status import Say, showing
+
+
+def train(options: TrainOptions, rank: Rank) -> None:
+    """Train, from the last checkpoint if there is one; the first rank prints.
+
+    Raises:
+        ValueError: An option, the text or the checkpoint does not fit.
+    """
+    screen = console(options.json, quiet=rank.rank != 0)
+    with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
+        run = _Run(options, rank, screen, say)
+        run.train()
+    if rank.rank == 0:
+        result = run.result()
+        show(result, screen)
+        write_json(options.json, result)
+
+
+class _Run:
+    """A run of the command, from its first line to the figures of its summary."""
+
+    def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
+        self.options, self.rank, self.screen, self.say = options, rank, screen, say
+        self.steps: list[Step] = []
+        self.reference_steps: list[Step] = []
+        self.corpus = Corpus.load(options.text, sequence=options.sequence)
+        overlap = parse_overlap(options.overlap)
+        self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
+        self.reference: Trainer | None = None
+        if options.compare:
+            sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
+            self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
+        self._introduce()
+        self.checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
+        self.saving: Saving | None = None
+        self.start, self.history = 0, History()
+        if self.checkpoint is not None:
+            self.say(f"step 0/{options.steps}  loading {self.checkpoint}")
+            self._resume(self.checkpoint)
+        self.say(f"step {self.start}/{options.steps}")
+
+    def _introduce(self) -> None:
+        options, trainer, ranks = self.options, self.trainer, self.rank.size
+        shape = f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
+        print_lines(
+            self.screen,
+            f"text: {self.corpus}",
+            f"model: {trainer.model.total / 1e6:.1f} M parameters, {trainer.model.description}",
+            f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
+            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}",
+        )
+
+    def _step(self, index: int) -> Step:
+        """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
+        engine = self.trainer.engine
+        measures, settling = engine.costs is None, engine.settling
+        order, compared = engine.plan.order, engine.rehearses()
+        step = self.trainer.step(index)
+        if compared:
+            print_lines(self.screen, f"checked: order {order} gives the gradients of a plain loop")
+        measured = measures and engine.costs is not None
+        if measured and self.options.parts == "auto":
+            print_lines(self.screen, f"parts: {engine.parts_choice}")
+        if measured or (settling and not engine.settling):
+            print_lines(self.screen, f"order: {engine.choice}")
+        return step
+
+    def _resume(self, checkpoint: Path) -> None:
+        self.start = self.trainer.load(checkpoint, self.history)
+        if self.reference is not None:  # both begin with the same weights
+            self.reference.load(checkpoint)
+        ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
+        print_lines(self.screen, f"resumed: {checkpoint} has {self.start} steps, {ahead}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all ranks."""
+        return self.options.batch * self.options.sequence * self.rank.data_ranks
+
+    def train(self) -> None:
+        """Make all steps that are left."""
+        options, history = self.options, self.history
+        folder = options.tensorboard if self.rank.rank == 0 else None
+        progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
+        with progress.shown(), closing(Board(folder, tokens=self.tokens, start=self.start)) as board:
+            for index in range(self.start, options.steps):
+                number = index + 1
+                step = self._step(index)
+                self.steps.append(step)
+                if self.reference is not None:  # in turn, so that both see the same load of the machine
+                    self.reference_steps.append(self.reference.step(index))
+                history.losses.append(step.loss)
+                history.grad_norms.append(step.grad_norm)
+                held_out = self._evaluate(number) if self._due(number, options.eval_every) else None
+                progress.show(number, step, held_out)
+                board.show(number, step, held_out)
+                if options.checkpoint is not None and self._due(number, options.checkpoint_every):
+                    self.saving = self.trainer.save(options.checkpoint, number, history)
+        if self.saving is not None:
+            self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
+            with writing("checkpoint", f"{options.checkpoint}"):
+                self.checkpoint = self.saving.result()
+        if not self.steps:
+            self._evaluate(self.start)
+
+    def _due(self, number: int, every: int) -> bool:
+        return number % every == 0 or number == self.options.steps
+
+    def _evaluate(self, number: int) -> float:
+        held_out = self.trainer.evaluate()
+        self.history.held_out = [*(pair for pair in self.history.held_out if pair[0] != number), (number, held_out)]
+        return held_out
+
+    def result(self) -> dict[str, Any]:
+        """Return the JSON."""
+        options, history = self.options, self.history
+        compare = None
+        if self.reference_steps:
+            compare = compared(self.steps, self.reference_steps, self.tokens, start=self.start)
+        first, last = (history.losses[0], history.losses[-1]) if history.losses else (None, None)
+        names = ("overlap", "recompute", "parts", "capacity", "microbatches", "batch", "sequence")
+        said = {"program": self.trainer.engine.program.name, "text": str(self.corpus)}
+        return {
+            "environment": environment(self.rank),
+            "workload": workload(options, *names) | said,
+            "steps": max(self.start, options.steps),
+            "resumed_from": self.start,
+            "first_step": max(self.start, options.steps) - len(history.losses),
+            "loss": {"first": first, "last": last},
+            "losses": history.losses,
+            "grad_norm": history.grad_norms,
+            "held_out": {
+                "loss": history.held_out[-1][1],
+                "unigram_entropy": self.corpus.unigram_entropy,
+                "losses": history.held_out,
+            },
+            **speed_of(self.steps, self.tokens),
+            "settling_steps": sum(step.measuring or step.trying for step in self.steps),
+            "order": self.trainer.engine.choice,
+            "compare": compare,
+            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
+        }
+
+
+@dataclass
+class History:
+    """Losses of a run, a state of its checkpoints."""
+
+    losses: list[float] = field(default_factory=list)  # means over all ranks, one per step
+    grad_norms: list[float] = field(default_factory=list)  # before clipping, one per step
+    held_out: list[tuple[int, float]] = field(default_factory=list)  # steps and losses on held-out text
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all values."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace all values."""
+        vars(self).update(state)

@@ -1,0 +1,180 @@
+"""What a training shows: a bar in a terminal, lines elsewhere; scalars for TensorBoard; the summary."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from overlap1f1b.running.train.trainer import Step
+from overlap1f1b.terminal.output import number, plain_table
+from overlap1f1b.terminal.status import Say
+
+LINES = 15  # per run without a bar
+RECENT = 20  # steps over which speed and hidden share are averaged
+
+
+class Progress:
+    """Display of every step: a bar on ``screen`` in a terminal, lines by ``say`` elsewhere.
+
+    ``tokens`` are of a step over all ranks; ``start`` steps were done before, and ``steps`` includes them.
+    """
+
+    def __init__(self, screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> None:
+        self.screen, self.say, self.tokens, self.steps = screen, say, tokens, steps
+        self.every = max(1, round((steps - start) / LINES))
+        self._recent: deque[Step] = deque(maxlen=RECENT)
+        columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+        self.bar = Bar(*columns, console=screen)
+        self._task = self.bar.add_task("", total=steps, completed=start, text="")
+
+    def shown(self) -> AbstractContextManager[object]:
+        """Return the context in which the bar is shown, if there is a terminal."""
+        return self.bar if self.screen.is_terminal else nullcontext()
+
+    def show(self, number: int, step: Step, held_out: float | None) -> None:
+        """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
+        if any((before.measuring, before.trying) != (step.measuring, step.trying) for before in self._recent):
+            self._recent.clear()  # steps that measure nodes or try plans are slower
+        self._recent.append(step)
+        text, speed = f"loss {step.loss:.3f}", self._speed()
+        if self.screen.is_terminal:
+            if held_out is not None:
+                self.screen.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
+            self.bar.update(self._task, completed=number, text=f"{text}  {speed}")
+            return
+        text += "" if held_out is None else f"  held-out {held_out:.3f}"
+        self.say(
+            f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {speed}",
+            now=held_out is not None or number % self.every == 0 or number == self.steps,
+        )
+
+    def _speed(self) -> str:
+        speed = self.tokens / median(step.seconds for step in self._recent)
+        shares = [step.hidden for step in self._recent if step.hidden is not None]
+        exposed = 1e3 * fmean(step.exposed for step in self._recent)
+        seen = f"  hidden {fmean(shares):.0%}  exposed {exposed:.0f} ms" if shares else ""
+        return f"{speed:.0f} tokens/s{seen}"
+
+
+class Board:
+    """Writer of each step's figures for TensorBoard.
+
+    ``folder`` may have files of earlier runs, whose scalars of steps after ``start`` are dropped; None writes nothing.
+    ``tokens`` are of a step over all ranks, and ``start`` steps were done before.
+    """
+
+    def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
+        self.tokens = tokens
+        self._writer = None
+        if folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+
+    def show(self, number: int, step: Step, held_out: float | None) -> None:
+        """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
+        values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
+        values |= {"tokens_per_s": self.tokens / step.seconds}
+        values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed}
+        for name, value in values.items():
+            if self._writer is not None and value is not None:
+                self._writer.add_scalar(name, value, number)
+
+    def close(self) -> None:
+        """Write the scalars that are not written yet."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
+    """Return the JSON of the speed: medians over steps of ``tokens`` tokens each.
+
+    Serial steps, which measure nodes, and steps that try plans count only where there are no others.
+    The hidden fraction is None without an exchange, and all are None without steps.
+    """
+    planned = [step for step in steps if not step.measuring] or steps
+    planned = [step for step in planned if not step.trying] or planned
+    if not planned:
+        return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction"))
+    seconds = median(step.seconds for step in planned)
+    shares = [step.hidden for step in planned if step.hidden is not None]
+    return {
+        "step_ms": 1e3 * seconds,
+        "tokens_per_s": tokens / seconds,
+        "exposed_ms": 1e3 * median(step.exposed for step in planned),
+        "hidden_fraction": median(shares) if shares else None,
+    }
+
+
+def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, start: int) -> dict[str, Any]:
+    """Return the part of the JSON that compares the run with ``reference``, the same steps by ``sequential``.
+
+    ``start`` steps were made before. Steps are numbered from 1.
+    """
+    pairs = enumerate(zip(steps, reference, strict=True), start + 1)
+    unequal = next((number for number, (one, two) in pairs if one.loss != two.loss), None)
+    ours, theirs = (speed_of(of, tokens) for of in (steps, reference))
+    return {
+        "program": "sequential",
+        "overlap": "serial",
+        "losses": [step.loss for step in reference],
+        "losses_equal": unequal is None,
+        "first_unequal_step": unequal,
+        "speedup": theirs["step_ms"] / ours["step_ms"],
+        **theirs,
+    }
+
+
+def show(result: dict[str, Any], screen: Console) -> None:
+    """Print the summary; for a comparison also the losses of both programs, and a column for each."""
+    compare = result["compare"]
+    headings = ("", result["workload"]["program"], "sequential")
+    table = plain_table(headings, headings)
+    table.show_header = bool(compare)
+    table.add_row("steps", str(result["steps"]))
+    if result["losses"]:
+        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}")
+    held_out = result["held_out"]
+    table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
+    table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
+    for name, text in (
+        ("tokens/s", lambda of: f"{of['tokens_per_s']:.0f}"),
+        ("ms per step", lambda of: f"{of['step_ms']:.0f}"),
+        ("hidden", lambda of: number(of["hidden_fraction"], ".1%")),
+        ("exposed ms per step", lambda of: f"{of['exposed_ms']:.0f}"),
+    ):
+        if result["tokens_per_s"] is not None:
+            table.add_row(name, text(result), text(compare) if compare else "")
+    table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
+    if compare:
+        own, other = result["losses"][-len(compare["losses"]) :], compare["losses"]
+        losses = plain_table(("step", *headings[1:], "difference"))
+        for i in marks(len(own)):
+            step = str(result["steps"] - len(own) + i + 1)
+            losses.add_row(step, f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
+        screen.print("loss")
+        screen.print(losses, highlight=False)
+    screen.print(table, highlight=False)
+    if compare:
+        unequal = compare["first_unequal_step"]
+        equal = "equal at every step" if unequal is None else f"NOT equal from step {unequal} on"
+        screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
+
+
+def marks(count: int, most: int = 10) -> list[int]:
+    """Return at most ``most`` evenly spaced positions of ``count``, with the first and the last.
+
+    >>> marks(100, 4)
+    [0, 33, 66, 99]
+    """
+    points = min(count, most)
+    return sorted({round(i * (count - 1) / max(1, points - 1)) for i in range(points)})

@@ -1,0 +1,199 @@
+"""A model in training: its engine, its optimizer, its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
+from overlap1f1b.moe import Router
+from overlap1f1b.plan import Overlap
+from overlap1f1b.running.options import TrainOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.workload import build, engine_options, fed
+from overlap1f1b.schedule import Program
+from overlap1f1b.simulation import OverlapFigures
+from overlap1f1b.terminal.output import writing
+
+BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
+EVAL_WINDOWS = 128  # of held-out text, over all ranks
+
+
+@dataclass(frozen=True)
+class Step:
+    """Figures of one step of all ranks."""
+
+    loss: float  # mean over ranks and microbatches
+    grad_norm: float  # of the whole model, before clipping
+    seconds: float  # from the batch to the updated weights
+    exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
+    hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
+    measuring: bool  # whether the engine played the step serially, to measure nodes
+    trying: bool = False  # whether the engine tried a plan in it
+
+
+class Trainer:
+    """A model in training by one program.
+
+    >>> trainer = Trainer(options, rank, corpus, program, overlap=3)
+    >>> start = trainer.load(folder / "step-00000100")  # or 0, to begin
+    >>> for index in range(start, options.steps):
+    ...     print(trainer.step(index).loss)
+
+    A step is a function of the weights, the optimizer's state and (seed, index, rank), so a run that resumes from a
+    checkpoint goes on exactly as if it had never stopped.
+    """
+
+    def __init__(
+        self, options: TrainOptions, rank: Rank, corpus: Corpus, program: Program, *, overlap: Overlap
+    ) -> None:
+        self.options, self.rank, self.corpus = options, rank, corpus
+        self.model, model, loss, weights = build(options, rank, program)
+        given = replace(engine_options(options), weights=weights, overlap=overlap, verify=options.verify)
+        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given)
+        held = {block for stage in self.engine.stages.values() for block in stage.blocks}
+        # blocks of other ranks stay as they were built
+        mine = {n: b for n, b in self.model.named_children() if b in held}
+        trained = self.model if options.hf_config else nn.ModuleDict(mine)
+        self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
+        routers = [m for m in trained.modules() if isinstance(m, Router)]
+        self._routers = routers if options.model.router == "sigmoid" else []
+        # made by torch.distributed, since a router needs a process group
+        data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
+        self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
+
+    def step(self, index: int) -> Step:
+        """Make the step with this index, from 0.
+
+        Raises:
+            ValueError: The loss or the gradient is not finite; the weights have not changed.
+        """
+        options, rank, start = self.options, self.rank, time.perf_counter()
+        measuring, settling = self.engine.costs is None, self.engine.settling
+        batch = self.corpus.batch(
+            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
+        )
+        inputs, target = fed(options, rank, *batch)
+        # The stream of a step's random numbers, dropout for example.
+        key = hashlib.blake2b(f"{options.seed} {index} {rank.rank}".encode(), digest_size=7).digest()
+        torch.manual_seed(int.from_bytes(key, "little"))
+        result = self.engine.step(inputs, target=target)
+        # An expert without tokens gets a gradient of zeros, so that its optimizer state exists on every rank.
+        for parameter in self.engine.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        loss = self.engine.mean_loss(result)
+        norm = float(self.engine.clip_gradients(options.clip))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise ValueError(
+                f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr}; "
+                "allowed: finite ones (use a smaller --lr or --clip)"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(index, options.steps, options.lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for router in self._routers:
+            router.update_correction_bias(BIAS_RATE, self._data_group)
+        # A single rank sends rows only to itself.
+        overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
+        every = self.engine.mesh.every(overlap).values()
+        return Step(
+            loss=loss,
+            grad_norm=norm,
+            seconds=time.perf_counter() - start,
+            exposed=max(of.exposed for of in every),
+            hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
+            measuring=measuring,
+            trying=settling and not measuring,
+        )
+
+    def evaluate(self) -> float:
+        """Return the mean loss on held-out text, on the same windows each time.
+
+        Raises:
+            ValueError: The loss is not finite.
+        """
+        options, rank = self.options, self.rank
+        batches = self.corpus.held_out_batches(
+            rank.data_rank, rank.data_ranks, options.batch, options.sequence, EVAL_WINDOWS
+        )
+        self.model.eval()
+        try:
+            losses = [
+                self.engine.mean_loss(self.engine.evaluate(inputs, target=target))
+                for inputs, target in (fed(options, rank, *batch) for batch in batches)
+            ]
+        finally:
+            self.model.train()
+        loss = math.fsum(losses) / len(losses)
+        if not math.isfinite(loss):
+            raise ValueError(f"held-out loss {loss} with --lr {options.lr}; allowed: a finite one (use a smaller --lr)")
+        return loss
+
+    def save(self, folder: Path, step: int, history: Stateful) -> Saving:
+        """Begin to write a checkpoint, which the next steps do not wait for; the next save does.
+
+        Raises:
+            ValueError: It cannot be written, or the one before could not.
+        """
+        given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
+        with writing("checkpoint", folder):
+            return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
+
+    def load(self, path: Path, history: Stateful | None = None) -> int:
+        """Load a checkpoint, with its history if there is an object for it, and return the number of its steps.
+
+        Raises:
+            ValueError: The checkpoint belongs to another model, text or seed, or is damaged.
+        """
+        state = {"random": None, "history": history}  # every step seeds its own random numbers
+        step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
+        self.optimizer.param_groups[0]["weight_decay"] = self.options.weight_decay  # the saved one may differ
+        return step
+
+    def _identity(self) -> dict[str, object]:
+        """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
+        of_text = {"sequence": self.options.sequence, "seed": self.options.seed, "text": self.corpus.digest}
+        return self.model.identity | of_text
+
+
+WARMUP = 0.1  # share of the steps
+FLOOR = 0.1  # share of the peak rate, at the last step
+BETAS = (0.9, 0.95)
+
+
+def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    for parameter in model.parameters():
+        group = decayed if parameter.dim() > 1 and parameter not in embeddings else others
+        group["params"].append(parameter)
+    return torch.optim.AdamW([decayed, others], lr=lr, betas=BETAS, fused=True)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Return the learning rate of a step: a linear warm-up to ``peak``, then a cosine down to a tenth of ``peak``.
+
+    It depends on the arguments alone, so that a resumed run needs no state.
+
+    >>> [round(learning_rate(step, 100, 1.0), 2) for step in (0, 9, 55, 99)]
+    [0.1, 1.0, 0.54, 0.1]
+    """
+    warmup = max(1, round(WARMUP * steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step + 1 - warmup) / max(1, steps - warmup)
+    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

@@ -1,0 +1,110 @@
+"""The model that train and bench share, and what their results say of the workload."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap1f1b import __version__
+from overlap1f1b.engine import EngineOptions, LossFunction
+from overlap1f1b.engine.stages import Model
+from overlap1f1b.moe import Experts, MoEConfig, MoETransformer
+from overlap1f1b.running.launch import cores
+from overlap1f1b.running.options import RunOptions
+from overlap1f1b.running.ranks import Rank
+from overlap1f1b.schedule import Program
+
+if TYPE_CHECKING:
+    from overlap1f1b.running.hf import HfModel
+
+
+def model_config(options: RunOptions) -> MoEConfig:
+    """Return the configuration of the byte-level model."""
+    sizes = asdict(options.model)
+    router = sizes.pop("router")
+    return MoEConfig(
+        **sizes,
+        dense_intermediate=options.model.top_k * options.model.intermediate,
+        sequence=options.sequence,
+        score=router,
+        aux_coefficient=0.0 if router == "sigmoid" else 0.01,
+        weights_in=options.weights_in,
+        kernels=options.kernels,
+    )
+
+
+class ByteModel(MoETransformer):
+    """The byte-level model of the options, with this rank's experts."""
+
+    def __init__(self, options: RunOptions, rank: Rank) -> None:
+        super().__init__(model_config(options), group=rank.group, seed=options.seed, device=rank.device)
+        sizes = options.model
+        experts = {p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
+        self.total = sum(p.numel() * (options.ep if p in experts else 1) for p in self.parameters())
+        self.description = f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
+        self.identity = asdict(sizes)
+
+
+def build(
+    options: RunOptions, rank: Rank, program: Program
+) -> tuple[ByteModel | HfModel, Model, LossFunction, list[float] | None]:
+    """Return a module with this rank's parameters, the model for the engine, its loss and its blocks' relative costs.
+
+    The parameters' values depend on the options alone. The module also has ``total``, the number of parameters on all
+    ranks; ``description``, its sizes in words; and ``identity``, the options that a resumed run must share.
+    """
+    if options.hf_config is not None:
+        from overlap1f1b.running.hf import HfModel
+
+        whole = HfModel(options, rank, program)
+        return whole, whole.split, whole.split.loss_fn, None
+    model = ByteModel(options, rank)
+    return model, model, loss_fn, block_weights(options)
+
+
+def block_weights(options: RunOptions) -> list[float]:
+    """Return the relative costs of the byte-level model's blocks: embedding and head take little time."""
+    return [0.0, *[1.0] * options.model.layers, 0.0]
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy in nats per byte, of ``logits [B, S, V]`` and ``target [B, S]``."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return input and target for the engine, ``[B, S]`` each; a model of transformers shifts the labels itself."""
+    inputs, target = inputs.to(rank.device), target.to(rank.device)
+    if options.hf_config is not None:
+        inputs = target = torch.cat([inputs, target[:, -1:]], dim=1)
+    return inputs, target
+
+
+def engine_options(options: RunOptions) -> EngineOptions:
+    """Return the options of every engine of a command."""
+    named = ("recompute", "parts", "capacity", "overflow", "timeout")
+    return EngineOptions(**{name: getattr(options, name) for name in named})
+
+
+def workload(options: RunOptions, *names: str) -> dict[str, Any]:
+    """Return the JSON of the model's sizes and of the named options."""
+    sizes = asdict(options.model) if options.hf_config is None else {"hf_config": options.hf_config}
+    return sizes | {name: getattr(options, name) for name in names}
+
+
+def environment(rank: Rank) -> dict[str, object]:
+    """Return versions and sizes that figures depend on; nothing that names the machine."""
+    return {
+        "overlap1f1b": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu",
+        "cores": cores(),
+        "threads_per_rank": torch.get_num_threads(),
+        "ranks": rank.size,
+    }

@@ -1,0 +1,1 @@
+"""Floor ``terminal``: what commands print and write: tables, JSON, progress."""

@@ -1,0 +1,105 @@
+"""The parser of the command line: tyro fills dataclasses of options, and its errors become one line.
+
+A field says what it takes: ``Annotated[int | None, by_default("INT", 4), Range(1)]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from math import inf
+from typing import Any, get_type_hints
+
+import tyro
+
+_MESSAGES = {
+    r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
+    r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
+    r" \(applied to [\w ]+\)": "",
+    r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
+    r"allowed: INT\|\{(\w+)\}$": r"allowed: a whole number, or \1",
+    r"allowed: INT$": "allowed: a whole number",
+    r"allowed: FLOAT$": "allowed: a number",
+}
+"""Patterns of tyro's messages, and the same in the words of this project's errors; applied in this order."""
+
+
+def by_default(metavar: str, default: object = "none") -> Any:
+    """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from ``least`` (with ``above`` it is not one of them) to ``most``: what an option may be."""
+
+    least: float = 0
+    most: float = inf
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        return (self.least < value if self.above else self.least <= value) and value <= self.most and value != inf
+
+    def __str__(self) -> str:
+        first = f"more than {self.least}" if self.above else f"{self.least} or more"
+        return first if self.most == inf else f"{first}, at most {self.most}"
+
+
+ABOVE_0 = Range(above=True)
+
+
+def check_ranges(options: Any) -> None:
+    """Raise ``ValueError`` for a number outside the range of its field; groups of options inside are checked, too."""
+    for name, hint in get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if is_dataclass(value):
+            check_ranges(value)
+        for allowed in getattr(hint, "__metadata__", ()):
+            if isinstance(allowed, Range) and isinstance(value, int | float) and value not in allowed:
+                text = format(value, "g" if isinstance(value, float) else "")
+                raise ValueError(f"--{name.replace('_', '-')} {text}; allowed: {allowed}")
+
+
+def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
+    """Return the options of the verb that comes first, by ``verbs``; ``--help`` is printed and ends the process.
+
+    Raises:
+        ValueError: The verb or an option is unknown, or a value has the wrong type; the message names it in one line.
+    """
+    first = argv[0]
+    if first not in verbs and first not in ("-h", "--help") and not first.startswith("--tyro-"):
+        raise ValueError(f"unknown verb {first!r}; allowed: {', '.join(verbs)}, --help")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.extras.subcommand_cli_from_dict(
+                dict(verbs), args=argv, prog=prog, description=description, sort_subcommands=False
+            )
+    except SystemExit as error:
+        if not error.code or first not in verbs:
+            sys.stderr.write(said.getvalue())
+            raise
+        raise ValueError(f"{_one_line(said.getvalue())}; see {prog} {first} --help") from None
+    sys.stderr.write(said.getvalue())
+    return options
+
+
+def _one_line(box: str) -> str:
+    """Return the first sentence of tyro's box, drawn in Unicode or ASCII, and the names of similar options."""
+    lines = [line.strip("│ ") for line in box.strip().splitlines() if not line.startswith(("╭", "╰"))]
+    paragraphs = re.split(r"\n[─-]+\n", "\n".join(lines))
+    if not box.startswith("╭") and len(paragraphs) > 1:
+        del paragraphs[0]  # drawn without box characters, the title is a paragraph
+    paragraph, *others = paragraphs
+    sentence = " ".join(paragraph.split("\n\n", 1)[0].split()).rstrip(".").replace("{None}|", "")
+    for pattern, words in _MESSAGES.items():
+        sentence = re.sub(pattern, words, sentence)
+    similar = [text for text in others if text.startswith("Perhaps you meant")]
+    found = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
+    names = [name for name in found if name not in sentence.split()]  # tyro may know it from another verb
+    return sentence + (f"; perhaps {', '.join(names)}" if names else "")

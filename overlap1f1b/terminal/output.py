@@ -1,0 +1,116 @@
+"""Output: tables to the terminal, JSON to a file or alone to standard output, and checks of files before a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+Row = TypeVar("Row")
+
+RANKS_SHOWN = 16
+"""Rows of a table with a row for each rank."""
+
+
+def console(json_target: str | None, *, quiet: bool = False) -> Console:
+    """Return the console for all text: standard error if JSON goes to standard output; silent if ``quiet``."""
+    screen = Console(stderr=json_target == "-", quiet=quiet)
+    if not screen.is_terminal:
+        screen.width = 160
+    return screen
+
+
+def print_lines(screen: Console, *lines: str, style: str | None = None) -> None:
+    """Print lines as they are: without markup, highlights and breaks."""
+    for line in lines:
+        screen.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def plain_table(headings: Iterable[str], left: Iterable[str] = (), *, no_wrap: bool = False) -> Table:
+    """Return a table without rows; the columns in ``left`` hold text, all others numbers."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=no_wrap)
+    return table
+
+
+def middle_left_out(rows: Sequence[Row], gap: Callable[[str], Row]) -> list[Row]:
+    """Return the rows, or of many the first and last ones with a row between that says how many are left out."""
+    left, half = len(rows) - RANKS_SHOWN, RANKS_SHOWN // 2
+    return [*rows[:half], gap(f"… {left} more"), *rows[-half:]] if left > 0 else list(rows)
+
+
+def number(value: float | None, form: str) -> str:
+    """Return a figure as text; None, such as a hidden share without an exchange, becomes a dash."""
+    return "–" if value is None else format(value, form)
+
+
+def check_folder(folder: Path, option: str = "--checkpoint") -> None:
+    """Raise ``ValueError`` if an option's folder cannot be written: otherwise a run's steps would be lost."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{option} {folder}: {there} is a file; allowed: a folder, which may be new")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder")
+
+
+def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] = ()) -> None:
+    """Raise ``ValueError`` if a file could not be made, or is another's: otherwise a run's results would be lost.
+
+    Args:
+        written: Files by the names of their options; ``-`` is allowed for ``json`` alone.
+        read: Files that are read.
+    """
+    taken = {path.resolve(): str(path) for path in read}
+    for name, value in written.items():
+        if value is None or (name == "json" and value == "-"):
+            continue
+        path = Path(value)
+        if str(path) == "-":
+            raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
+        why = ""
+        if not path.parent.is_dir():
+            why = "its folder does not exist"
+        elif path.is_dir():
+            why = "it is a folder"
+        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+            why = "it cannot be written"
+        if why:
+            allowed = "a file in a folder that can be written" + (", or -" if name == "json" else "")
+            raise ValueError(f"--{name} {path}: {why}; allowed: {allowed}")
+        if (of := taken.get(path.resolve())) is not None:
+            raise ValueError(f"--{name} {path} is the file of {of}; allowed: another file for each")
+        taken[path.resolve()] = f"--{name} {path}"
+
+
+@contextmanager
+def writing(option: str, path: Path | str) -> Iterator[None]:
+    """Turn an ``OSError`` into a ``ValueError`` that names the option and its file or folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--{option} {path}: {error.strerror or error}; allowed: a place that can be written"
+        ) from error
+
+
+def write_json(target: str | None, content: dict[str, Any]) -> None:
+    """Write ``content`` as JSON to a file, to standard output for ``-``, or nowhere for None.
+
+    Raises:
+        ValueError: The file cannot be written.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif target is not None:
+        with writing("json", target):
+            Path(target).write_text(text)

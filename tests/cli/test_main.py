@@ -1,0 +1,119 @@
+"""A refused argument is named in one line; `--help` stays tyro's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from overlap1f1b.cli.main import main
+from overlap1f1b.terminal.arguments import parse
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ("plan --ranks x", ["error: --ranks 'x'; allowed: a whole number; see overlap1f1b plan --help"]),
+        ("plan --ranks=2.5", ["--ranks", "a whole number", "'2.5'"]),
+        ("plan --ranks ''", ["--ranks", "a whole number", "''"]),
+        ("plan --compare 1f1b zb_h1 --extra_warmup a", ["--extra-warmup", "'a'"]),
+        ("plan --schedule 1f1b --forward fast", ["--forward", "a number", "'fast'"]),
+        ("plan --ranks", ["error: --ranks without a value; allowed: 1 after it; see "]),
+        ("plan --csv --tables", ["error: --csv without a value; allowed: 1 after it; see "]),
+        ("report --compare a", ["error: --compare 'a'; allowed: {PATH PATH}; see "]),
+        ("plan --foo 3", ["Unrecognized options: --foo"]),
+        ("plan --microbatch=3", ["Unrecognized options: --microbatch=3", "--microbatches"]),
+        ("plan -x", ["Unrecognized options: -x"]),
+        ("plan --no-search", ["Unrecognized options: --no-search", "--search"]),
+        ("plan 1f1b", ["Unrecognized options: 1f1b"]),
+        ("plan --search 3", ["Unrecognized options: 3"]),
+        ("train --ranks x", ["--ranks", "a whole number", "'x'"]),
+        ("train --lr high", ["error: --lr 'high'; allowed: a number; see overlap1f1b train --help"]),
+        ("train --router top", ["--router", "'top'", "'softmax', 'sigmoid'"]),
+        ("train --text a b --stepz 3", ["Unrecognized options: --stepz", "--steps"]),
+        ("bench --compute slow", ["--compute", "'slow'", "'real', 'timed'"]),
+        ("bench --parts x", ["error: --parts 'x'; allowed: a whole number, or auto; see "]),
+        ("train --group-size 3", ["error: Unrecognized or misplaced options: --group-size 3; see "]),
+        ("plann", ["unknown verb 'plann'; allowed: train, bench, plan, "]),
+        ("--ranks 2 plan", ["unknown verb '--ranks'; allowed: train, bench, plan, "]),
+        ("--version", ["unknown verb '--version'; allowed: train, bench, plan, "]),
+    ],
+)
+def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, parts: list[str]) -> None:
+    assert main(shlex.split(words)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("overlap1f1b: error: ")
+    assert not [part for part in parts if part not in err], err
+    assert err.count("\n") == 1
+    assert err.endswith("--help\n")
+    assert not set(err) & set("╭│─")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan --layers 2 --schedule auto --ranks 2 --microbatches 4 --memory 0.5", "--memory 0.5; allowed: 1 or more"),
+        ("plan --schedule zb_v --ranks 2 --microbatches 4 --extra-warmup 2", "--extra-warmup 2 with zb_v; allowed: 0"),
+        ("train --schedule auto --memory 0.1", "--memory 0.1; allowed: 1 or more"),
+        ("train --overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions"),
+        ("train --heads 3 --ep 1", "--hidden 256 with --heads 3; allowed: multiples of 6"),
+        ("train --pp 9 --layers 4", "--pp 9 makes 9 stages of 6 blocks: embedding, --layers 4, head; "),
+        (
+            "train --ep 1 --hidden 1000000000000",
+            "can't allocate memory: you tried to allocate 1024000000000000 bytes; ",
+        ),
+    ],
+)
+def test_errors_of_the_library_name_the_option(capsys: Capture, words: str, message: str) -> None:
+    assert main(shlex.split(words)) == 2
+    assert capsys.readouterr().err.startswith(f"overlap1f1b: error: {message}")
+
+
+@pytest.mark.parametrize("words", ["--help", "-h", "", "plan --help", "train --ranks x --help", "bench --help"])
+def test_help_stays(capsys: Capture, words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(words))
+    out, err = capsys.readouterr()
+    assert not ended.value.code
+    assert out.startswith("usage: overlap1f1b")
+    assert "--help" in out
+    assert "error: " not in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("verb", ["train", "bench", "plan", "report", "doctor", "profile train", "profile bench"])
+def test_help_names_what_an_option_takes_and_what_holds_without_it(capsys: Capture, verb: str) -> None:
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    assert not re.findall("None|default: \\)", capsys.readouterr().out)
+
+
+def test_the_line_says_where_the_options_are() -> None:
+    @dataclass
+    class Options:
+        sides: tuple[int, int] = (1, 2)
+
+    verbs = {"draw": Options, "paint": Options}
+    assert parse(["draw", "--sides", "3", "4"], verbs, prog="p", description="") == Options((3, 4))
+    with pytest.raises(ValueError, match=r"^[^\n╭│─]*--sides[^\n╭│─]*; see p draw --help$"):
+        parse(["draw", "--sides", "3"], verbs, prog="p", description="")
+
+
+def test_a_text_of_tyro_without_a_box_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Options:
+        side: int = 1
+
+    def ends(*_: object, **__: object) -> None:
+        sys.stderr.write("something else")
+        raise SystemExit(2)
+
+    monkeypatch.setattr("tyro.extras.subcommand_cli_from_dict", ends)
+    with pytest.raises(ValueError, match=r"^something else; see p draw --help$"):
+        parse(["draw"], {"draw": Options}, prog="p", description="")

@@ -1,0 +1,44 @@
+"""One rank's profiles of several variants on a wire: what the engine's own counters say of each, beside the traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from overlap1f1b.engine import Profile
+from overlap1f1b.running.bench.measure import Bench
+from overlap1f1b.running.bench.variants import Variant
+from overlap1f1b.running.options import BenchOptions, ModelOptions
+from overlap1f1b.running.ranks import joined
+from overlap1f1b.schedule import build_schedule
+from tests.plan.tries import few_tries
+
+STEPS = 3
+VARIANTS = {
+    "sequential": Variant(build_schedule("sequential", microbatches=4), "serial"),
+    "pairs": Variant(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
+    "three": Variant(build_schedule("combined_1f1b", microbatches=4), 3, default=True),
+}
+
+
+def main(folder: Path, text: Path) -> None:
+    model = ModelOptions(layers=1, hidden=128, intermediate=256)
+    sizes = {"microbatches": 4, "batch": 4, "sequence": 128, "text": (text,)}
+    options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
+    with joined((1, 1, 2), 60.0) as rank:
+        bench = Bench(options, rank, lambda _: None)
+        with few_tries(), bench.ready(list(VARIANTS.values())) as (engines, *_):
+            for name, variant in VARIANTS.items():
+                bench.step(engines[variant.key])
+                with Profile(engines[variant.key], folder / name):
+                    overlaps = [bench.step(engines[variant.key])[1].overlap for _ in range(STEPS)]
+                own = [{"exchange": 1e9 * overlap.exchange, "exposed": 1e9 * overlap.exposed} for overlap in overlaps]
+                (folder / f"{name}-{rank.rank}.json").write_text(json.dumps(own))
+
+
+if __name__ == "__main__":
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)

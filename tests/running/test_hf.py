@@ -1,0 +1,49 @@
+"""`overlap1f1b train --hf-config` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from overlap1f1b.cli.main import main
+from tests.integrations.transformers import tiny
+from tests.running.run import Run
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) -> None:
+    config = tmp_path / "model"
+    tiny.configuration("mixtral", vocab_size=256).save_pretrained(config)
+    args = ("--hf-config", config / "config.json", "--text", text, "--steps", "4", "--batch", "4")
+    saved = ("--checkpoint", tmp_path / "saved", "--checkpoint-every", "2", "--json", tmp_path / "json")
+    results = []
+    for layout in (("--pp", "2", "--ep", "1"), ("--pp", "1", "--ep", "1")):
+        Run("train", *args, *saved, *layout).succeeds()
+        results.append(json.loads((tmp_path / "json").read_text()))
+        shutil.rmtree(tmp_path / "saved" / "step-00000004")  # as if it had stopped after two steps
+    unbroken, resumed = results
+    assert resumed["resumed_from"] == 2
+    assert resumed["workload"]["hf_config"] == str(config / "config.json")
+    assert resumed["losses"] == pytest.approx(unbroken["losses"], rel=1e-5)
+
+
+def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(folder: Path) -> str:
+        assert main(["train", "--hf-config", str(folder), "--text", str(text), "--ep", "1"]) == 2
+        return capsys.readouterr().err
+
+    dense, small = tmp_path / "dense", tmp_path / "small"
+    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
+    tiny.configuration("mixtral").save_pretrained(small)
+    assert refusal(dense).endswith("found no weights that are stacked by expert: a dense model?\n")
+    line = f"overlap1f1b: error: --hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes\n"
+    assert refusal(small) == line
+    line = f"overlap1f1b: error: --hf-config {tmp_path / 'none'}: no such file or folder; as a name: "
+    assert refusal(tmp_path / "none").startswith(line)

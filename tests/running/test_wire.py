@@ -1,0 +1,365 @@
+"""A wire carries bytes at its rate between ranks that can reach each other in no other way, and is removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.wire import Balanced, Wire, parse_rate, parse_wire, require
+
+ROOT = Path(__file__).parents[2]
+WIRE = pytest.mark.usefixtures("wire_or_skip")
+FRAME_PER_PAYLOAD = 1514 / 1448  # Ethernet, IP and TCP headers of full segments
+
+
+@pytest.fixture(scope="module")
+def wire_or_skip() -> None:
+    try:
+        with Wire(2):
+            pass
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a script in the place of a command."""
+
+    def put(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    return put
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(ValueError, match=r"--wire needs iproute2 \(not on PATH: tc\)"):
+        require()
+    monkeypatch.setattr(shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ValueError, match="--wire needs root"):
+        require()
+
+
+@WIRE
+@pytest.mark.parametrize("ranks", [1, 255])
+def test_number_of_ranks(ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"--wire needs 2 to 254 ranks, not {ranks}"):
+        Wire(ranks)
+
+
+def namespaces(pid: int | None = None) -> list[str]:
+    """Of `pid`, else of this process; other processes may have wires at the same time."""
+    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line.split()[0] for line in done.stdout.splitlines() if line.startswith(f"o1f1b-{pid or os.getpid()}-")]
+
+
+RECEIVE = """
+import select, socket, sys, time
+server = socket.create_server((sys.argv[1], 5000))
+print("ready", flush=True)
+connections = [server.accept()[0] for _ in range(int(sys.argv[2]))]
+got, marks = 0, []
+for end in map(int, sys.argv[3:]):
+    while got < end:
+        got += sum(len(connection.recv(1 << 16)) for connection in select.select(connections, [], [])[0])
+    marks.append(time.perf_counter())
+print(marks[1] - marks[0])
+"""
+SEND = """
+import socket, sys
+connection = socket.create_connection((sys.argv[1], 5000), timeout=10)
+connection.settimeout(20)
+connection.sendall(bytes(int(sys.argv[2])))
+"""
+WARM = 2**21  # bytes before the clock starts: more than the burst
+
+
+def transfer_s(wire: Wire, senders: Sequence[int], receiver: int, size: int) -> float:
+    """Seconds until `receiver` has `size` bytes, after the first WARM, of what all `senders` send it at once."""
+    programs: list[subprocess.Popen[str]] = []
+    address, total = wire.address(receiver), str(WARM + size)
+    receive = [sys.executable, "-c", RECEIVE, address, str(len(senders)), str(WARM), total]
+    try:
+        server = subprocess.Popen([*wire.prefix(receiver), *receive], stdout=subprocess.PIPE, text=True)
+        programs.append(server)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "ready\n"
+        for sender in senders:
+            send = [*wire.prefix(sender), sys.executable, "-c", SEND, address, total]
+            programs.append(subprocess.Popen(send, stderr=subprocess.DEVNULL, text=True))  # the receiver hangs up first
+        return float(server.communicate(timeout=30)[0])
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def assert_takes(wire: Wire, senders: Sequence[int], receiver: int, size: int, rate: float) -> None:
+    """Never faster than the rate; slower only when this machine is busy, for which there are further attempts."""
+    expected = size * 8 * FRAME_PER_PAYLOAD / rate
+    for _ in range(4):
+        taken = transfer_s(wire, senders, receiver, size)
+        assert taken > 0.85 * expected
+        if taken < 1.15 * expected:
+            return
+    pytest.fail(f"{taken:.2f} s instead of {expected:.2f} s")
+
+
+@WIRE
+def test_rates_of_two_ranks_both_ways_and_after_a_change() -> None:
+    with Wire(2) as wire:
+        assert transfer_s(wire, [0], 1, 2**23) < 2**23 * 8 / 1e9  # no limit yet
+        wire.shape(400e6)
+        wire.shape(100e6)
+        assert_takes(wire, [0], 1, 2**22, 100e6)
+    with Wire(2, rate=200e6) as wire:
+        assert_takes(wire, [1], 0, 2**23, 200e6)
+
+
+ECHO = """
+import socket, sys
+connection, _ = socket.create_server((sys.argv[1], 5001)).accept()
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+while data := connection.recv(64):
+    connection.sendall(data)
+"""
+ASK = """
+import socket, sys, time
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 5001), timeout=5)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+taken = []
+for _ in range(20):
+    begun = time.perf_counter()
+    connection.sendall(bytes(64))
+    connection.recv(64)
+    taken.append(time.perf_counter() - begun)
+    time.sleep(0.02)
+print(sorted(taken)[10])
+"""
+
+
+@WIRE
+def test_behind_a_hub_receiving_is_limited_and_a_few_bytes_do_not_wait_for_many() -> None:
+    """Two senders share what a third may receive: in one queue for all, an answer would wait 400 ms for their bytes."""
+    with Wire(3, rate=100e6) as wire:
+        assert_takes(wire, [0, 1], 2, 2**22, 100e6)
+        echo = subprocess.Popen([*wire.prefix(2), sys.executable, "-c", ECHO, wire.address(2)])
+        ask = [*wire.prefix(0), sys.executable, "-c", ASK, wire.address(2)]
+        asking = subprocess.Popen(ask, stdout=subprocess.PIPE, text=True)
+        try:
+            transfer_s(wire, [0, 1], 2, 2**24)
+            median = float(asking.communicate(timeout=30)[0])
+        finally:
+            for program in (echo, asking):
+                program.kill()
+                program.wait()
+    assert median < 0.03
+
+
+SHAPE = """
+import sys
+from overlap1f1b.running.wire import shape
+shape(float(sys.argv[1]))
+"""
+
+
+@WIRE
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_shape_their_own_ends(ranks: int) -> None:
+    """Each direction of each link ends up limited, whichever side does it."""
+    command = (sys.executable, "-c", SHAPE)
+    with Wire(ranks) as wire:
+        environ = dict(os.environ, PYTHONPATH=str(ROOT))
+        assert run_ranks(["150e6"], ranks, wire=wire, environ=environ, command=command) == 0
+        limited = []
+        for namespace in namespaces():
+            for end in ["wire"] if namespace.split("-")[-1].isdigit() else [f"port{rank}" for rank in range(ranks)]:
+                tc = ["tc", "-n", namespace, "class", "show", "dev", end]
+                out = subprocess.run(tc, capture_output=True, text=True, check=True).stdout
+                limited += [end] * len(re.findall(r"class htb 1:9 root rate 150Mbit ceil 150Mbit burst 3\S+b", out))
+        assert sorted(limited) == sorted(["wire"] * ranks + [f"port{r}" for r in range(ranks) if ranks > 2])
+
+
+TALK = """
+import os, socket, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+assert os.environ["GLOO_SOCKET_IFNAME"] == "wire" and ("wire" in [name for _, name in socket.if_nameindex()])
+server = socket.create_server((f"10.77.0.{rank + 1}", 5000))
+for other in range(size):
+    for attempt in range(500):
+        try:
+            socket.create_connection((f"10.77.0.{other + 1}", 5000), timeout=5).send(str(rank).encode())
+            break
+        except ConnectionRefusedError:  # not listening yet
+            time.sleep(0.01)
+assert {int(server.accept()[0].recv(8)) for _ in range(size)} == set(range(size))
+"""
+
+
+@WIRE
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_can_talk(ranks: int) -> None:
+    with Wire(ranks, rate=1e9) as wire:
+        environ = dict(os.environ, GLOO_SOCKET_IFNAME="eth0")  # of the machine: it would not exist in a namespace
+        assert run_ranks([], ranks, wire=wire, environ=environ, command=(sys.executable, "-c", TALK)) == 0
+        assert len(namespaces()) == (2 if ranks == 2 else ranks + 1)
+    assert namespaces() == []
+
+
+@WIRE
+def test_removed_after_an_exception_with_what_runs_there() -> None:
+    def use(wire: Wire) -> None:
+        with wire:
+            command = [*wire.prefix(1), sys.executable, "-c", "print('runs', flush=True); import time; time.sleep(60)"]
+            processes.append(process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            assert process.stdout is not None
+            assert process.stdout.readline() == "runs\n"
+            assert len(namespaces()) == 4
+            raise KeyError
+
+    processes: list[subprocess.Popen[str]] = []
+    with pytest.raises(KeyError):
+        use(Wire(3))
+    assert processes[0].wait(timeout=1) == -signal.SIGKILL
+    assert namespaces() == []
+
+
+@WIRE
+def test_removed_when_the_kernel_has_no_htb(command: Callable[[str, str], None]) -> None:
+    """The command is named, with its reason, in one line; the half made wire is removed."""
+    command("tc", "printf 'Error: Unknown qdisc.\\n  We have an error\\n' >&2\nexit 2")
+    wire = Wire(2)
+    reason = r"^--wire: `tc -n \S+ qdisc add dev wire .*` failed: Error: Unknown qdisc.; We have an error$"
+    with pytest.raises(ValueError, match=reason), wire:
+        pytest.fail("it was made")
+    assert namespaces() == []
+
+
+PARENT = r"""
+import sys, time
+from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.wire import Wire
+with Wire(3) as wire:
+    print("made", flush=True)
+    if sys.argv[1] == "ranks":
+        command = (sys.executable, "-c", "import os, time; os.write(1, b'made\\n'); time.sleep(60)")
+        sys.exit(run_ranks([], 3, wire=wire, command=command))
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Makes processes that have a wire, and with "ranks" also three ranks on it, by the time the call returns."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def make(what: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PARENT, what]
+        environ = dict(os.environ, TMPDIR=str(tmp_path))  # for the store of a parent that is killed
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        for _ in range(4 if what == "ranks" else 1):
+            assert process.stdout.readline() == "made\n"
+        assert len(namespaces(process.pid)) == 4
+        return process
+
+    yield make
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@WIRE
+@pytest.mark.parametrize("what", ["ranks", "nothing"])
+def test_removed_after_ctrl_c(parent: Callable[[str], subprocess.Popen[str]], what: str) -> None:
+    process = parent(what)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    status = process.wait(timeout=15)
+    assert namespaces(process.pid) == []
+    assert status == (130 if what == "ranks" else -signal.SIGINT)
+
+
+@WIRE
+def test_a_second_ctrl_c_does_not_stop_the_removal(
+    parent: Callable[[str], subprocess.Popen[str]], command: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    ip = shutil.which("ip")
+    command("ip", f'case "$*" in "netns delete"*) touch {tmp_path}/began; sleep 0.2;; esac; exec {ip} "$@"')
+    process = parent("nothing")
+    os.killpg(process.pid, signal.SIGINT)
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(timeout=10)
+    assert namespaces(process.pid) == []
+
+
+@WIRE
+def test_stale_namespaces_are_removed(parent: Callable[[str], subprocess.Popen[str]]) -> None:
+    """Those of a process that is gone, not those of one that is there. Its ranks died with it."""
+    stale, other = parent("ranks"), parent("nothing")
+    stale.kill()
+    stale.wait()
+    names = namespaces(stale.pid)
+    assert len(names) == 4
+    deadline = time.monotonic() + 3
+    while any(subprocess.check_output(["ip", "netns", "pids", name]) for name in names):
+        assert time.monotonic() < deadline, "the ranks, started through `ip netns exec`, outlived their parent"
+    with Wire(2):
+        assert namespaces(stale.pid) == []
+        assert len(namespaces(other.pid)) == 4
+    other.send_signal(signal.SIGINT)
+    other.wait(timeout=10)
+    assert namespaces(other.pid) == []
+
+
+RATES = {"500mbit": 500e6, "1gbit": 1e9, "2.5gbit": 2.5e9, "100kbit": 1e5, "0.5Mbit": 5e5, "10kbit": 1e4}
+NOT_WIRES = ["", "fast", "500", "mbit", "500 mbit", "500mbit\n", "500mbps", "500mb", "٥mbit", "1.gbit"]
+NOT_WIRES += ["1e3mbit", "nanmbit", "-1gbit", "0gbit", "9kbit", "500mbit*2"]
+NOT_WIRES += ["balancedfoo", "balanced2", "balanced*", "balanced*x", "balanced*0", "balanced*-1", "balanced*nan"]
+NOT_WIRES += ["balanced*inf", "balanced*2*2", "Balanced", " balanced"]
+
+
+@pytest.mark.parametrize(("text", "rate"), RATES.items())
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == parse_wire(text) == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "factor"), [("balanced", 1.0), ("balanced*2", 2.0), ("balanced*0.5", 0.5), ("balanced*1", 1.0)]
+)
+def test_balanced(text: str, factor: float) -> None:
+    assert parse_wire(text) == Balanced(factor)
+    with pytest.raises(ValueError, match=r"^--wire 'balanced.*'; allowed: a rate such as .* or 2\.5gbit$"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("text", NOT_WIRES)
+def test_what_is_no_wire(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--wire '.*'; allowed: a rate such as 100kbit, .*balanced\*FACTOR") as error:
+        parse_wire(text)
+    assert repr(text) in str(error.value)
+    assert "\n" not in str(error.value)

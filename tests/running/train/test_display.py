@@ -1,0 +1,64 @@
+"""What TensorBoard is given can be read back; the rows of a long table of losses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from overlap1f1b.cli.main import main
+from overlap1f1b.running.train.display import Board, marks
+from overlap1f1b.running.train.trainer import Step
+
+
+def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """Pairs of (step, value) by name."""
+    found = EventAccumulator(str(path), size_guidance={"scalars": 0}).Reload()
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def step(loss: float, hidden: float | None) -> Step:
+    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, measuring=False)
+
+
+def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
+    board = Board(tmp_path, tokens=100, start=0)
+    board.show(1, step(3.0, None), None)
+    board.show(2, step(2.5, 0.75), 2.75)
+    board.show(3, step(9.0, 0.75), None)
+    board.close()
+    again = Board(tmp_path, tokens=100, start=2)
+    again.show(3, step(2.0, 0.25), None)
+    again.close()
+    assert scalars(tmp_path) == {
+        "loss": [(1, 3.0), (2, 2.5), (3, 2.0)],
+        "grad_norm": [(1, 0.5), (2, 0.5), (3, 0.5)],
+        "tokens_per_s": [(1, 400.0), (2, 400.0), (3, 400.0)],
+        "hidden_fraction": [(2, 0.75), (3, 0.25)],
+        "exposed_ms": [(1, 125.0), (2, 125.0), (3, 125.0)],
+        "held_out_loss": [(2, 2.75)],
+    }
+
+
+def test_the_other_ranks_show_nothing(tmp_path: Path) -> None:
+    board = Board(None, tokens=1, start=0)
+    board.show(1, step(1.0, 0.5), 1.0)
+    board.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert main(["train", "--tensorboard", "folder"]) == 2
+    assert capsys.readouterr().err == (
+        "overlap1f1b: error: --tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'\n"
+    )
+
+
+def test_marks() -> None:
+    assert [marks(count, 4) for count in (0, 1, 3, 100)] == [[], [0], [0, 1, 2], [0, 33, 66, 99]]
