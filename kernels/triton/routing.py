@@ -12,6 +12,7 @@ from overlap1f1b.kernels.routing import TINY, Rule
 from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 2048  # tokens times experts of a program
+COUNTED_CELLS = 16_384  # choices times experts of a program
 
 
 @cache
@@ -20,11 +21,23 @@ def _tile(experts: int) -> tuple[int, int]:
     return 1024 if interpreted() else max(CELLS // wide(experts), 1), wide(experts)
 
 
-def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
+    assert load.is_contiguous()
+    flat = indices.reshape(-1)
+    _, BE = _tile(len(load))
+    BLOCK = max((1 << 19 if interpreted() else COUNTED_CELLS) // BE, 16)
+    _count((-(-len(flat) // BLOCK), 1), (load, flat), (len(flat),), (len(load), BLOCK, BE), num_warps=8)
+    torch.autograd.graph.increment_version(load)
+    return load
+
+
+def route_tokens(
+    logits: Tensor, bias: Tensor, rule: Rule, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.contiguous()
     T, E = logits.shape
     indices = torch.empty(T, rule.top_k, dtype=torch.int64, device=logits.device)
-    weights, scores = logits.new_empty(T, rule.top_k), torch.empty_like(logits)
+    weights, scores = logits.new_empty(T, rule.top_k, dtype=dtype), torch.empty_like(logits)
     BT, BE = _tile(E)
     groups = rule.groups, wide(rule.groups), rule.top_groups, rule.best(E)
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *groups, rule.softmax, rule.normalize, TINY, BT, BE
@@ -44,6 +57,15 @@ def route_tokens_backward(
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *flags, TINY, BT, BE
     _route_backward((-(-T // BT), 1), tensors, (T,), constants)
     return out
+
+
+@kernel("choices")
+def _count(load, indices, choices, experts: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(indices + place, mask=place < choices, other=-1)
+    every = tl.arange(0, BE)
+    count = tl.sum((chosen[:, None] == every[None, :]).to(tl.int32), 0)
+    tl.atomic_add(load + every, count.to(tl.int64), mask=(every < experts) & (count > 0), sem="relaxed")
 
 
 @kernel("T")
@@ -118,7 +140,7 @@ def _route(
     out = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
     tl.store(indices + out, picked.to(tl.int64), mask=mask)
-    tl.store(weights + out, weight * scaling, mask=mask)
+    tl.store(weights + out, (weight * scaling).to(weights.dtype.element_ty), mask=mask)
 
 
 @kernel("T")
@@ -148,7 +170,7 @@ def _route_backward(
     score = tl.load(scores + place, mask=inside, other=0.0)
     there = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
-    grad = tl.load(grad_weights + there, mask=mask, other=0.0) * scaling
+    grad = tl.load(grad_weights + there, mask=mask, other=0.0).to(tl.float32) * scaling
     if NORMALIZE:
         picked = tl.load(indices + there, mask=mask, other=0)
         chosen = tl.load(scores + token[:, None] * E + picked, mask=mask, other=0.0)
