@@ -183,8 +183,8 @@ class RouteTokens(torch.autograd.Function):
         _, grad_weights, grad_scores = grads
         if grad_weights is None:
             grad_weights = scores.new_zeros(indices.shape)
-        args = (grad_weights.contiguous(), None if grad_scores is None else grad_scores.contiguous())
-        return ctx.kernels(route_tokens_backward, *args, scores, indices, ctx.rule), None, None, None, None
+        args = grad_weights.contiguous(), grad_scores, scores, indices, ctx.rule
+        return ctx.kernels(route_tokens_backward, *args), None, None, None, None
 
 
 def route(

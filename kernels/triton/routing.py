@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.routing import TINY, Rule
-from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
+from overlap1f1b.kernels.triton.launch import beside, interpreted, kernel, wide
 
 CELLS = 2048  # tokens times experts of a program
 COUNTED_CELLS = 16_384  # choices times experts of a program
@@ -52,8 +52,9 @@ def route_tokens_backward(
     T, E = scores.shape
     out = torch.empty_like(scores)
     BT, BE = _tile(E)
-    tensors = grad_weights, out if grad_scores is None else grad_scores.contiguous(), scores, indices.contiguous(), out
-    flags = rule.softmax, rule.normalize, grad_scores is not None
+    dense = out if grad_scores is None else beside(grad_scores)
+    tensors = grad_weights, dense, scores, indices.contiguous(), out
+    flags = rule.softmax, rule.normalize, grad_scores is not None, dense.stride(0)
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *flags, TINY, BT, BE
     _route_backward((-(-T // BT), 1), tensors, (T,), constants)
     return out
@@ -158,6 +159,7 @@ def _route_backward(
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DENSE: tl.constexpr,
+    DENSE_STRIDE: tl.constexpr,
     TINY: tl.constexpr,
     BT: tl.constexpr,
     BE: tl.constexpr,
@@ -178,7 +180,8 @@ def _route_backward(
         grad = grad / total - (tl.sum(grad * chosen, 1)[:, None] / total) / total
     whole = tl.zeros([BT, BE], dtype=tl.float32)
     if DENSE:
-        whole = tl.load(grad_scores + place, mask=inside, other=0.0)
+        of_scores = grad_scores + token[:, None] * DENSE_STRIDE + expert[None, :]  # 0: one row for all tokens
+        whole = tl.load(of_scores, mask=inside, other=0.0)
     for k in tl.static_range(K):
         expert_k = tl.load(indices + token * K + k, mask=here, other=-1)
         grad_k = tl.sum(tl.where(column[None, :] == k, grad, 0.0), 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
-from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, balance_loss, z_loss
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, attach_balance, z_loss
 from overlap1f1b.schedule.values import check_size
 
 Score = Literal["softmax", "sigmoid"]
@@ -146,7 +146,7 @@ class Router(AuxiliaryCarrier):
             counts = self.kernels(count_choices_, torch.zeros_like(self.load), indices)
             softmax = self.config.score == "softmax"
             probabilities = scores if softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
-            weights = attach(weights, balance_loss(probabilities, counts), aux * self.loss_scale)
+            weights = attach_balance(weights, probabilities, counts, aux * self.loss_scale)
         if z:
             weights = attach(weights, z_loss(logits), z * self.loss_scale)
         return weights

@@ -62,6 +62,7 @@ def test_triton(E: int, rule: Rule, T: int) -> None:
     indices, weights, scores = route_tokens(logits, bias, rule)
     check(route_tokens_backward, draw(*weights.shape), None, scores, indices, rule)
     check(route_tokens_backward, draw(*weights.shape), draw(*scores.shape), scores, indices, rule)
+    check(route_tokens_backward, draw(*weights.shape), draw(E).expand(T, E), scores, indices, rule)
     check(route_tokens, logits, bias, rule, torch.bfloat16)
     check(route_tokens_backward, draw(*weights.shape, dtype=torch.bfloat16), None, scores, indices, rule)
 
