@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, SupportsFloat
+from typing import Any, Literal, SupportsFloat
 
 from torch import Tensor
 
 from overlap1f1b.engine.capacity import Overflow
-from overlap1f1b.engine.play.parts import Parts
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.exchange import DEFAULT_CTAS
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
+Parts = int | Literal["auto"]
+AUTO_PARTS = (1, 2, 4)
+"""Numbers of parts whose costs ``auto`` measures."""
 TRIES = 3
 """Steps in which each of the fastest plans is tried."""
 
@@ -89,6 +91,13 @@ class EngineOptions:
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_size("tries", self.tries, 0)
+        if self.parts != "auto":
+            try:
+                parse_parts(self.parts)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto") from None
+        elif self.costs is not None or self.plan is not None:
+            raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
         for name in ("verify", "reduce", "dynamic_shapes", "carveout"):
@@ -96,6 +105,11 @@ class EngineOptions:
                 raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):
             raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
+
+    @property
+    def numbers_of_parts(self) -> tuple[int, ...]:
+        """Numbers of parts of a call of experts whose costs are measured, in their order."""
+        return AUTO_PARTS if self.parts == "auto" else (self.parts,)
 
     @property
     def facts(self) -> dict[str, object]:

@@ -80,10 +80,15 @@ def limit_inner(groups: object, timeout: timedelta) -> None:
 
 def agreed(value: T, groups: object, limit: timedelta) -> T:
     """Return the value of the first rank along "tp", "cp" and "dp". All of these ranks must call this."""
-    for name in ("tp", "cp", "dp"):
-        if (group := group_of(groups, name)) is not None:
-            value = gathered(dist.get_process_group_ranks(group), value, limit)[0]
+    for ranks in playing_alike(groups):
+        value = gathered(ranks, value, limit)[0]
     return value
+
+
+def playing_alike(groups: object) -> list[list[int]]:
+    """Return the ranks along "tp", "cp" and "dp", which play the same plan."""
+    found = (group_of(groups, name) for name in ("tp", "cp", "dp"))
+    return [dist.get_process_group_ranks(group) for group in found if group is not None]
 
 
 # -------------------------------------------------------------------------------------------------------------- config

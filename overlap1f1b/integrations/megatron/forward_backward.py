@@ -28,6 +28,7 @@ from overlap1f1b.integrations.megatron.config import (
     each,
     group_of,
     limit_inner,
+    playing_alike,
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
@@ -305,7 +306,7 @@ class ForwardBackward:
             ),
             exchange=self._exchange,
         )
-        return ChunkEngine(engine, chunks, self.groups, limit)
+        return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
         if p2p_communicator is not None:
@@ -363,14 +364,13 @@ def engines_of(model: nn.Module) -> Engines:
 class ChunkEngine:
     """An engine whose stages are chunks, which fetch their own data and divide their own losses.
 
-    Ranks of ``groups`` that play the same plan agree on what was measured, within the limit.
+    Ranks of ``groups`` that play the same plan agree on what was measured.
     """
 
-    def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
+    def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
-        engine.share = lambda measured: agreed(measured, groups, limit)
-        if engine.verification is not None:
-            engine.verification.tables = logged
+        engine.tuner.beside = playing_alike(groups)
+        engine.verification.tables = logged
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
@@ -385,7 +385,7 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
-        if engine.rehearses(grad=grad):
+        if engine.tuner.rehearses(grad=grad):
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
                 step.data_iterator = iterator
 

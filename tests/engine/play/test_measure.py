@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.engine import LONE_STEPS
 from overlap1f1b.engine.play.measure import measured_costs
+from overlap1f1b.engine.tuner import LONE_STEPS
 from overlap1f1b.plan import Node, NodeCosts, Op, Span, cost_key
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
