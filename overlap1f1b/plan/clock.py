@@ -76,7 +76,8 @@ class Clock:
     resource runs its nodes in the order of their launch: a node starts when it is launched and its inputs are there,
     an exchange or a send also not before the compute that was launched ahead of it has ended. Without launch costs the
     host is always ahead; a CPU's thread, which computes by itself, is played in this way. A dispatch needs counts: the
-    resource waits for them, or, with ``counts_block``, the host, which launches nothing meanwhile. If a transfer
+    resource waits for them, or, with ``counts_block``, the host, which launches nothing meanwhile; the dispatch then
+    starts at once, since its rows were there before their counts. If a transfer
     between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
     run. So an exchange may delay the arrival of a transfer that was sent before: play the ranks in the order of time.
 
@@ -154,6 +155,12 @@ class Clock:
             self.awaited.add((pipe, stage, microbatch, kind))
             return Span(node, self.now, self.now)
         start = self.start(node) if needed is None else max(self.now, needed)
+        if (
+            self.counts_block
+            and op is _DISPATCH
+            and (_COUNTS, seam) in self.landed.get((pipe, stage, microbatch, kind), ())
+        ):
+            start = self.host  # which has waited for the counts
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
             end = self.now = self.computed = start + self.cost(node)[0]

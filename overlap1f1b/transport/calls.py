@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.transport.exchange import Exchange, build_exchange
-from overlap1f1b.transport.streams import Failed, HostCopy, nobody_failed
+from overlap1f1b.transport.streams import Failed, HostCopy, Mark, nobody_failed
 from overlap1f1b.transport.suspend import Forward, run_part
 
 
@@ -33,6 +33,8 @@ class Splits:
         counts_first: Whether sizes follow from the counts, so that rows wait for them; else the experts alone need
             them.
         host: Copies of the counts on their way to the host, if the exchange makes them.
+        ready: End of the exchange of the counts on a stream: sizes and rows were there before it. None if no stream
+            carried them.
     """
 
     def __init__(self, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -40,6 +42,7 @@ class Splits:
         self.counts: Tensor | None = None
         self.counts_first = True
         self.host: HostCopy | None = None
+        self.ready: Mark | None = None
 
     @property
     def told(self) -> Tensor | None:

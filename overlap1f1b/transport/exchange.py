@@ -140,11 +140,13 @@ class Exchange(Protocol):
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
+        ready: Mark | None = None,
         /,
     ) -> Transfer[Tensor]:
         """Launch the exchange of ``source [sum(send), H]``: its first ``send[0]`` rows go to rank 0, and so on.
 
-        The transfer's result is ``[sum(receive), H]``: the first ``receive[0]`` rows are from rank 0, and so on.
+        The transfer's result is ``[sum(receive), H]``: the first ``receive[0]`` rows are from rank 0, and so on. On a
+        device it starts behind all that was computed so far, or behind ``ready``, where the rows were there already.
         """
         ...
 
@@ -218,6 +220,7 @@ class PeerExchange(Exchange):
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
+        *_: Any,
     ) -> Transfer[Tensor]:
         expected = expected or self.expect_rows(source, receive, tag)
         return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
@@ -296,24 +299,47 @@ class CollectiveExchange(Exchange):
         for group in self._groups:
             close(group)
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
-        source = source.contiguous()
-        result = source.new_empty((sum(receive), *source.shape[1:]))
+    def rows(
+        self,
+        source: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        tag: int = 0,
+        expected: Expected | None = None,
+        ready: Mark | None = None,
+    ) -> Transfer[Tensor]:
+        streams = self._streams_of(source)
+        if streams is None or not source.is_contiguous():  # compute copies it
+            source, ready = source.contiguous(), None
+        shape = sum(receive), *source.shape[1:]
         equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        return self._launched(0, _EQUAL if equal else (list(receive), list(send)), result, source)
+        splits = _EQUAL if equal else (list(receive), list(send))
+        if streams is None or ready is None:
+            return self._launched(0, splits, source.new_empty(shape), source)
+        return self._launched(0, splits, streams[0].empty(source, *shape), source, after=(ready,))
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True
     ) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
-        launched = self._launched(1, _EQUAL, torch.empty_like(source), source)
-        if read and self._streams is not None:
-            # The route keeps source and result until it has read the copies.
-            launched.host = HostCopy.on(self._streams[1], source, launched.result)
-        return launched
+        result, streams = torch.empty_like(source), self._streams_of(source)
+        if streams is None or not read:
+            return self._launched(1, _EQUAL, result, source)
+
+        def send(source: Tensor, result: Tensor) -> None:
+            _all_to_all(result, source, self._groups[1], _EQUAL)
+
+        # The route keeps source and result until it has read the copies.
+        host = HostCopy.on(streams[1], source, result, behind=send)
+        return Transfer(result, source=source, mark=host.mark, host=host)
 
     def _launched(
-        self, lane: int, splits: tuple[list[int], list[int]], result: Tensor, source: Tensor
+        self,
+        lane: int,
+        splits: tuple[list[int], list[int]],
+        result: Tensor,
+        source: Tensor,
+        after: tuple[Mark] | None = None,
     ) -> Transfer[Tensor]:
         """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
         exchange = partial(_all_to_all, group=self._groups[lane], splits=splits)
@@ -323,7 +349,7 @@ class CollectiveExchange(Exchange):
             assert work is not None
             return Transfer(result, [work], source=source)
         # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
-        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source))
+        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
         if self._streams is None and streams.is_queued(tensor.device):

@@ -16,11 +16,12 @@ from overlap1f1b.transport import streams as side
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
-LEAST_BYTES, MOST_BYTES = 8 << 20, 32 << 20  # of a chunk: the bus needs large copies, and host memory is short
-CHUNKS = 8
+LEAST_BYTES = 8 << 20
+"""Bytes of a chunk: the bus needs large copies."""
+CHUNKS = 4
 """Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
-SLOTS = 8
-"""Chunks in host memory: as many as an exchange of 256 MiB has, so each is free when the next exchange fills it."""
+PLACES = 2
+"""Exchanges that have a place in host memory at once."""
 
 
 class LoopbackExchange(Exchange):
@@ -64,7 +65,7 @@ class LoopbackExchange(Exchange):
             side_stream(device, "counts"),
         )
         queued = side.is_queued(device)
-        self._slots = [_Slot(device) for _ in range(SLOTS if queued else 0)]
+        self._places = deque(_Place() for _ in range(PLACES if queued else 0))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self._copies: deque[HostCopy] = deque()  # that may still be written
@@ -92,60 +93,71 @@ class LoopbackExchange(Exchange):
         self.bytes_sent -= 3 * source.numel()
         return source.numel() / seconds / 1e9
 
-    def rows(self, source: Tensor, *_: Any) -> Transfer[Tensor]:
-        source = source.contiguous()
-        result = torch.empty_like(source)
+    def rows(
+        self,
+        source: Tensor,
+        send: Sequence[int] = (),
+        receive: Sequence[int] = (),
+        tag: int = 0,
+        expected: Any = None,
+        ready: Mark | None = None,
+    ) -> Transfer[Tensor]:
+        if not source.is_contiguous():  # compute copies it
+            source, ready = source.contiguous(), None
+        result = torch.empty_like(source) if ready is None else self.back.empty(source, *source.shape)
         if not source.numel():
             return Transfer(result)
         self.bytes_sent += source.numel() * source.element_size()
-        first, last = (self._by_chunks if self._slots else self._whole)(_bytes(source), _bytes(result))
+        by_chunks = self._by_chunks if self._places else self._whole
+        first, last = by_chunks(_bytes(source), _bytes(result), None if ready is None else (ready,))
         if self.check:
             last = self.back.run(self._compare, result, source, after=(last,))
         # Source and result outlive the copies: the transfer holds both, and its holder waits for the end first.
         return Transfer(result, source=source, mark=_Span(first, last))
 
-    def _whole(self, source: Tensor, result: Tensor) -> tuple[Mark, Mark]:
+    def _whole(self, source: Tensor, result: Tensor, after: tuple[Mark] | None) -> tuple[Mark, Mark]:
         memory = torch.empty_like(source)
-        left = self.out.run(partial(self._leave, memory), source)
+        left = self.out.run(partial(self._leave, memory), source, after=after)
         return left, self.back.run(partial(_arrive, memory), result, after=(left,))
 
-    def _by_chunks(self, source: Tensor, result: Tensor) -> tuple[Mark, Mark]:
-        # Events order the chunks of the two streams. The first job starts after the rows are computed, and after the
-        # last use of the result's memory.
-        size = min(max(-(-len(source) // CHUNKS), LEAST_BYTES), MOST_BYTES)
-        chunks = list(zip(source.split(size), result.split(size), strict=True))
-        marks: list[tuple[Mark, Mark]] = []
-        for at in range(0, len(chunks), SLOTS):
-            some = [(slot, *chunk) for slot, chunk in zip(self._slots, chunks[at : at + SLOTS], strict=False)]
-            left = self.out.run(partial(self._fill, some), after=() if marks else None)
-            marks.append((left, self.back.run(partial(self._empty, some), after=())))
-        return marks[0][0], marks[-1][1]
+    def _by_chunks(self, source: Tensor, result: Tensor, after: tuple[Mark] | None) -> tuple[Mark, Mark]:
+        # The first job starts after the rows are computed, and after the last use of the result's memory; events order
+        # the chunks of the two streams.
+        place = self._places[0]
+        self._places.rotate(-1)
+        place.fit(source)
+        size = max(-(-len(source) // CHUNKS), LEAST_BYTES)
+        chunks = list(zip(place.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True))
+        full = [torch.cuda.Event() for _ in chunks]
 
-    def _fill(self, chunks: Sequence[tuple[_Slot, Tensor, Tensor]]) -> None:
-        for slot, leaving, _ in chunks:
-            slot.free.wait()
-            self._leave(slot.memory[: len(leaving)], leaving)
-            slot.full.record()
+        def leave(*_: Tensor) -> None:
+            if place.free is not None:
+                place.free.wait()
+            for event, (slot, leaving, _) in zip(full, chunks, strict=True):
+                self._leave(slot, leaving)
+                event.record()
 
-    def _empty(self, chunks: Sequence[tuple[_Slot, Tensor, Tensor]]) -> None:
-        for slot, _, arriving in chunks:
-            slot.full.wait()
-            _arrive(slot.memory[: len(arriving)], arriving)
-            slot.free.record()
+        def arrive(*_: Tensor) -> None:
+            for event, (slot, _, arriving) in zip(full, chunks, strict=True):
+                event.wait()
+                _arrive(slot, arriving)
+
+        left = self.out.run(leave, after=after)
+        place.free = self.back.run(arrive, after=())
+        return left, place.free
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         source = counts.view(1, -1)
         result = torch.empty_like(source)
         # Kernels copy the counts: the copy engines have rows of other exchanges to copy first.
-        back = self.control.run(side.copy_by_kernel, result, source)
         if not read:
-            return Transfer(result, source=source, mark=back)
+            return Transfer(result, source=source, mark=self.control.run(side.copy_by_kernel, result, source))
         # The route keeps source and result until it has read the copies. After a failure nobody reads them.
-        host = HostCopy.on(self.control, source, result, by_kernel=True)
+        host = HostCopy.on(self.control, source, result, by_kernel=True, behind=_answer)
         while self._copies and self._copies[0].ended:
             self._copies.popleft()
         self._copies.append(host)
-        return Transfer(result, source=source, mark=back, host=host)
+        return Transfer(result, source=source, mark=host.mark, host=host)
 
     def _leave(self, slot: Tensor, chunk: Tensor) -> None:
         start = time.perf_counter()
@@ -168,12 +180,18 @@ class LoopbackExchange(Exchange):
         return sum(bool(flag) for flag in wrong)
 
 
-class _Slot:
-    """Pinned host memory of a chunk. Events mark that it is full and may be read, and that it is free again."""
+class _Place:
+    """Pinned host memory of an exchange."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(MOST_BYTES, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        self.full, self.free = torch.cuda.Event(), torch.cuda.Event()
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.free: Mark | None = None
+        """End of the exchange that was here last."""
+
+    def fit(self, source: Tensor) -> None:
+        """Make room for these bytes, and for some more, since sizes vary."""
+        if len(self.memory) < len(source):
+            self.memory = torch.empty(len(source) * 5 // 4, dtype=torch.uint8, device="cpu", pin_memory=source.is_cuda)
 
 
 class _Span:
@@ -194,6 +212,10 @@ class _Span:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
+
+
+def _answer(source: Tensor, result: Tensor) -> None:
+    side.copy_by_kernel(result, source)
 
 
 def _arrive(slot: Tensor, place: Tensor) -> None:

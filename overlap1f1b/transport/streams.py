@@ -122,6 +122,13 @@ class SideStream(Protocol):
         """
         ...
 
+    def empty(self, like: Tensor, *shape: int) -> Tensor:
+        """Return memory of the stream's own, as ``like``: a job may fill it before compute has come to this place.
+
+        Other memory may have been freed by kernels that compute still has to run.
+        """
+        ...
+
 
 class CudaMark:
     """Mark of a job between two CUDA events."""
@@ -175,6 +182,12 @@ class CudaStream:
             ended.record(self.stream)
         return CudaMark(self.device, begun, ended)
 
+    def empty(self, like: Tensor, *shape: int) -> Tensor:
+        with torch.cuda.stream(self.stream):
+            tensor = like.new_empty(shape)
+        tensor.record_stream(torch.cuda.current_stream(self.device))  # which uses and frees it
+        return tensor
+
 
 class ThreadMark:
     """Mark of a job of a :class:`ThreadStream`."""
@@ -227,6 +240,9 @@ class InlineStream:
         mark.reach()
         return mark
 
+    def empty(self, like: Tensor, *shape: int) -> Tensor:
+        return like.new_empty(shape)
+
 
 _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 
@@ -254,6 +270,9 @@ class ThreadStream:
         mark = ThreadMark()
         self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
         return mark
+
+    def empty(self, like: Tensor, *shape: int) -> Tensor:
+        return like.new_empty(shape)
 
 
 def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -> None:
@@ -300,18 +319,21 @@ class HostCopy:
         self.tensors, self.mark = tensors, mark
 
     @classmethod
-    def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False) -> HostCopy:
+    def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`.
 
         Args:
             by_kernel: Whether kernels copy int64 tensors, see :func:`copy_by_kernel`. Torch does not know that these
                 write to the host memory: the caller also keeps the copy until it has ended.
+            behind: ``behind(*tensors)`` fills the tensors, in the same job.
         """
         host = targets = [in_host_memory(t) for t in tensors]
         if by_kernel and tensors[0].is_cuda:
             targets = [torch.as_tensor(_Mapped(target), device=tensors[0].device) for target in host]
 
         def copy(*sources: Tensor) -> None:
+            if behind is not None:
+                behind(*sources)
             for target, source in zip(targets, sources, strict=True):
                 if by_kernel:
                     copy_by_kernel(target, source)

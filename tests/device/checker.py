@@ -112,6 +112,7 @@ class _Uses:
     """What has used a memory: by stream and bytes, the last access."""
 
     pool: Any
+    after: Any = None  # stream whose work so far ends before the memory is used again
     accesses: dict[tuple[Any, int, int, bool], tuple[int, str]] = field(default_factory=dict)
 
 
@@ -141,6 +142,8 @@ class _Follower:
         elif kind == "sync":
             for clock in list(self.clocks.values()):
                 _join(host, clock)
+        elif kind == "frees":
+            self.uses[args[1]].after = args[0][0]
         elif kind == "free":
             yield from self._freed(args[0])
         elif kind == "wait":
@@ -171,6 +174,8 @@ class _Follower:
         if used is None:
             return
         knows = dict(self._clock(used.pool))
+        if used.after is not None:
+            _join(knows, self._clock(used.after))
         for (stream, *_), (tick, what) in used.accesses.items():
             if stream not in (used.pool, HOST) and knows.get(stream, 0) < tick:
                 yield Race(self.rank, self.node, f"freed for stream {used.pool}", f"{what} on stream {stream}")

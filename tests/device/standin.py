@@ -213,11 +213,14 @@ class Stream:
     def __enter__(self) -> None:
         rank = here()
         self._before, rank.current = rank.current, self
-        # What the host queues here computes at once.
-        self.deliveries = [delivery for delivery in self.deliveries if not delivery.settle()]
+        self.deliver()
 
     def __exit__(self, *error: object) -> None:
         here().current = self._before
+
+    def deliver(self) -> None:
+        """Let tensors come before the next kernel: what the host queues computes at once."""
+        self.deliveries = [delivery for delivery in self.deliveries if not delivery.settle()]
 
 
 class Event:
@@ -507,6 +510,12 @@ class Cuda:
         here().write("kernel", here().current.place, "sleep", [])
 
 
+def _record_stream(tensor: Tensor, stream: Stream) -> None:
+    rank = here()
+    if rank.memories is not None:
+        rank.write("frees", stream.place, rank.memories.access(tensor, writes=False).memory)
+
+
 def _noting_nodes(issue: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any, node: Any, *others: Any) -> None:
         here().write("node", str(node))
@@ -548,6 +557,17 @@ def _noting_reads(read: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
+def _delivering(on: Any) -> Any:
+    def noted(cls: type[HostCopy], stream: Any, *tensors: Tensor, behind: Any = None, **options: Any) -> HostCopy:
+        def fill(*sources: Tensor) -> None:
+            behind(*sources)
+            here().current.deliver()  # what follows in the job reads what has come
+
+        return on(stream, *tensors, behind=behind and fill, **options)  # type: ignore[no-any-return]
+
+    return classmethod(noted)
+
+
 def _blocking(synchronize: Callable[..., Any]) -> Callable[..., Any]:
     def blocks(self: CudaMark, *limits: Any) -> None:
         here().blocking = True
@@ -579,9 +599,11 @@ def installed() -> Iterator[None]:
             (torch.cuda, "stream", Cuda.stream),
             (torch.cuda, "synchronize", Cuda.synchronize),
             (torch.cuda, "_sleep", Cuda.sleep),
+            (Tensor, "record_stream", _record_stream),
             (streams, "is_queued", lambda device: hasattr(_HERE, "rank")),
             (streams, "going_on", _going_on),
             (streams, "in_host_memory", lambda like: host_memory(here(), like)),
+            (HostCopy, "on", _delivering(HostCopy.on)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
             (CudaMark, "synchronize", _blocking(CudaMark.synchronize)),
             (Player, "_issue", _noting_nodes(Player._issue)),

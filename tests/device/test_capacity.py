@@ -33,9 +33,9 @@ def _waits(rank: int, size: int, capacity: float | None) -> Any:
     """Of every rank: dispatches, waits between the first and the last node, copies to the host; and what is wrong."""
     world, copies, original = World(2), Counter[int](), HostCopy.on
 
-    def counted(cls: type[HostCopy], *args: Any) -> HostCopy:
+    def counted(cls: type[HostCopy], *args: Any, **options: Any) -> HostCopy:
         copies[here().number] += 1
-        return original(*args)
+        return original(*args, **options)
 
     with patch.object(HostCopy, "on", classmethod(counted)):
         found = world.run(_step, capacity)

@@ -14,6 +14,7 @@ from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Exchange, Expected, Transfer
 from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.streams import Mark
 
 _Links = dict[CostKey, tuple[float, ...]]
 
@@ -38,13 +39,14 @@ class BackToBack:
         receive: Sequence[int],
         tag: int = 0,
         expected: Expected | None = None,
+        ready: Mark | None = None,
     ) -> Transfer[Tensor]:
         # Both receives are posted before anything is sent: a later announcement would wait behind the rows on the link.
         # Both carry the same rows, so either may fill the announced buffer.
         first = expected or self.real.expect_rows(source, receive, tag)
         second = self.real.expect_rows(source, receive, tag)
-        ahead = self.real.rows(source, send, receive, tag, first)
-        return replace(self.real.rows(source, send, receive, tag, second), ahead=ahead)
+        ahead = self.real.rows(source, send, receive, tag, first, ready)
+        return replace(self.real.rows(source, send, receive, tag, second, ready), ahead=ahead)
 
 
 def measured_costs(

@@ -54,7 +54,9 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
             splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.is_lost)
             counts.read = time.perf_counter()
         expected = microbatch.expected.pop(node, None)
-        transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected)
+        # When the sizes are known compute has been given other work, for which the rows need not wait.
+        ready = splits.ready if op is Op.DISPATCH and kind is Kind.F and splits.counts_first else None
+        transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected, ready)
         if announce is not None:
             microbatch.expected[announce[0]] = announce[1]()
         return transfer
@@ -71,7 +73,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
         assert told is not None
         expected = microbatch.expected.pop(node, None)
         sizes = exchange.counts(told, node.tag, expected, splits.counts_first)
-        splits.host = sizes.host
+        splits.host, splits.ready = sizes.host, sizes.mark
         return sizes
 
     return start
