@@ -414,7 +414,7 @@ class Engine:
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
         with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
-                installed.enter_context(stage.installed(feed.auxiliary))
+                installed.enter_context(stage.installed(feed.aux_scale))
             self.player.play(nodes, microbatches)
         ended = microbatches.of_stage(placement.stages - 1)
         result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)

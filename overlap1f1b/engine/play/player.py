@@ -19,9 +19,9 @@ from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.recompute import RecomputedRun
-from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
+from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
@@ -183,7 +183,7 @@ class Player:
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
             microbatch = microbatches.get((node.stage, node.microbatch))
-            return microbatch is not None and (node.op, node.block, node.seam) in microbatch.queues
+            return microbatch is not None and (node.op, node.block, node.call) in microbatch.queues
 
         def play(position: int) -> None:
             waiting, self.position = self.position, position
@@ -268,13 +268,13 @@ class Player:
             self.before_launch()
         microbatch = microbatches[node.stage, node.microbatch]
         flying = microbatch.flights[node.kind]
-        counts = flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
+        counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         self._since = time.perf_counter()
         way, post = posting.post(node, microbatch)
         flight = self.lanes[way, node.kind].launch(node, post)
         if node.op is Op.COUNTS and self.before_launch is not None and self._watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
-        flying[node.op, node.seam] = flight
+        flying[node.place] = flight
         if self._carveout is not None and node.op is not Op.COUNTS:
             self._carveout.launched()
         self.flights.append(flight)
@@ -343,7 +343,7 @@ def _outside_autocast(around: Around | None) -> Around | None:
 def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
     """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
     if node.kind is Kind.W:
-        accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+        accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
     run: BlockRun | None = microbatch.runs.get(node.block)
     if run is None:

@@ -398,7 +398,7 @@ class ChunkEngine:
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
             shares = dict.fromkeys(range(microbatches), 1.0)
-            return Feed(given, shares, auxiliary=float(losses.scale_of(MOE_LOSS)))
+            return Feed(given, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
 
         with ExitStack() as stepping:
             if grad:

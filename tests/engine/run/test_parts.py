@@ -106,7 +106,7 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
         loss_fn=models.loss_fn,
         options=EngineOptions(costs=COSTS, parts=2),
     )
-    order = [(node.op, node.seam) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
+    order = [(node.op, node.part) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
     assert order.index((Op.DISPATCH, 1)) < order.index((Op.EXPERTS, 0)) < order.index((Op.COMBINE, 0))
     assert order.index((Op.COMBINE, 0)) < order.index((Op.EXPERTS, 1))
     measured = Engine(
@@ -119,8 +119,8 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
     for _ in range(3):
         measured.step(data[0], target=data[1])
     assert measured.costs is not None
-    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.F} == {0, 1}
-    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
+    assert {key[5] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.F} == {0, 1}
+    assert {key[5] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
 
 
 def _two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[str]:

@@ -1277,7 +1277,7 @@ def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
         close(shown(lines), expected)
         assert len(plays) == spec.steps
         assert any(node.op in RECOMPUTES for node in nodes)
-        parts = {node.seam for node in nodes if node.op is Op.EXPERTS}
+        parts = {node.part for node in nodes if node.op is Op.EXPERTS}
         assert parts == ({0, 1} if sizes.pp > 1 else set())  # one rank runs layers whole
         for step, line in enumerate([line for line in lines if "exchange_hidden" in line]):
             measured = [others[step] for _, others, _ in every]
