@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -112,11 +111,10 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self._limit = limit = timedelta(seconds=float(options.timeout))
         self.program, self.loss_fn, self.options = program, loss_fn, options
-        self.mesh = Mesh(mesh, limit, options.experts_over)
+        self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
-        self._communicators = Communicators(self, self.mesh, limit, Budget(options.ctas), exchange)
+        self._communicators = Communicators(self, self.mesh, Budget(options.ctas), exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
@@ -146,7 +144,7 @@ class Engine:
                 recompute=options.recompute,
                 parts=options.numbers_of_parts[0],
             )
-            self.sharding.limit(limit)
+            self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
             self.mesh.agree(structure(self.stages))
@@ -162,7 +160,6 @@ class Engine:
                 self.mesh,
                 placement,
                 device=device,
-                timeout=limit,
                 dynamic=options.dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
@@ -170,8 +167,8 @@ class Engine:
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._lanes = [
-                Lane("reduce", limit, self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
-                Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
+                Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
+                Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
             ]
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
@@ -200,7 +197,6 @@ class Engine:
         # or context group run collectives inside blocks, so they keep one order.
         placed = self.program.splits(self.rank) or self.program.search_seconds > 0
         return Player(
-            self._limit,
             self.failures,
             exchange=self.exchange,
             boundary=self.boundary,

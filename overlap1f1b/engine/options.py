@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Literal, SupportsFloat
 
 from torch import Tensor
@@ -105,6 +106,11 @@ class EngineOptions:
                 raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):
             raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
+
+    @property
+    def limit(self) -> timedelta:
+        """Limit of every wait for another rank."""
+        return timedelta(seconds=float(self.timeout))
 
     @property
     def numbers_of_parts(self) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from enum import StrEnum
 from itertools import chain
 from statistics import median
@@ -117,7 +116,6 @@ class Tuner:
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
         self._warm = WARM_STEPS if on_device else 1  # steps that are not measured
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
-        self._limit = timedelta(seconds=float(options.timeout))
         self._loops: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
         self.costs = options.costs
@@ -333,7 +331,7 @@ class Tuner:
     def _alike(self, measured: T) -> T:
         """Return what was measured on the first of the ranks outside of the mesh that must play the same plan."""
         for ranks in self.beside or ():
-            measured = gathered(ranks, measured, self._limit)[0]
+            measured = gathered(ranks, measured, self.mesh.failures.limit)[0]
         return measured
 
     # ------------------------------------------------------------------------------------------- plans

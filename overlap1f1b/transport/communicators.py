@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -61,18 +60,15 @@ class Communicators:
     Args:
         owner: They are ended at once when it is dropped, unless they were closed.
         mesh: Ranks of the engine.
-        timeout: Limit of every wait.
         budget: Shares of thread blocks.
         exchange: Exchange that was given to the engine, which is left alone; None for one of its own.
     """
 
-    def __init__(
-        self, owner: object, mesh: Mesh, timeout: timedelta, budget: Budget, exchange: Exchange | None = None
-    ) -> None:
-        self.mesh, self.timeout, self.budget, self._given = mesh, timeout, budget, exchange
+    def __init__(self, owner: object, mesh: Mesh, budget: Budget, exchange: Exchange | None = None) -> None:
+        self.mesh, self.budget, self._given = mesh, budget, exchange
         self._aborts: list[Callable[[], None]] = [mesh.abort]
         for group in mesh.inner:
-            limit(group, timeout)
+            limit(group, mesh.failures.limit)
             self._aborts.append(partial(abort, group))
         self._own: list[CollectiveExchange] = []
         self._device = torch.device("cpu")
@@ -84,7 +80,9 @@ class Communicators:
         """Return the exchange that was given, or a new one; all ranks must call this."""
         exchange, mesh = self._given, self.mesh
         if exchange is None:
-            exchange = own_exchange(mesh.exchanging, self.budget.rows, timeout=self.timeout, device=mesh.device_type)
+            exchange = own_exchange(
+                mesh.exchanging, self.budget.rows, limit=mesh.failures.limit, device=mesh.device_type
+            )
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
@@ -140,7 +138,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         aborts = self.abort, partial(side_by_side, users_aborts(self._device))
-        watchdog = Watchdog(failures, aborts, self.timeout.total_seconds(), streams.going_on(self._device))
+        watchdog = Watchdog(failures, aborts, streams.going_on(self._device))
         try:
             yield
         except Exception as error:
@@ -166,9 +164,9 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.is_lost)
+            CudaMark(self._device, None, self._stamp()).synchronize(failures.limit, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
-            why = failures.read(wait=True) or failures.lost or f"no answer within {self.timeout.total_seconds():g} s"
+            why = failures.read(wait=True) or failures.lost or f"no answer within {failures.limit.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error
 
     def abort(self) -> None:

@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,8 +55,7 @@ class Player:
     It runs none early while nodes are measured, or if ``around`` or the program itself sets their order.
 
     Args:
-        timeout: Limit of every wait for another rank.
-        failures: Where ranks report that they failed.
+        failures: Where ranks report that they failed; it has the limit of every wait for another rank.
         exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
@@ -82,7 +80,6 @@ class Player:
 
     def __init__(
         self,
-        timeout: timedelta,
         failures: Failures,
         *,
         exchange: Exchange,
@@ -96,7 +93,7 @@ class Player:
 
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
-            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=abort)
+            return Lane(name, failures, background=background, stamp=stamp, abort=abort)
 
         back = lane("combine")
         self.lanes = {

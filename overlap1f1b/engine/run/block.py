@@ -100,7 +100,7 @@ class BlockRun:
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
-                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.is_lost)
+                    sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
         if isinstance(reached, list):

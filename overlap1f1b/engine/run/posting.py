@@ -51,7 +51,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     def start() -> Transfer[Tensor]:
         if counts is not None:
-            splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.is_lost)
+            splits.arrive(counts.wait(), counts.lane.failures.limit, counts.lane.failures.is_lost)
             counts.read = time.perf_counter()
         expected = microbatch.expected.pop(node, None)
         # When the sizes are known compute has been given other work, for which the rows need not wait.

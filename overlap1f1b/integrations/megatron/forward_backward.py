@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -289,11 +288,11 @@ class ForwardBackward:
             if chunk.suspends or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
-        limit = timedelta(seconds=float(self.options.timeout))
+        limit = self.options.limit
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
-            self._exchange = own_exchange(ep, timeout=limit)
+            self._exchange = own_exchange(ep, limit=limit)
         engine = Engine(
             {stage: [chunk] for stage, chunk in chunks.items()},
             program,
