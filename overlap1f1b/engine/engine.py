@@ -50,7 +50,7 @@ from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
-from overlap1f1b.transport.communicators import Budget, Communicators
+from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -114,7 +114,7 @@ class Engine:
         self.program, self.loss_fn, self.options = program, loss_fn, options
         self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
-        self._communicators = Communicators(self, self.mesh, Budget(options.ctas), exchange)
+        self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
@@ -163,7 +163,7 @@ class Engine:
                 dynamic=options.dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
-                ctas=self._communicators.budget.link,
+                ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._lanes = [
@@ -203,7 +203,7 @@ class Engine:
             reductions=self.reductions,
             watch=watch,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-            carveout=self.options.carveout,
+            carveout=self.options.device.carveout,
         )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import DeviceOptions, Engine
 from overlap1f1b.engine.play.device import Carveout, Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
@@ -195,7 +195,7 @@ def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS, **({"carveout": True} if asked else {}))
+    overlapped = engine(4, exchange, 3, costs=COSTS, **({"device": DeviceOptions(carveout=True)} if asked else {}))
     data = models.batch(4)
     overlapped.step(data[0], target=data[1])
     assert bool(told) == asked
