@@ -329,6 +329,37 @@ class Engine:
             tuner.learn(plan, played.result)
         return played
 
+    def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
+        if not self.tuner.steps:
+            self._check_devices()
+        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
+        check_feed(feed, self.program, self.rank)
+        for stage in self.stages.values() if grad and self.tuner.looks else ():
+            stage.look_for_exchanges()
+        # 1. Set gradients of earlier steps aside; post the first receives.
+        reductions = self.reductions if grad else []
+        for reduction in reductions:
+            reduction.begin(plan.ranks[self._replicas[0]])
+        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
+        self.boundary.begin(nodes, remember=grad)
+        # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
+        with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
+            for stage in self.stages.values():
+                installed.enter_context(stage.installed(feed.aux_scale))
+            self.player.play(nodes, microbatches)
+        ended = microbatches.of_stage(placement.stages - 1)
+        result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)
+        # 3. Wait for the reductions, the last to set gradients aside first.
+        for reduction in reversed(reductions):
+            reduction.finish()
+        # 4. A device that waits for a lost rank would let the caller wait for ever, in a call that cannot be ended.
+        self._communicators.settle(self._pending)
+        return PlayedStep(result, microbatches)
+
+    def _pending(self) -> str:
+        node = self.player.first_pending()
+        return f"{'the end of the step' if node is None else node} has not ended on the device"
+
     def _play_forwards(self, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
         plan = self.tuner.of_evaluation
         with self.guarded(lambda: self._at(plan)):
@@ -393,37 +424,6 @@ class Engine:
                             f"{name} of {place} is on {str(parameter.device)!r}, in an Engine for a model on "
                             f"{str(self._device)!r}; allowed: a model that is on one device before its Engine is made"
                         )
-
-    def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
-        if not self.tuner.steps:
-            self._check_devices()
-        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
-        check_feed(feed, self.program, self.rank)
-        for stage in self.stages.values() if grad and self.tuner.looks else ():
-            stage.look_for_exchanges()
-        # 1. Set gradients of earlier steps aside; post the first receives.
-        reductions = self.reductions if grad else []
-        for reduction in reductions:
-            reduction.begin(plan.ranks[self._replicas[0]])
-        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
-        self.boundary.begin(nodes, remember=grad)
-        # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
-            for stage in self.stages.values():
-                installed.enter_context(stage.installed(feed.aux_scale))
-            self.player.play(nodes, microbatches)
-        ended = microbatches.of_stage(placement.stages - 1)
-        result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)
-        # 3. Wait for the reductions, the last to set gradients aside first.
-        for reduction in reversed(reductions):
-            reduction.finish()
-        # 4. A device that waits for a lost rank would let the caller wait for ever, in a call that cannot be ended.
-        self._communicators.settle(self._pending)
-        return PlayedStep(result, microbatches)
-
-    def _pending(self) -> str:
-        node = self.player.first_pending()
-        return f"{'the end of the step' if node is None else node} has not ended on the device"
 
     @property
     def costs(self) -> NodeCosts | None:
