@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
@@ -69,28 +70,36 @@ class Kernels:
 
     def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         assert not kwargs, "classes of shapes are made of positional arguments"
-        return (triton_of(op) if self.uses_triton(op, *args) else op)(*args, **kwargs)
+        run: Callable[P, T] = triton_of(op) if self.uses_triton(op, *args) else op
+        return run(*args, **kwargs)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
         """Return whether Triton runs ``op`` with such arguments; ``"auto"`` times both if they are new."""
         if self.choice == "torch":
             return False
-        tensors = [tensor for arg in args for tensor in _tensors(arg)]
-        if not tensors[0].is_cuda:
+        if not args[0].is_cuda:
             return self.choice == "triton" and _interpreted()
+        # The class of shapes: dtypes and sizes, without numbers that may follow from rows.
+        described = [
+            (arg.dtype, arg.shape[1:]) if isinstance(arg, Tensor) else None if type(arg) is int else arg for arg in args
+        ]
+        key = (op.__name__, args[0].get_device(), *described)
+        chosen = self.chosen.get(key)
+        return chosen == "triton" if chosen is not None else self._decides(key, op, args)
+
+    def _decides(self, key: tuple[object, ...], op: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Return whether Triton runs arguments of a class for which nothing is chosen yet; choose if it may be."""
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if not self._has_triton or any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
             return False
-        return self.choice == "triton" or self._measured(op, args, tensors)
-
-    def _measured(self, op: Callable[..., Any], args: tuple[Any, ...], tensors: list[Tensor]) -> bool:
-        key = (op.__name__, tensors[0].device.index, *map(_described, args))
-        if key not in self.chosen:
-            if not self.open or not all(t.numel() for t in tensors):
-                return False
-            if torch.cuda.is_current_stream_capturing():
-                return True  # a capture cannot be timed, and the twins may look at values
-            with torch.cuda.device_of(tensors[0]):  # whose stream the events are on
-                self.chosen[key] = _faster(op, args)
+        if self.choice == "triton":
+            return True
+        if not self.open or not all(t.numel() for t in tensors):
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return True  # a capture cannot be timed, and the twins may look at values
+        with torch.cuda.device_of(tensors[0]):  # whose stream the events are on
+            self.chosen[key] = _faster(op, args)
         return self.chosen[key] == "triton"
 
 
@@ -138,26 +147,12 @@ def _interpreted() -> bool:
     raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
 
 
-def triton_of(op: Callable[P, T]) -> Callable[P, T]:
+@cache
+def triton_of(op: Callable[..., Any]) -> Callable[..., Any]:
     """Return the Triton function of a twin; needs the package triton."""
     package, _, module = op.__module__.rpartition(".")
-    function: Callable[P, T] = getattr(import_module(f"{package}.triton.{module}"), op.__name__)
+    function: Callable[..., Any] = getattr(import_module(f"{package}.triton.{module}"), op.__name__)
     return function
-
-
-def _tensors(arg: Any) -> tuple[Tensor, ...]:
-    if isinstance(arg, Tensor):
-        return (arg,)
-    return tuple(t for t in arg if isinstance(t, Tensor)) if isinstance(arg, tuple) else ()
-
-
-def _described(arg: Any) -> object:
-    """Return an argument's part of the class of shapes: dtype and sizes, without numbers that may follow from rows."""
-    if isinstance(arg, Tensor):
-        return arg.dtype, *arg.shape[1:]
-    if isinstance(arg, tuple):
-        return tuple(map(_described, arg))
-    return None if type(arg) is int else arg
 
 
 def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", "torch"]:

@@ -5,8 +5,7 @@ Triton handles each token in one pass, so its cost is one launch; torch needs ab
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +15,7 @@ from overlap1f1b.kernels.choice import Kernels
 TINY = 1e-20  # avoids 0 / 0 in the normalisation if all scores have underflowed
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """The rule that chooses experts from logits.
 
     Args:

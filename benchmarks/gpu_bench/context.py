@@ -51,6 +51,14 @@ class Context:
         """Return the seconds that the section has left."""
         return self.deadline - time.monotonic()
 
+    @property
+    def clock(self) -> float:
+        """MHz of the multiprocessors now; 0 where it cannot be read."""
+        try:
+            return float(torch.cuda.clock_rate(self.device)) if self.cuda else 0.0
+        except (RuntimeError, ImportError, ModuleNotFoundError):
+            return 0.0
+
     def say(self, line: str) -> None:
         """A line of progress."""
         print(f"    {line}", flush=True)

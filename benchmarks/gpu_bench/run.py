@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from gpu_bench import ceilings, checks, compiles, kernels, layer, nccl, overhead, steps, trace
+from gpu_bench import ceilings, checks, compiles, contention, kernels, layer, nccl, overhead, steps, trace
 from gpu_bench.context import Context, NoTimeError
 from gpu_bench.tables import markdown
 
 SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
     "ceilings": (ceilings.run, 10),
+    "contention": (contention.run, 20),
     "compiles": (compiles.run, 60),
     "checks": (checks.run, 40),
     "kernels": (kernels.run, 100),

@@ -130,6 +130,7 @@ def _steps(result: dict[str, Any]) -> list[str]:
         "hidden": lambda row: f"{row['hidden_fraction']:.0%}",
         "predicted ms": lambda row: f"{row['predicted_ms']:.1f}",
         "peak GiB": lambda row: f"{row['peak_bytes'] / 2**30:.1f}",
+        "SM MHz": lambda row: number(row.get("sm_mhz"), ".0f"),
         "retries": lambda row: str(row["allocator_retries"]),
         "gradients": lambda row: "equal" if row["grads_equal"] else "differ",
     }
@@ -155,6 +156,22 @@ def _overhead(result: dict[str, Any]) -> list[str]:
     return [table(result["rows"], columns)]
 
 
+def _contention(result: dict[str, Any]) -> list[str]:
+    columns = {
+        "product, blocks that spin": lambda row: f"{row['product']}, {row['blocks']}",
+        "alone ms": lambda row: f"{row['alone_ms']:.3f}",
+        "beside them": lambda row: f"{row['all_ms'] / row['alone_ms']:.2f}×",
+        "best carved out": lambda row: "{1:.2f}× ({0})".format(*_best_carved(row)),
+        "same bits": lambda row: "yes" if all(row["same_bits"].values()) else "no",
+    }
+    return [table(result["rows"], columns)]
+
+
+def _best_carved(row: dict[str, Any]) -> tuple[int, float]:
+    carved, took = min(row["carved_ms"].items(), key=lambda item: item[1])
+    return carved, took / row["alone_ms"]
+
+
 def _trace(result: dict[str, Any]) -> list[str]:
     return [f"`{result['timeline']}` (the engine's timeline), `{result['trace']}` (the profiler's)."]
 
@@ -162,6 +179,7 @@ def _trace(result: dict[str, Any]) -> list[str]:
 SHOWN: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "checks": _checks,
     "ceilings": _ceilings,
+    "contention": _contention,
     "compiles": _compiles,
     "kernels": _kernels,
     "layer": _layer,

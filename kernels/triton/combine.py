@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import SUMMED, TILE, beside, launch, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, TILE, beside, kernel, tile
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:
@@ -14,10 +13,8 @@ def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None =
     T, H = inverse.shape[0] // top_k, rows.shape[1]
     out = rows.new_empty(T, H)
     BT, BH = tile(H)
-    grid = (triton.cdiv(T, BT), triton.cdiv(H, BH))
-    factors = out if weights is None else weights.contiguous()
-    sizes = {"K": top_k, "WEIGHTED": weights is not None, "BT": BT, "BH": BH}
-    launch(_sum, grid, rows, rows, inverse, factors, out, T, H, rows.stride(0), **sizes)
+    tensors = rows, inverse, out if weights is None else weights.contiguous(), out
+    _sum((-(-T // BT), -(-H // BH)), tensors, (T,), (H, rows.stride(0), top_k, weights is not None, BT, BH))
     return out
 
 
@@ -29,12 +26,12 @@ def spread_grad(
     grad_rows = (rows.new_zeros if partial else rows.new_empty)(rows.shape)
     grad_weights = weights.new_empty(weights.shape)
     BS, BH = tile(H, 2 * TILE, SUMMED)
-    args = (grad, rows, inverse, weights, grad_rows, grad_weights, T * K, H)
-    launch(_spread_grad, (triton.cdiv(T * K, BS),), rows, *args, K=K, BS=BS, BH=BH)
+    tensors = grad, rows, inverse, weights, grad_rows, grad_weights
+    _spread_grad((-(-T * K // BS), 1), tensors, (T * K,), (H, K, BS, BH))
     return grad_rows, grad_weights
 
 
-@triton.jit(do_not_specialize=["T"])
+@kernel("T")
 def _sum(
     rows,
     inverse,
@@ -65,7 +62,7 @@ def _sum(
     tl.store(out + token[:, None] * H + column[None, :], total.to(out.dtype.element_ty), mask=here[:, None] & across)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@kernel("slots")
 def _spread_grad(
     grad,
     rows,

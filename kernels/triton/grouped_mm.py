@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import beside, interpreted, launch
+from overlap1f1b.kernels.triton.launch import beside, interpreted, kernel, wide
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -15,18 +14,17 @@ def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) 
     E, C, A = main.shape
     low = grad.element_size() == 2
     # A tile of 128 × 256 has 85 operations a loaded byte; in float32, which tensor cores would round, it is a quarter.
-    BC = min(triton.next_power_of_2(max(C, 16)), 128 if low else 64)
-    BA = min(triton.next_power_of_2(max(A, 16)), 256 if low else 128)
+    BC = min(wide(max(C, 16)), 128 if low else 64)
+    BA = min(wide(max(A, 16)), 256 if low else 128)
     BR = 256 if interpreted() else 64 if low else 32
-    sizes = {"BC": BC, "BA": BA, "BR": BR, "BAND": 8, "WIDEN": interpreted()}
-    options = {"num_warps": 8 if BC * BA >= 16_384 else 4, "num_stages": 3}
-    grid = (triton.cdiv(C, BC) * triton.cdiv(A, BA), E)
-    strides = grad.stride(0), rows.stride(0)
-    launch(_add_weight_grad, grid, main, main, grad, rows, offsets, C, A, *strides, **sizes, **options)
+    constants = C, A, grad.stride(0), rows.stride(0), BC, BA, BR, 8, interpreted()
+    grid = (-(-C // BC) * -(-A // BA), E)
+    warps = 8 if BC * BA >= 16_384 else 4
+    _add_weight_grad(grid, (main, grad, rows, offsets), (), constants, num_warps=warps, num_stages=3)
     return main
 
 
-@triton.jit
+@kernel()
 def _add_weight_grad(
     main,
     grad,

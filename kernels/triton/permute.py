@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.permute import carrying, opened
-from overlap1f1b.kernels.triton.launch import TILE, launch, tile
+from overlap1f1b.kernels.triton.launch import TILE, kernel, tile
 
 
 def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
@@ -36,13 +35,12 @@ def _spread_all(
     tokens = tokens.contiguous()
     T, H = tokens.shape
     BT, BH = tile(H)
-    grid = (triton.cdiv(T, BT), max(triton.cdiv(H, BH), 1))
-    sizes = {"K": top_k, "WEIGHTED": weights is not None, "BT": BT, "BH": BH}
-    args = (tokens, tokens if weights is None else weights, inverse, rows, factors)
-    launch(_spread, grid, tokens, *args, T, H, rows.stride(0), factors.stride(0), **sizes)
+    tensors = tokens, tokens if weights is None else weights, inverse, rows, factors
+    constants = H, rows.stride(0), factors.stride(0), top_k, weights is not None, BT, BH
+    _spread((-(-T // BT), max(-(-H // BH), 1)), tensors, (T,), constants)
 
 
-@triton.jit(do_not_specialize=["T"])
+@kernel("T")
 def _spread(
     tokens,
     weights,
@@ -83,22 +81,22 @@ def taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor | None = None) 
     """Return ``rows[index // divisor]``, with zeros for an index of −1; ``out`` may be a part of longer rows."""
     rows, index = rows.contiguous(), index.contiguous()
     out = rows.new_empty(index.shape[0], rows.shape[1]) if out is None else out
-    BR, BH = tile(rows.shape[1], 2 * TILE)
-    grid = (triton.cdiv(out.shape[0], BR), triton.cdiv(out.shape[1], BH))
-    launch(_take, grid, rows, rows, index, out, *out.shape, out.stride(0), DIVISOR=divisor, BR=BR, BH=BH)
+    R, H = out.shape
+    BR, BH = tile(H, 2 * TILE)
+    _take((-(-R // BR), -(-H // BH)), (rows, index, out), (R,), (H, out.stride(0), divisor, BR, BH))
     return out
 
 
 def put_rows(rows: Tensor, index: Tensor) -> Tensor:
     rows, index = rows.contiguous(), index.contiguous()
     out = rows.new_empty(rows.shape)
-    BR, BH = tile(rows.shape[1], 2 * TILE)
-    grid = (triton.cdiv(rows.shape[0], BR), triton.cdiv(rows.shape[1], BH))
-    launch(_put, grid, rows, rows, index, out, rows.shape[0], rows.shape[1], BR=BR, BH=BH)
+    R, H = out.shape
+    BR, BH = tile(H, 2 * TILE)
+    _put((-(-R // BR), -(-H // BH)), (rows, index, out), (R,), (H, BR, BH))
     return out
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel("count")
 def _take(
     rows,
     index,
@@ -120,7 +118,7 @@ def _take(
     tl.store(out + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
+@kernel("count")
 def _put(rows, index, out, count, width: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)

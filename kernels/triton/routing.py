@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.routing import TINY, Rule
-from overlap1f1b.kernels.triton.launch import interpreted, launch
+from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 2048  # tokens times experts of a program
 
 
-def _tokens(experts: int) -> int:
-    """Return the number of tokens of a program."""
-    return 1024 if interpreted() else max(CELLS // triton.next_power_of_2(experts), 1)
+@cache
+def _tile(experts: int) -> tuple[int, int]:
+    """Return tokens and experts of a program."""
+    return 1024 if interpreted() else max(CELLS // wide(experts), 1), wide(experts)
 
 
 def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,22 +25,10 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
     T, E = logits.shape
     indices = torch.empty(T, rule.top_k, dtype=torch.int64, device=logits.device)
     weights, scores = logits.new_empty(T, rule.top_k), torch.empty_like(logits)
-    BT = _tokens(E)
-    sizes = {
-        "K": rule.top_k,
-        "WIDE_K": triton.next_power_of_2(rule.top_k),
-        "GROUPS": rule.groups,
-        "WIDE_G": triton.next_power_of_2(rule.groups),
-        "TOP_GROUPS": rule.top_groups,
-        "BEST": rule.best(E),
-        "SOFTMAX": rule.softmax,
-        "NORMALIZE": rule.normalize,
-        "TINY": TINY,
-        "BT": BT,
-        "BE": triton.next_power_of_2(E),
-    }
-    args = (logits, bias.contiguous(), indices, weights, scores, T, E, rule.scaling)
-    launch(_route, (triton.cdiv(T, BT),), logits, *args, **sizes)
+    BT, BE = _tile(E)
+    groups = rule.groups, wide(rule.groups), rule.top_groups, rule.best(E)
+    constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *groups, rule.softmax, rule.normalize, TINY, BT, BE
+    _route((-(-T // BT), 1), (logits, bias.contiguous(), indices, weights, scores), (T,), constants)
     return indices, weights, scores
 
 
@@ -48,24 +38,15 @@ def route_tokens_backward(
     grad_weights, scores = grad_weights.contiguous(), scores.contiguous()
     T, E = scores.shape
     out = torch.empty_like(scores)
-    BT = _tokens(E)
-    sizes = {
-        "K": rule.top_k,
-        "WIDE_K": triton.next_power_of_2(rule.top_k),
-        "SOFTMAX": rule.softmax,
-        "NORMALIZE": rule.normalize,
-        "DENSE": grad_scores is not None,
-        "TINY": TINY,
-        "BT": BT,
-        "BE": triton.next_power_of_2(E),
-    }
-    dense = out if grad_scores is None else grad_scores.contiguous()
-    args = (grad_weights, dense, scores, indices.contiguous(), out, T, E, rule.scaling)
-    launch(_route_backward, (triton.cdiv(T, BT),), scores, *args, **sizes)
+    BT, BE = _tile(E)
+    tensors = grad_weights, out if grad_scores is None else grad_scores.contiguous(), scores, indices.contiguous(), out
+    flags = rule.softmax, rule.normalize, grad_scores is not None
+    constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *flags, TINY, BT, BE
+    _route_backward((-(-T // BT), 1), tensors, (T,), constants)
     return out
 
 
-@triton.jit(do_not_specialize=["T"])
+@kernel("T")
 def _route(
     logits,
     bias,
@@ -73,8 +54,8 @@ def _route(
     weights,
     scores,
     T,
-    E,
-    scaling,
+    E: tl.constexpr,
+    scaling: tl.constexpr,
     K: tl.constexpr,
     WIDE_K: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -140,7 +121,7 @@ def _route(
     tl.store(weights + out, weight * scaling, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T"])
+@kernel("T")
 def _route_backward(
     grad_weights,
     grad_scores,
@@ -148,8 +129,8 @@ def _route_backward(
     indices,
     grad_logits,
     T,
-    E,
-    scaling,
+    E: tl.constexpr,
+    scaling: tl.constexpr,
     K: tl.constexpr,
     WIDE_K: tl.constexpr,
     SOFTMAX: tl.constexpr,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.slots import Slots
-from overlap1f1b.kernels.triton.launch import interpreted, launch
+from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 16_384  # of a program: slots times experts, or slots times slots
 PACKED_CELLS = 2048  # of a program: rows times destinations
@@ -18,24 +15,22 @@ PACKED_CELLS = 2048  # of a program: rows times destinations
 
 def place_slots(indices: Tensor, experts: int) -> Slots:
     flat = indices.reshape(-1)
-    slots, wide = len(flat), triton.next_power_of_2(experts)
+    slots, WIDE = len(flat), wide(experts)
     # One program counts BLOCK slots, a row of the histogram, and ranks them by BLOCK² comparisons.
-    BLOCK = 1024 if interpreted() else max(min(CELLS // wide, 128), 16)
-    blocks = triton.cdiv(slots, BLOCK)
-    new: dict[str, Any] = {"dtype": torch.int64, "device": indices.device}
-    before = torch.empty(blocks, experts, dtype=torch.int32, device=indices.device)
-    counts, starts = torch.empty(experts, **new), torch.empty(experts, **new)
-    order, inverse = torch.empty(slots, **new), torch.empty(slots, **new)
-    launch(_count, (blocks,), flat, flat, before, slots, experts, BLOCK=BLOCK, WIDE=wide, num_warps=8)
-    sizes = {"ROWS": max(CELLS // 2 // wide, 1), "WIDE": wide}
-    launch(_offsets, (1,), flat, before, counts, starts, blocks, experts, **sizes, num_warps=8)
-    args = (flat, before, counts, starts, order, inverse, slots, experts)
-    launch(_place, (blocks,), flat, *args, BLOCK=BLOCK, num_warps=8)
+    BLOCK = 1024 if interpreted() else max(min(CELLS // WIDE, 128), 16)
+    blocks = -(-slots // BLOCK)
+    before = flat.new_empty(blocks, experts, dtype=torch.int32)
+    counts, starts, order, inverse = (flat.new_empty(size) for size in (experts, experts, slots, slots))
+    _count((blocks, 1), (flat, before), (slots,), (experts, BLOCK, WIDE), num_warps=8)
+    rows = max(CELLS // 2 // WIDE, 1)
+    _offsets((1, 1), (before, counts, starts), (blocks,), (experts, rows, WIDE), num_warps=8)
+    tensors = flat, before, counts, starts, order, inverse
+    _place((blocks, 1), tensors, (slots,), (experts, BLOCK), num_warps=8)
     return Slots(order, inverse, counts)
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+@kernel("slots")
+def _count(indices, before, slots, experts: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """Compute a row of the histogram: how many of a block's slots chose each expert."""
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
@@ -45,8 +40,8 @@ def _count(indices, before, slots, experts, BLOCK: tl.constexpr, WIDE: tl.conste
     tl.store(before + block.to(tl.int64) * experts + every, count, mask=every < experts)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: tl.constexpr):
+@kernel("blocks")
+def _offsets(before, counts, starts, blocks, experts: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """Turn the histogram, in place, into the counts before each block; then compute experts' counts and first rows."""
     every = tl.arange(0, WIDE)
     total = tl.zeros([WIDE], dtype=tl.int32)
@@ -61,8 +56,8 @@ def _offsets(before, counts, starts, blocks, experts, ROWS: tl.constexpr, WIDE: 
     tl.store(starts + every, (tl.cumsum(total, 0) - total).to(tl.int64), mask=every < experts)
 
 
-@triton.jit(do_not_specialize=["slots"])
-def _place(indices, before, counts, starts, order, inverse, slots, experts, BLOCK: tl.constexpr):
+@kernel("slots")
+def _place(indices, before, counts, starts, order, inverse, slots, experts: tl.constexpr, BLOCK: tl.constexpr):
     """Compute each slot's row: its expert's first row, plus earlier blocks' slots, plus earlier slots of this block."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
@@ -88,15 +83,25 @@ def pack_places(
     ends = counts.view(destinations, -1).sum(1).cumsum(0)
     packed = torch.full((destinations * capacity,), -1, dtype=torch.int64, device=order.device)
     placed = torch.full_like(inverse, -1)
-    wide = triton.next_power_of_2(destinations)
-    BLOCK = 4096 if interpreted() else max(PACKED_CELLS // wide, 16)
-    grid = (triton.cdiv(len(order), BLOCK),)
-    launch(_pack, grid, order, order, ends, packed, placed, len(order), destinations, capacity, BLOCK=BLOCK, WIDE=wide)
+    WIDE = wide(destinations)
+    BLOCK = 4096 if interpreted() else max(PACKED_CELLS // WIDE, 16)
+    grid, numbers = (-(-len(order) // BLOCK), 1), (len(order), capacity)
+    _pack(grid, (order, ends, packed, placed), numbers, (destinations, BLOCK, WIDE))
     return packed, placed
 
 
-@triton.jit(do_not_specialize=["rows", "capacity"])
-def _pack(order, ends, packed, placed, rows, destinations, capacity, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+@kernel("rows", "capacity")
+def _pack(
+    order,
+    ends,
+    packed,
+    placed,
+    rows,
+    capacity,
+    destinations: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(order + row, mask=row < rows, other=-1)
     every = tl.arange(0, WIDE)

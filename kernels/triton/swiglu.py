@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.triton.launch import SUMMED, launch, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, kernel, tile
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
@@ -14,10 +13,9 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
     R, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(R, size)
     BR, BI = tile(size)
-    grid = (triton.cdiv(R, BR), triton.cdiv(size, BI))
-    sizes = {"WEIGHTED": weights is not None, "COUNTED": count is not None, "BR": BR, "BI": BI}
     factors, limit = (out if weights is None else weights.contiguous()), (out if count is None else count)
-    launch(_forward, grid, gate_up, gate_up, factors, limit, out, R, size, **sizes)
+    constants = size, weights is not None, count is not None, BR, BI
+    _forward((-(-R // BR), -(-size // BI)), (gate_up, factors, limit, out), (R,), constants)
     return out
 
 
@@ -29,14 +27,13 @@ def swiglu_rows_backward(
     grads = gate_up.new_empty(gate_up.shape)
     grad_weights = None if weights is None else weights.new_empty(R)
     BR, BI = tile(size, most=SUMMED)
-    sizes = {"WEIGHTED": weights is not None, "COUNTED": count is not None, "BR": BR, "BI": BI}
     factors, limit = (grads if weights is None else weights.contiguous()), (grads if count is None else count)
-    out = grads if grad_weights is None else grad_weights
-    launch(_backward, (triton.cdiv(R, BR),), grad, grad, gate_up, factors, limit, grads, out, R, size, **sizes)
+    tensors = grad, gate_up, factors, limit, grads, grads if grad_weights is None else grad_weights
+    _backward((-(-R // BR), 1), tensors, (R,), (size, weights is not None, count is not None, BR, BI))
     return grads, grad_weights
 
 
-@triton.jit(do_not_specialize=["R"])
+@kernel("R")
 def _forward(
     gate_up,
     weights,
@@ -65,7 +62,7 @@ def _forward(
     tl.store(out + row[:, None] * size + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["R"])
+@kernel("R")
 def _backward(
     grad,
     gate_up,

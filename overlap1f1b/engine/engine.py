@@ -51,7 +51,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import DATA, Mesh
@@ -184,7 +184,6 @@ class Engine:
                 options,
                 self.player,
                 self.boundary,
-                on_device=watch is not None,
                 counts_block=not self.exchange.background and options.capacity is None,
             )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
@@ -343,7 +342,9 @@ class Engine:
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        with Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
+        # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with here, Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(feed.aux_scale))
             self.player.play(nodes, microbatches)
@@ -377,7 +378,7 @@ class Engine:
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
         """Let ranks meet before every exchange, send each twice, and announce transfers: nodes are measured."""
-        meets = self.mesh.exchanging is not None
+        travels = not isinstance(self.exchange, LocalExchange)
 
         def meet() -> None:
             for reduction in self.reductions:
@@ -387,9 +388,9 @@ class Engine:
 
         try:
             self.boundary.announced = True
-            self.player.before_launch = meet if meets else None
+            self.player.before_launch = meet if travels or self.player.watch is not None else None
             for stage in self.stages.values():
-                stage.exchange = BackToBack(self.exchange) if meets else self.exchange
+                stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
         finally:
             self.boundary.announced, self.player.before_launch = False, None

@@ -72,7 +72,6 @@ class Tuner:
         options: Of the engine.
         player: Plays the plans, and has timed what the host launched on a device.
         boundary: Has timed the transfers between stages.
-        on_device: Whether the thread only queues work.
         counts_block: Whether the host waits for counts.
 
     Attributes:
@@ -98,7 +97,6 @@ class Tuner:
         player: Player,
         boundary: Boundary,
         *,
-        on_device: bool,
         counts_block: bool,
     ) -> None:
         self.program, self.stages, self.mesh, self.options = program, stages, mesh, options
@@ -114,7 +112,7 @@ class Tuner:
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
-        self._warm = WARM_STEPS if on_device else 1  # steps that are not measured
+        self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
         self._loops: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut

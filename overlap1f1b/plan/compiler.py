@@ -25,7 +25,13 @@ DEFERRED = (1, 2)
 """Tried values of ``Policy.deferred``: microbatches beyond the live ones that wait for weight gradients alone."""
 
 RETRIED = 6
-"""One of so many policies, the best, is tried once more for a host whose launches cost time."""
+"""One of so many policies, the best, is tried once more: for a host whose launches cost time, and for other costs."""
+
+EXCHANGES = (0.85, 1.2)
+"""Orders are also made for exchanges of these multiples of their costs, and judged by the costs.
+
+Where exchanges take about as long as compute, a small change of them changes the order much.
+"""
 
 
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
@@ -33,8 +39,9 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
 
     For a number k, the compiler builds the fixed orders and an order for every number of open actions up to k, plays
     each with the costs, and keeps the fastest: list scheduling is greedy, and a smaller k is sometimes better. Each
-    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
-    waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
+    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. The best are
+    tried once more: for other costs of exchanges, and, if the host waits for counts and launches cost time, with these
+    waits behind queued work.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -82,9 +89,11 @@ def fastest(
             if policy is not None:
                 ends.append((plan.predicted, policy))
             yield plan
-        if counts_block and costs.launch:
-            for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
-                yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
+        waits = counts_block and costs.launch
+        for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
+            for factor in (1.0, *EXCHANGES) if waits else EXCHANGES:
+                guessed = costs.with_exchanges(factor) if waits else replace(costs, launch={}).with_exchanges(factor)
+                yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, guessed, policy))
 
     best: dict[str, Plan] = {}
     for plan in plans():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, Node, Op
+from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.schedule import Kind
 
 CostKey = tuple[Op, Kind, int, int, int, int]
@@ -85,6 +86,20 @@ class NodeCosts:
         whole = {(op, kind) for op in PARTED for kind in (Kind.F, Kind.I)}
         by_op = {key: cost / parts if key in whole else cost for key, cost in self.by_op.items()}
         return replace(self, by_op=by_op)
+
+    def with_exchanges(self, factor: float) -> NodeCosts:
+        """Return the same with the times of exchanges multiplied by a factor."""
+
+        def scaled(key: tuple[Op, *tuple[object, ...]], cost: Any) -> Any:
+            if RESOURCE_OF[key[0]] is not Resource.EXCHANGE:
+                return cost
+            return tuple(factor * part for part in cost) if isinstance(cost, tuple) else factor * cost
+
+        return replace(
+            self,
+            by_op={key: scaled(key, cost) for key, cost in self.by_op.items()},
+            by_node={key: scaled(key, cost) for key, cost in self.by_node.items()},
+        )
 
     @classmethod
     def uniform(

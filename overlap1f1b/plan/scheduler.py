@@ -207,7 +207,9 @@ class ListScheduler(RankScheduler):
         if needed > clock.now or not launch:
             return needed <= clock.now
         idle = max(clock.free[Resource.EXCHANGE], default=0.0) <= clock.now
-        return idle or max(needed, clock.host) + 2 * launch <= clock.computed
+        following = (entry.next for entry in self.open if RESOURCE_OF[entry.next.op] is _COMPUTE)
+        lead = launch + max((clock.launch.get((node.op, node.kind), 0.0) for node in following), default=launch)
+        return idle or max(needed, clock.host) + lead <= clock.computed
 
     def _awaits_counts(self, node: Node) -> bool:
         return self.policy.counts_block and node.op is Op.DISPATCH and node.kind is _F

@@ -150,10 +150,10 @@ class Flight(Generic[T]):
     def depart(self, post: Post[T]) -> None:
         """Start the transfer. An error is kept for the thread that waits for the result."""
         try:
-            if self.lane.stamp is not None:
-                self.begun = self.lane.stamp()
             transfer = post()
             self.departed = time.perf_counter()
+            if self.lane.stamp is not None and transfer.mark is None:
+                self.begun = self.lane.stamp()
             if transfer.at_once and self._arrived is None:
                 self._result = transfer.result
                 self.landed, self.ended = self.departed, self.begun
@@ -189,14 +189,15 @@ class Flight(Generic[T]):
             self._fail(error)
 
     def _read_clock(self, transfer: Transfer[T]) -> None:
-        # A transfer on a stream has the stream's times, which are exact; the thread notices the end later.
-        mark = transfer.mark
+        # A transfer on a stream has the stream's times, which are exact; the thread notices the end later. One behind
+        # another occupies the links from the other's end on.
+        mark, ahead = transfer.mark, None if transfer.ahead is None else transfer.ahead.mark
         if mark is None:
             self.ended = None if self.lane.stamp is None else self.lane.stamp()
         elif self.lane.stamp is not None:
-            self.begun, self.ended = mark.begun, mark.ended
+            self.begun, self.ended = mark.begun if ahead is None else ahead.ended, mark.ended
         else:
-            self.departed, self.landed = mark.begun, mark.ended
+            self.departed, self.landed = mark.begun if ahead is None else ahead.ended, mark.ended
 
     def watch(self) -> None:
         """Expect another thread to call :meth:`depart` and :meth:`land`."""

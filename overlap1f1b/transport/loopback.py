@@ -18,8 +18,8 @@ from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_strea
 
 LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
-CHUNKS = 4
-"""Chunks of an exchange: the way back begins after the first, but each costs the host two copies and two events."""
+CHUNKS = 16
+"""Chunks of an exchange at most: the way back begins after the first, for which nobody would wait in a network."""
 PLACES = 2
 """Exchanges that have a place in host memory at once."""
 
@@ -191,7 +191,7 @@ class _Place:
     def fit(self, source: Tensor) -> None:
         """Make room for these bytes, and for some more, since sizes vary."""
         if len(self.memory) < len(source):
-            self.memory = torch.empty(len(source) * 5 // 4, dtype=torch.uint8, device="cpu", pin_memory=source.is_cuda)
+            self.memory = side.in_host_memory(source[:1].expand(len(source) * 5 // 4))
 
 
 class _Span:

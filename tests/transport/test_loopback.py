@@ -34,6 +34,7 @@ def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: to
     out, back, control = [InlineStream(), InlineStream(), InlineStream()] if chunks else lagging
     if chunks:
         monkeypatch.setattr(streams, "is_queued", lambda device: True)
+        monkeypatch.setattr(streams, "in_host_memory", torch.empty_like)
         monkeypatch.setattr(torch.cuda, "Event", Instant)
     exchange = LoopbackExchange(CPU, check=True, streams=(out, back, control))
     sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100, 401)]

@@ -113,7 +113,7 @@ class Player:
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
-        self._watch, self._fills = watch, fills and watch is None
+        self.watch, self._fills = watch, fills and watch is None
         self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
@@ -143,7 +143,7 @@ class Player:
         """
         # 1. Nothing has been played yet.
         self._reset()
-        self._times = None if self._watch is None else StepTimes(self._watch)
+        self._times = None if self.watch is None else StepTimes(self.watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
         self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
@@ -269,7 +269,7 @@ class Player:
         self._since = time.perf_counter()
         way, post = posting.post(node, microbatch)
         flight = self.lanes[way, node.kind].launch(node, post)
-        if node.op is Op.COUNTS and self.before_launch is not None and self._watch is None:
+        if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
         flying[node.place] = flight
         if self._carveout is not None and node.op is not Op.COUNTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from overlap1f1b.kernels.routing import Rule
 from overlap1f1b.kernels.triton import combine, grouped_mm, permute, routing, slots, swiglu
-from overlap1f1b.kernels.triton.launch import SUMMED, TILE, tile
+from overlap1f1b.kernels.triton.launch import SUMMED, TILE, Kernel, tile
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
 
@@ -165,6 +166,80 @@ def test_no_number_of_rows_makes_a_kernel_compile_again(monkeypatch: pytest.Monk
     assert len(found[1]) >= 15
     for rows, seen in found.items():
         assert [(a, b) for a, b in zip(found[37], seen, strict=True) if a != b] == [], rows
+
+
+class OnDevice(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    def get_device(self) -> int:
+        return 7
+
+
+class Driver:
+    """A GPU of compute capability 9.0, as far as Triton asks before it launches; the launches are kept."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.utils = self
+
+    def get_current_device(self) -> int:
+        return 7
+
+    def get_current_stream(self, device: int) -> int:
+        return 1234
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *args: self.launched.append(args)
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448}
+
+    def load_binary(self, name: str, *_: Any) -> tuple[Any, ...]:
+        return None, f"loaded {name}", 0, 0, 1024
+
+
+def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grid, stream, function and arguments, in a class of alignment, dtype and sizes, and in others nothing of it."""
+    if torch.cuda.is_available() or triton.knobs.runtime.interpret:
+        pytest.skip("on a GPU the kernels' tests launch twice, and the interpreter has no launches")
+    driver = Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", driver.get_current_stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: nullcontext())
+    ran: list[str] = []
+    run = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda self, *a, **k: ran.append(self.__name__) or run(self, *a, **k))
+
+    def launched(kernel: Kernel, *args: Any) -> tuple[Any, ...]:
+        kernel((3, 2), *args)
+        return driver.launched.pop()
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_subclass(OnDevice)
+
+    rows, index, out = map(on_device, (half(T, 32), whole(T), half(T, 32)))
+    kernel = Kernel(permute._take.function)
+    for tensors, constants in (
+        ((rows, index, out), (32, 32, 1, 4, 32)),
+        ((rows, index[1:], out), (32, 32, 1, 4, 32)),  # aligned to 8 bytes
+        ((rows.float(), index, out), (32, 32, 1, 4, 32)),
+        ((rows, index, out), (16, 32, 1, 4, 16)),
+    ):
+        ran.clear()
+        first, second = (launched(kernel, tensors, (number,), constants) for number in (40, 1))
+        assert ran == ["_take"]
+        *head, _, _, a, b, c, count = first[:13]
+        assert second[:6] == tuple(head[:6])
+        assert second[:5] == (3, 2, 1, 1234, "loaded _take")
+        assert second[6:9] == (None, None, None)
+        assert (a, b, c) == tensors
+        assert second[9:12] == tuple(tensor.data_ptr() for tensor in tensors)
+        assert (count, second[12]) == (40, 1)
+        assert first[13:] == second[13:] == constants
 
 
 @pytest.mark.slow
