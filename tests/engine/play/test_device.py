@@ -91,7 +91,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     exchange = LoopbackExchange(CPU, gbps=1e-3)
     overlapped = engine(2, exchange, 2, costs=COSTS)
     player = overlapped.player
-    player._watch = watch
+    player.watch = watch
     for lane in player.lanes.values():
         lane.stamp = watch.stamp
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
@@ -111,9 +111,9 @@ def test_launches_are_measured_without_waits_for_counts() -> None:
     overlapped.step(data[0], target=data[1])
     assert overlapped.player.launches == ()
     player = overlapped.player
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     begun = time.perf_counter()
     overlapped.step(data[0], target=data[1])
     launches = player.launches
@@ -207,9 +207,9 @@ def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyP
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     player, data = overlapped.player, models.batch(2)
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     with Recorder(overlapped, Silent()) as recorder:
         for _ in range(2):
             result = overlapped.step(data[0], target=data[1])
