@@ -326,6 +326,11 @@ class Tuner:
             self.tried = sorted(map(Tried, self._turns, times), key=lambda one: one.seconds)
             self._keep(self.tried[0].plan)
 
+    def play_beside(self, groups: Sequence[Sequence[int]]) -> None:
+        """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
+        self.beside = groups
+        self._costs = self._alike(self._costs)
+
     def _alike(self, measured: T) -> T:
         """Return what was measured on the first of the ranks outside of the mesh that must play the same plan."""
         for ranks in self.beside or ():

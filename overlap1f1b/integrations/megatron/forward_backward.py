@@ -20,7 +20,6 @@ from overlap1f1b.integrations.megatron.config import (
     SIZES,
     Config,
     ProcessGroups,
-    agreed,
     check_options,
     check_sizes,
     class_names,
@@ -297,12 +296,7 @@ class ForwardBackward:
             {stage: [chunk] for stage, chunk in chunks.items()},
             program,
             mesh=mesh,
-            options=replace(
-                self.options,
-                costs=agreed(self.options.costs, self.groups, limit),
-                reduce=False,
-                dynamic_shapes=config.variable_seq_lengths,
-            ),
+            options=replace(self.options, reduce=False, dynamic_shapes=config.variable_seq_lengths),
             exchange=self._exchange,
         )
         return ChunkEngine(engine, chunks, self.groups)
@@ -368,7 +362,7 @@ class ChunkEngine:
 
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
-        engine.tuner.beside = playing_alike(groups)
+        engine.tuner.play_beside(playing_alike(groups))
         engine.verification.tables = logged
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
