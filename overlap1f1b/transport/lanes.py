@@ -267,6 +267,7 @@ class _Crew:
     """
 
     def __init__(self, failures: Failures, abort: Callable[[], None]) -> None:
+        self._limit = failures.limit
         self.failures: Failures | None = failures
         self.abort: Callable[[], None] | None = abort
         self.starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
@@ -293,7 +294,7 @@ class _Crew:
         self.dismiss()
         if failures is not None:
             failures.end()
-            self._join(0.0 if failures.failed else failures.limit.total_seconds())
+        self._join(0.0 if failures is not None and failures.failed else self._limit.total_seconds())
         if abort is not None and any(thread.is_alive() for thread in self._threads):
             abort()
             self._join(ABORT_S)
