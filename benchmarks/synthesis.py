@@ -71,11 +71,11 @@ def costs_of(ratio: float, slow: int | None, blocks: int) -> NodeCosts:
     if slow is None:
         return costs
     slower = {
-        (op, kind, slow, block, seam): 1.3 * cost
+        (op, kind, slow, block, 0, part): 1.3 * cost
         for (op, kind), cost in costs.by_op.items()
         if op in (Op.ATTENTION, Op.EXPERTS)
         for block in range(blocks)
-        for seam in range(PARTS if op is Op.EXPERTS and kind is not Kind.W else 1)
+        for part in range(PARTS if op is Op.EXPERTS and kind is not Kind.W else 1)
     }
     return NodeCosts(costs.by_op, slower)
 

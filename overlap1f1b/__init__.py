@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "Engine EngineOptions Profile Stage StepResult carried combined_forward_backward_step consolidate "
-        "declare load_checkpoint save_checkpoint",
+        "engine": "DeviceOptions Engine EngineOptions Profile Stage StepResult carried "
+        "combined_forward_backward_step consolidate declare load_checkpoint save_checkpoint",
         "plan": "NodeCosts Plan compile",
         "schedule": "Action Pair Placement Program build_schedule",
         "simulation": "Costs PlanTimeline ProgramTimeline Timeline found_orders simulate",
@@ -26,6 +26,7 @@ _HOME = {
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
     from overlap1f1b.engine import (
+        DeviceOptions,
         Engine,
         EngineOptions,
         Profile,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "Costs",
+    "DeviceOptions",
     "Engine",
     "EngineOptions",
     "NodeCosts",

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 class AuxiliaryCarrier(nn.Module):
-    """A module that attaches auxiliary losses, multiplied by ``loss_scale``.
+    """A module that attaches auxiliary losses, multiplied by ``aux_scale``.
 
-    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``loss_scale`` is
+    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``aux_scale`` is
     1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The engine
     sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a later
     change does not affect microbatches that still wait for their backward.
     """
 
-    loss_scale: float = 1.0
+    aux_scale: float = 1.0
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """Set ``loss_scale`` of every router in ``model``.
+    """Set ``aux_scale`` of every router in ``model``.
 
     >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
     >>> for tokens, labels in batch:
@@ -29,7 +29,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
     """
     for module in model.modules():
         if isinstance(module, AuxiliaryCarrier):
-            module.loss_scale = scale
+            module.aux_scale = scale
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:

@@ -89,7 +89,7 @@ class Router(AuxiliaryCarrier):
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
     experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
-    In training mode, auxiliary losses are attached to the weights, times ``loss_scale`` (see
+    In training mode, auxiliary losses are attached to the weights, times ``aux_scale`` (see
     :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and choices are counted in ``load``.
 
     Balance without an auxiliary loss comes from ``correction_bias`` (Wang et al. 2024; DeepSeek-V3, 2.1.2), which is
@@ -146,9 +146,9 @@ class Router(AuxiliaryCarrier):
             counts = self.kernels(count_choices_, torch.zeros_like(self.load), indices)
             softmax = self.config.score == "softmax"
             probabilities = scores if softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
-            weights = attach_balance(weights, probabilities, counts, aux * self.loss_scale)
+            weights = attach_balance(weights, probabilities, counts, aux * self.aux_scale)
         if z:
-            weights = attach(weights, z_loss(logits), z * self.loss_scale)
+            weights = attach(weights, z_loss(logits), z * self.aux_scale)
         return weights
 
     @torch.no_grad()

@@ -14,7 +14,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
@@ -145,7 +144,6 @@ class Boundary:
         mesh: Mesh of all ranks; links run along its dimension "pp".
         placement: Rank of each stage.
         device: Device of the tensors.
-        timeout: Limit of every wait.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
         between: Function that returns the seconds from one time of this clock to another.
@@ -164,7 +162,6 @@ class Boundary:
         placement: Placement,
         *,
         device: torch.device,
-        timeout: timedelta,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
         between: Callable[[Any, Any], float] | None = None,
@@ -173,7 +170,7 @@ class Boundary:
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
         self._stamp, self._between = stamp, between or (lambda begun, ended: ended - begun)
-        self.placement, self.device, self._dynamic, self.timeout = placement, device, dynamic, timeout
+        self.placement, self.device, self._dynamic = placement, device, dynamic
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
@@ -191,7 +188,7 @@ class Boundary:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
-                lane = Lane(name, timeout, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
+                lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
@@ -257,7 +254,7 @@ class Boundary:
 
     def _read(self, link: _Link) -> Specs:
         header = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
-        link.header.recv([header], link.header_peer, 0).wait(self.timeout)
+        link.header.recv([header], link.header_peer, 0).wait(self.mesh.failures.limit)
         return decode(header)
 
     def _whole(self, part: Tensor, spec: Spec) -> Tensor:
@@ -320,7 +317,9 @@ class Boundary:
         """
         landed: dict[CostKey, list[Any]] = {}
         now = self._stamp or time.perf_counter
-        limit = None if self._stamp else self.timeout  # with a limit, a wait for NCCL would block the thread
+        limit = (
+            None if self._stamp else self.mesh.failures.limit
+        )  # with a limit, a wait for NCCL would block the thread
         for source, to in sorted(_directions(self.placement)):
             self.mesh.sums(0.0)  # until all ranks have come
             for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
@@ -336,7 +335,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now()).synchronize(self.timeout, self.mesh.failures.is_lost)
+            CudaMark(self.device, None, now()).synchronize(self.mesh.failures.limit, self.mesh.failures.is_lost)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:

@@ -405,7 +405,7 @@ def own_exchange(
     group: dist.ProcessGroup | None,
     ctas: int = DEFAULT_CTAS,
     *,
-    timeout: timedelta | None = None,
+    limit: timedelta | None = None,
     device: str | None = None,
 ) -> Exchange:
     """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
@@ -415,13 +415,13 @@ def own_exchange(
     Args:
         group: Ranks that share the experts; None for one rank.
         ctas: Largest number of thread blocks of a transfer of rows on NCCL, each on a multiprocessor.
-        timeout: Limit of every wait; None for the default group's limit.
+        limit: Of every wait; None for the default group's limit.
         device: See :func:`build_exchange`.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     ranks = dist.get_process_group_ranks(group)
-    groups = Groups(ranks, timeout, device=device or _carried_by(group))
+    groups = Groups(ranks, limit, device=device or _carried_by(group))
     if groups.backend == "gloo":
         up, down, counts = (groups.new(ranks, purpose) for purpose in ("rows up", "rows down", "counts"))
         return PeerExchange((up, down, counts))

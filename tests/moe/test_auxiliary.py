@@ -101,7 +101,7 @@ def test_a_routers_gradient_is_that_of_the_sum(score: str, aux: float, z: float)
         coefficients = {"aux_coefficient": aux, "z_coefficient": z} if attached else {}
         torch.manual_seed(0)
         router = Router(H, RouterConfig(E, K, score=score, **coefficients), dtype=torch.float64)
-        router.loss_scale = scale
+        router.aux_scale = scale
         tokens = draw(T, H, seed=1).requires_grad_()
         indices, weights = router(tokens)
         total = (weights * draw(T, K, seed=2)).sum()
@@ -131,7 +131,7 @@ def test_the_scale_reaches_every_router_and_is_read_in_the_forward() -> None:
     config = MoEConfig(vocabulary=11, layers=3, hidden=8, heads=2, experts=4, intermediate=4, aux_coefficient=0.5)
     model = MoETransformer(config)
     routers = [m for m in model.modules() if isinstance(m, Router)]
-    assert [router.loss_scale for router in routers] == [1.0] * 3
+    assert [router.aux_scale for router in routers] == [1.0] * 3
     tokens = torch.arange(10).view(2, 5)
 
     def gradient(before: float, after: float) -> list[Tensor]:

@@ -55,7 +55,9 @@ def mutants(draw: st.DrawFn) -> Plan:
             nodes[a], nodes[b] = nodes[b], nodes[a]
         case "foreign":
             changes: dict[str, Any] = draw(
-                st.sampled_from([{"microbatch": plan.program.microbatches}, {"block": 9}, {"seam": 7}, {"stage": 1}])
+                st.sampled_from(
+                    [{"microbatch": plan.program.microbatches}, {"block": 9}, {"call": 7}, {"part": 5}, {"stage": 1}]
+                )
             )
             nodes[a] = nodes[a]._replace(**changes)
         case "weights" if plan.program.peak_weights:

@@ -169,11 +169,11 @@ def test_dense_blocks_go_with_the_layer_beside_them() -> None:
     )
 
 
-def test_layers_are_counted_by_seam() -> None:
+def test_layers_are_counted_by_call() -> None:
     nodes = [
         node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)
     ]
-    rows = [(node.name, node.seam) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
+    rows = [(node.name, node.call) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
     assert rows == [
         ("combine.b", 1),
         ("dispatch.f", 0),

@@ -128,11 +128,11 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
     costs, shape = even(ratio).in_parts(2), layers(placement, 2, 2)
     if loop_is_slow == (placement == Placement.loop(2, 2)):
         slower = {
-            (op, kind, placement.stages - 1, block, seam): 1.3 * cost
+            (op, kind, placement.stages - 1, block, 0, part): 1.3 * cost
             for (op, kind), cost in costs.by_op.items()
             if op in (Op.ATTENTION, Op.EXPERTS)
             for block in range(len(shape))
-            for seam in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
+            for part in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
         }
         costs = NodeCosts(costs.by_op, slower)
     limit = 3.0

@@ -15,7 +15,7 @@ from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport import streams
-from overlap1f1b.transport.communicators import LEAST_CTAS, Budget
+from overlap1f1b.transport.communicators import LEAST_CTAS, DeviceOptions
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import CudaMark
 from tests import models
@@ -27,23 +27,18 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("ctas", [LEAST_CTAS, 32, 100])
 def test_all_transfers_fit_the_budget(ctas: int) -> None:
     """Rows, two sums, counts and four links."""
-    budget = Budget(ctas)
+    budget = DeviceOptions(ctas=ctas)
     assert budget.rows + 2 * budget.sums + 1 + 4 * budget.link <= ctas
 
 
 def test_more_blocks_than_multiprocessors() -> None:
-    Budget(200).check(torch.device("cpu"))
+    DeviceOptions(ctas=200).check(torch.device("cpu"))
     with patch.object(streams, "multiprocessors", lambda device: 132):
-        Budget(132).check(GPU)
+        DeviceOptions(ctas=132).check(GPU)
         with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 24 to its 132 multiprocessors$"):
-            Budget(133).check(GPU)
+            DeviceOptions(ctas=133).check(GPU)
     with pytest.raises(ValueError, match=r"^ctas=23; allowed: 24 or more$"):
-        Engine(
-            models.build(),
-            build_schedule("sequential", microbatches=1),
-            loss_fn=models.loss_fn,
-            options=EngineOptions(ctas=23),
-        )
+        DeviceOptions(ctas=23)
 
 
 def _does_not_fit(rank: int, size: int) -> None:

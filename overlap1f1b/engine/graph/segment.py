@@ -24,7 +24,7 @@ from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of, next_sequence_number
 from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.library import LibraryExchange
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Place
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.lanes import Flight
 
@@ -171,7 +171,7 @@ class Sent:
     """An exchange behind a segment.
 
     Args:
-        place: Sub-op and number of the exchange in its block.
+        place: Of the exchange in its block.
         call: What the forward handed out.
         layout: Of the tensors that it sends.
         differs: Whether each of them requires a gradient.
@@ -181,7 +181,7 @@ class Sent:
         counts: Counts on their way to the experts, beside the rows of a dispatch.
     """
 
-    place: tuple[Op, int]
+    place: Place
     call: ExchangeCall
     layout: Layout
     differs: Sequence[bool]
@@ -222,13 +222,13 @@ class Segment:
     """One segment of a block's forward for one microbatch.
 
     Args:
-        op: Sub-op of its nodes.
-        seam: Number among the block's nodes of this sub-op.
+        place: Of its nodes in the block.
         queue: Where its weight gradients wait.
     """
 
-    def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
-        self.op, self.seam, self.queue = op, seam, queue
+    def __init__(self, place: Place, queue: WeightQueue) -> None:
+        self.op, self.call, self.part = place
+        self.queue = queue
         self.start = self.end = -1
         """Sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``."""
         self.taken: list[tuple[Sent, int]] = []

@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,9 +18,9 @@ from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.recompute import RecomputedRun
-from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
+from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
@@ -56,8 +55,7 @@ class Player:
     It runs none early while nodes are measured, or if ``around`` or the program itself sets their order.
 
     Args:
-        timeout: Limit of every wait for another rank.
-        failures: Where ranks report that they failed.
+        failures: Where ranks report that they failed; it has the limit of every wait for another rank.
         exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
@@ -82,7 +80,6 @@ class Player:
 
     def __init__(
         self,
-        timeout: timedelta,
         failures: Failures,
         *,
         exchange: Exchange,
@@ -96,7 +93,7 @@ class Player:
 
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
-            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=abort)
+            return Lane(name, failures, background=background, stamp=stamp, abort=abort)
 
         back = lane("combine")
         self.lanes = {
@@ -116,7 +113,7 @@ class Player:
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
-        self._watch, self._fills = watch, fills and watch is None
+        self.watch, self._fills = watch, fills and watch is None
         self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
@@ -146,7 +143,7 @@ class Player:
         """
         # 1. Nothing has been played yet.
         self._reset()
-        self._times = None if self._watch is None else StepTimes(self._watch)
+        self._times = None if self.watch is None else StepTimes(self.watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
         self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
@@ -183,7 +180,7 @@ class Player:
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
             microbatch = microbatches.get((node.stage, node.microbatch))
-            return microbatch is not None and (node.op, node.block, node.seam) in microbatch.queues
+            return microbatch is not None and (node.op, node.block, node.call) in microbatch.queues
 
         def play(position: int) -> None:
             waiting, self.position = self.position, position
@@ -268,13 +265,13 @@ class Player:
             self.before_launch()
         microbatch = microbatches[node.stage, node.microbatch]
         flying = microbatch.flights[node.kind]
-        counts = flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
+        counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         self._since = time.perf_counter()
         way, post = posting.post(node, microbatch)
         flight = self.lanes[way, node.kind].launch(node, post)
-        if node.op is Op.COUNTS and self.before_launch is not None and self._watch is None:
+        if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
-        flying[node.op, node.seam] = flight
+        flying[node.place] = flight
         if self._carveout is not None and node.op is not Op.COUNTS:
             self._carveout.launched()
         self.flights.append(flight)
@@ -343,7 +340,7 @@ def _outside_autocast(around: Around | None) -> Around | None:
 def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
     """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
     if node.kind is Kind.W:
-        accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+        accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
     run: BlockRun | None = microbatch.runs.get(node.block)
     if run is None:

@@ -30,11 +30,11 @@ from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behin
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
-from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
+from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Op, Place
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
@@ -100,7 +100,7 @@ class BlockRun:
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
-                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.is_lost)
+                    sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
         if isinstance(reached, list):
@@ -164,13 +164,12 @@ class BlockRun:
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        op, seam, deferred = self.stage.segments[self.block][len(self.segments)]
-        queue = WeightQueue() if deferred else self.queue
-        if op is Op.EXPERTS and seam % self.stage.shape[self.block].parts:  # the parts of a call have one weight node
-            queue = self.segments[-1].queue
-        segment = Segment(op, seam, queue)
+        place, deferred = self.stage.segments[self.block][len(self.segments)]
+        segment = Segment(place, WeightQueue() if deferred else self.queue)
+        if segment.part:  # the parts of a call have one weight node
+            segment.queue = self.segments[-1].queue
         self.segments.append(segment)
-        self.stage.queue = queue
+        self.stage.queue = segment.queue
         return segment
 
     def _end(self, segment: Segment) -> list[int]:
@@ -185,11 +184,11 @@ class BlockRun:
         behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        for position, (call, (_, seam)) in enumerate(zip(calls, behind, strict=True)):
+        for position, (call, (_, at, _)) in enumerate(zip(calls, behind, strict=True)):
             if self.foreign:
                 calls[position] = self._expected(call, number)
             elif isinstance(call.splits, Route):
-                stage.note_route(call, call.splits, self.block, seam, self.microbatch.index)
+                stage.note_route(call, call.splits, self.block, at, self.microbatch.index)
         self._send(calls)
 
     def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
@@ -527,9 +526,8 @@ class BlockRun:
         for parameter, crossing in segment.parameters.items():
             if crossing.entry.grad is not None:
                 self._pass_to_others(parameter, crossing.entry.grad)
-        parts = self.stage.shape[self.block].parts if segment.op is Op.EXPERTS else 1
-        if segment.queue is not self.queue and not segment.seam % parts:
-            self.microbatch.queues[segment.op, self.block, segment.seam // parts] = segment.queue
+        if segment.queue is not self.queue and not segment.part:
+            self.microbatch.queues[segment.op, self.block, segment.call] = segment.queue
         # 4. Gradients of received rows travel back; gradients of the block's inputs go to the block before.
         if self.segments:
             entries = iter(segment.received)

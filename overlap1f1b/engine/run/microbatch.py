@@ -12,16 +12,13 @@ from torch import Tensor
 from overlap1f1b.engine.graph.autograd import Gradients, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.plan import Node, Op, brought_by
+from overlap1f1b.plan import Node, Op, Place, brought_by
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
 
 LossFunction = Callable[..., Tensor]
 """``(*outputs of the last block, *targets) → scalar``."""
-
-Place = tuple[Op, int]
-"""Sub-op of an exchange, and its number among the block's exchanges of this sub-op."""
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
@@ -98,7 +95,7 @@ class Microbatch:
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
         flying = self.flights[node.kind]
-        if node.op is Op.EXPERTS and (one := brought_by(node.op, node.kind, node.seam)) in flying:
+        if node.op is Op.EXPERTS and (one := brought_by(node)) in flying:
             return {one: flying.pop(one)}
         self.flights[node.kind] = {}
         return flying

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Engine, MicrobatchBlock
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.play.player import MicrobatchKey, compute
-from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Place, Tensors, tensors
+from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Labelled
-from overlap1f1b.plan import Node, NodeCosts, Op, Plan, compile
+from overlap1f1b.plan import Node, NodeCosts, Op, Place, Plan, compile
 from overlap1f1b.schedule import Kind, Pair, Slot, actions_of
 
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.engine.options import TRIES
-from overlap1f1b.engine.play.parts import Parts, PartsChoice
+from overlap1f1b.engine.options import TRIES, Parts
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
@@ -88,7 +87,7 @@ class Bench:
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
         self.parts: Parts = 1 if options.parts == "auto" else options.parts
-        self.parts_choice: PartsChoice | None = None
+        self.parts_chosen: str | None = None
 
     # What differs between kinds of models
 
@@ -170,7 +169,7 @@ class Bench:
                 self.parts = "auto"
                 engine = self.engine(default)
                 self._calibrated(engine)
-                self.parts_choice, self.parts = engine.parts_choice, engine.parts_choice.parts
+                self.parts_chosen, self.parts = engine.tuner.parts_choice, engine.tuner.parts
             costs: dict[Program | None, NodeCosts] = {}
             engines = {}
             for number, variant in enumerate(variants, 1):
@@ -226,7 +225,7 @@ class Bench:
         return TimedCompute(speed).entered(self.model, self._real_modules())
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
-        while engine.settling:
+        while engine.tuner.settling:
             self.step(engine)
         assert engine.costs is not None
         return engine.costs
@@ -342,7 +341,7 @@ class Bench:
                 assert player.costs is not None
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
-                row["tried"] = [str(one) for one in player.tried]
+                row["tried"] = [str(one) for one in player.tuner.tried]
                 row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
             else:
                 row["overlap"] = player.overlap
@@ -372,7 +371,7 @@ class Bench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
-            "parts_chosen": None if self.parts_choice is None else str(self.parts_choice),
+            "parts_chosen": self.parts_chosen,
             "processor_share": share,
             "plain_ms": ms.get("plain"),
             "compute_only_ms": ms["compute_only"],

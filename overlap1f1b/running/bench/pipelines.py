@@ -106,7 +106,7 @@ class TorchSchedule:
         if kind.overlapped:
             given = EngineOptions(parts=bench.parts, tries=0, verify=False, timeout=options.timeout)
             self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=given, exchange=bench.recording)
-            while self.schedule.engine.settling:
+            while self.schedule.engine.tuner.settling:
                 bench.step(self)
             self.overlap = str(self.schedule.engine.plan.overlap)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import DeviceOptions, Engine
 from overlap1f1b.engine.play.device import Carveout, Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
@@ -91,7 +91,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     exchange = LoopbackExchange(CPU, gbps=1e-3)
     overlapped = engine(2, exchange, 2, costs=COSTS)
     player = overlapped.player
-    player._watch = watch
+    player.watch = watch
     for lane in player.lanes.values():
         lane.stamp = watch.stamp
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
@@ -111,9 +111,9 @@ def test_launches_are_measured_without_waits_for_counts() -> None:
     overlapped.step(data[0], target=data[1])
     assert overlapped.player.launches == ()
     player = overlapped.player
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     begun = time.perf_counter()
     overlapped.step(data[0], target=data[1])
     launches = player.launches
@@ -195,7 +195,7 @@ def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS, **({"carveout": True} if asked else {}))
+    overlapped = engine(4, exchange, 3, costs=COSTS, **({"device": DeviceOptions(carveout=True)} if asked else {}))
     data = models.batch(4)
     overlapped.step(data[0], target=data[1])
     assert bool(told) == asked
@@ -207,9 +207,9 @@ def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyP
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     player, data = overlapped.player, models.batch(2)
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     with Recorder(overlapped, Silent()) as recorder:
         for _ in range(2):
             result = overlapped.step(data[0], target=data[1])

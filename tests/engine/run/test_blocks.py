@@ -32,8 +32,8 @@ def test_parameters_are_told_apart() -> None:
 def test_exchanges_of_a_part_are_in_one_row_over_all_blocks(parts: int) -> None:
     stage = Stage(models.build(seams=2), parts=parts)
     for part in range(parts):
-        second = parts + part
-        row = [(block, op, seam) for block in (1, 3) for seam in (part, second) for op in (Op.DISPATCH, Op.COMBINE)]
+        ops = Op.DISPATCH, Op.COMBINE
+        row = [(block, (op, call, part)) for block in (1, 3) for call in (0, 1) for op in ops]
         assert [stage.exchange_after.get(place) for place in row] == [*row[1:], None]
         assert [stage.exchange_before.get(place) for place in row] == [None, *row[:-1]]
 

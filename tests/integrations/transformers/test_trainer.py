@@ -23,6 +23,7 @@ import tokenizers
 import transformers
 
 from overlap1f1b.engine import LostRankError
+from overlap1f1b.engine.tuner import State
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_arguments
 from overlap1f1b.plan import RECOMPUTES, Node, Op
@@ -1044,9 +1045,9 @@ def _with_parts(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]],
     with launched(rank, size):
         trainer = spec.build()
         trainer.train()
-        choice = trainer.engine.parts_choice
-        assert not choice.open
-        return list(trainer.state.log_history), list(choice.predicted)
+        tuner = trainer.engine.tuner
+        assert tuner.state is not State.MEASURING
+        return list(trainer.state.log_history), list(tuner.predicted)
 
 
 def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1276,7 +1277,7 @@ def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
         close(shown(lines), expected)
         assert len(plays) == spec.steps
         assert any(node.op in RECOMPUTES for node in nodes)
-        parts = {node.seam for node in nodes if node.op is Op.EXPERTS}
+        parts = {node.part for node in nodes if node.op is Op.EXPERTS}
         assert parts == ({0, 1} if sizes.pp > 1 else set())  # one rank runs layers whole
         for step, line in enumerate([line for line in lines if "exchange_hidden" in line]):
             measured = [others[step] for _, others, _ in every]
