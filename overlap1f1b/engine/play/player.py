@@ -223,11 +223,11 @@ class Player:
                 microbatch.finish()
 
     def _await_input(self, node: Node, microbatch: Microbatch) -> dict[Place, Any]:
-        coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-        if not coming and arriving is None:
+        coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
+        if not coming and receiving is None:
             return {}
         if self._filler is not None and self.position is not None:
-            flights = coming.values() if arriving is None else (*coming.values(), arriving)
+            flights = coming.values() if receiving is None else (*coming.values(), receiving)
             self._filler.fill(flights, self.position)
         return microbatch.await_input(node.kind, coming)
 
@@ -243,8 +243,8 @@ class Player:
         assert self.boundary is not None
         microbatch = microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
-            arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
-            self.flights.append(arriving)
+            receiving = microbatch.receiving[node.kind] = self.boundary.receive(node)
+            self.flights.append(receiving)
             return
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
