@@ -31,7 +31,7 @@ MICROBATCHES = 4
 ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 VIEWS = {"_unsafe_view", "detach", "_reshape_alias", "promote_types"}
 """Operators that launch nothing, though their schema does not say that they are views."""
-LAYER = {
+LAYER = {  # before they were counted there were 84, and 18 more where rows of several ranks are grouped
     "mm": 9,  # heads, their output and the gate: forward, and two gradients each
     "_grouped_mm": 6,  # both products of the experts, likewise
     "attention": 2,  # forward and backward
@@ -149,4 +149,4 @@ def test_a_layer_launches_what_is_listed() -> None:
         assert {name: number / MICROBATCHES for name, number in found.items() if number} == LAYER
         assert (calls - before) / MICROBATCHES < CALLS
     else:
-        assert found.total() / MICROBATCHES <= sum(LAYER.values()) + 2
+        assert found.total() / MICROBATCHES < sum(LAYER.values()) + 8, found
