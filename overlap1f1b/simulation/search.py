@@ -10,13 +10,11 @@ from itertools import product
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, bound, found_orders, pipeline_bound
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
-from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import found_orders
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 Played = ProgramTimeline | PlanTimeline
@@ -125,7 +123,7 @@ class NodeModel:
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
-        seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.found_orders`.
+        seconds: Size of the search for an order, see :func:`~overlap1f1b.found_orders`.
         progress: Called with the share of a search for an order that is done, after each try.
     """
 
@@ -174,7 +172,7 @@ class NodeModel:
         self.progress((searched + share) / searches)
 
     def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """Return the bound of :func:`overlap1f1b.simulation.bound.bound`."""
+        """Return the bound of :func:`overlap1f1b.plan.bound`."""
         shape = self._shape_of_a_stage(program.placement)
         return bound(program, shape, self._costs, self.default if overlap is None else overlap)
 
