@@ -144,7 +144,7 @@ def test_the_slowest_rank_counts_on_all(ranks2: Ranks) -> None:
 def _beside(rank: int, size: int) -> tuple[str, list[float]]:
     """Two engines that play alike: the times of the first rank count."""
     of = tuner(1)
-    of.beside = [list(range(size))]
+    of.outside_groups = [list(range(size))]
     of._adopt(COSTS, plans(1.0, 1.0))
     play(of, 1.0 + 2 * rank, 2.0)
     return of.plan.order, [one.seconds for one in of.tried]
