@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 from time import process_time
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, check, compile
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, bound, check, compile, found_orders, pipeline_bound
 from overlap1f1b.schedule import Kind, Placement
-from overlap1f1b.simulation import bound, candidates, found_orders, pipeline_bound
+from overlap1f1b.simulation import candidates
 
 PARTS, LAYERS = 2, 4
 ROWS = (

@@ -15,9 +15,9 @@ _HOME = {
     for home, names in {
         "engine": "DeviceOptions Engine EngineOptions Profile Stage StepResult carried "
         "combined_forward_backward_step consolidate declare load_checkpoint save_checkpoint",
-        "plan": "NodeCosts Plan compile",
+        "plan": "NodeCosts Plan compile found_orders",
         "schedule": "Action Pair Placement Program build_schedule",
-        "simulation": "Costs PlanTimeline ProgramTimeline Timeline found_orders simulate",
+        "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate",
         "transport.calls": "exchange",
     }.items()
     for name in names.split()
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
         load_checkpoint,
         save_checkpoint,
     )
-    from overlap1f1b.plan import NodeCosts, Plan, compile
+    from overlap1f1b.plan import NodeCosts, Plan, compile, found_orders
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, found_orders, simulate
+    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
     from overlap1f1b.transport.calls import exchange
 
 __all__ = [

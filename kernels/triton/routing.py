@@ -26,7 +26,7 @@ def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
     flat = indices.reshape(-1)
     _, BE = _tile(len(load))
     BLOCK = max((1 << 19 if interpreted() else COUNTED_CELLS) // BE, 16)
-    _count((-(-len(flat) // BLOCK), 1), (load, flat), (len(flat),), (len(load), BLOCK, BE), num_warps=8)
+    _add_choices((-(-len(flat) // BLOCK), 1), (load, flat), (len(flat),), (len(load), BLOCK, BE), num_warps=8)
     torch.autograd.graph.increment_version(load)
     return load
 
@@ -61,7 +61,7 @@ def route_tokens_backward(
 
 
 @kernel("choices")
-def _count(load, indices, choices, experts: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr):
+def _add_choices(load, indices, choices, experts: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(indices + place, mask=place < choices, other=-1)
     every = tl.arange(0, BE)

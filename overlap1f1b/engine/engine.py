@@ -29,7 +29,7 @@ from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import Watch, watch_of
+from overlap1f1b.engine.play.device import Watch, carved_out, watch_of
 from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
@@ -202,7 +202,6 @@ class Engine:
             reductions=self.reductions,
             watch=watch,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-            carveout=self.options.device.carveout,
         )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
@@ -345,6 +344,7 @@ class Engine:
         # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
         here = torch.autograd.set_multithreading_enabled(False)
         with here, Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
+            installed.enter_context(carved_out(self.exchange.sms if self.options.device.carveout else 0))
             for stage in self.stages.values():
                 installed.enter_context(stage.installed(feed.aux_scale))
             self.player.play(nodes, microbatches)

@@ -16,9 +16,8 @@ from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import all_shapes, cut_alike
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Span, StageShape
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Span, StageShape, found_orders
 from overlap1f1b.schedule import Program, forwards_of, one_by_one
-from overlap1f1b.simulation import found_orders
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
 from overlap1f1b.transport.mesh import Mesh

@@ -49,14 +49,14 @@ class Spec(NamedTuple):
 
     Args:
         dtype: Of the tensor.
-        differentiable: Whether a gradient comes back.
+        requires_grad: Whether a gradient comes back.
         shape: Of what this rank has of it.
         sharded: Dimension along which a tensor group has parts of a DTensor, or ``REPLICATED``, or ``PLAIN``.
         whole: Size of all parts along this dimension.
     """
 
     dtype: torch.dtype
-    differentiable: bool
+    requires_grad: bool
     shape: tuple[int, ...]
     sharded: int = PLAIN
     whole: int = 0
@@ -67,7 +67,7 @@ _ABSENT = Spec(torch.bool, False, (0,))  # stands for None
 _Key = tuple[Op, Kind, int, int]
 
 
-def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs:
+def specs_of(tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> Specs:
     """Describe tensors for a header.
 
     Raises:
@@ -81,18 +81,18 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
                 f"a tensor of {tensor.dtype} and {tensor.dim()} dimensions between stages; "
                 f"allowed: up to {MOST_DIMS} dimensions of {', '.join(str(d)[6:] for d in _DTYPES)}"
             )
-    return tuple(_spec_of(t, d) for t, d in zip(tensors, differentiable, strict=True))
+    return tuple(_spec_of(t, d) for t, d in zip(tensors, requires_grad, strict=True))
 
 
-def _spec_of(tensor: Tensor, differentiable: bool) -> Spec:
+def _spec_of(tensor: Tensor, requires_grad: bool) -> Spec:
     if not isinstance(tensor, DTensor):
-        return Spec(tensor.dtype, differentiable, tuple(tensor.shape))
+        return Spec(tensor.dtype, requires_grad, tuple(tensor.shape))
     shape = tuple(tensor.to_local().shape)
     match tensor.placements:
         case (Shard(dim=at),):
-            return Spec(tensor.dtype, differentiable, shape, at, tensor.shape[at])
+            return Spec(tensor.dtype, requires_grad, shape, at, tensor.shape[at])
         case (Replicate(),):
-            return Spec(tensor.dtype, differentiable, shape, REPLICATED)
+            return Spec(tensor.dtype, requires_grad, shape, REPLICATED)
     raise ValueError(
         f"a DTensor with placements {tensor.placements} between stages; allowed: one of Shard and Replicate, over 'tp'"
     )
@@ -249,7 +249,7 @@ class Boundary:
         works = [link.payload.recv([self._sendable(t)], link.peer, 0) for t in parts if t.numel()]
         received = tuple(map(self._whole, parts, specs))
         for tensor, spec in zip(received, specs, strict=True):
-            tensor.requires_grad_(spec.differentiable)
+            tensor.requires_grad_(spec.requires_grad)
         return Transfer(received, works)
 
     def _read(self, link: _Link) -> Specs:
@@ -267,7 +267,7 @@ class Boundary:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.tensor_mesh, [placement], run_check=False, shape=shape, stride=stride)
 
-    def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
+    def send(self, node: Node, tensors: Tensors, requires_grad: Sequence[bool]) -> Flight[None]:
         """Send the tensors of a SEND node.
 
         Raises:
@@ -279,7 +279,7 @@ class Boundary:
                 raise ValueError(
                     f"stage {node.stage} passes on a DTensor over {tensor.device_mesh}; allowed: over the mesh's 'tp'"
                 )
-        specs = specs_of(tensors, differentiable)
+        specs = specs_of(tensors, requires_grad)
         known = self._known.get(_key(node)) if self._remember else None
         if known is not None and specs != known:
             raise ValueError(
@@ -379,7 +379,7 @@ def _key(node: Node) -> _Key:
 def _text(specs: Specs) -> str:
     kinds = []
     for spec in specs:
-        lacks = spec.dtype.is_floating_point and not spec.differentiable
+        lacks = spec.dtype.is_floating_point and not spec.requires_grad
         text = f"{str(spec.dtype)[6:]}{list(spec.shape)}{' without a gradient' * lacks}"
         kinds.append("None" if spec == _ABSENT else text)
     return ", ".join(kinds) or "nothing"

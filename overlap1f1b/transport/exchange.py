@@ -382,7 +382,7 @@ def _all_to_all(
     return work
 
 
-DEFAULT_CTAS = 16
+DEFAULT_CTAS = 8
 """Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 

@@ -23,9 +23,8 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.costs import Cost, CostKey
 from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.schedule import Action, Kind, Program, peaks_of
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
+from tests.programs import combined_1f1b, forward_only, sequential
 
 MOE = BlockShape(seams=1)
 DENSE = BlockShape(seams=0)

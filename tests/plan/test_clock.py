@@ -12,9 +12,9 @@ from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, Placement, build_schedule
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
+from tests.programs import forward_only, sequential
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
 

@@ -12,11 +12,9 @@ from overlap1f1b.plan import (
     Op,
     Recompute,
     Resource,
-    backward_chain,
-    forward_chain,
     parse_recompute,
-    weight_node,
 )
+from overlap1f1b.plan.node import backward_chain, forward_chain, weight_node
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests.plan.cases import DENSE, MOE
 

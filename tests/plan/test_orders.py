@@ -10,10 +10,9 @@ import pytest
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape
 from overlap1f1b.plan.orders import launched_early, pairs, serial, with_reductions
 from overlap1f1b.schedule import Kind
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import sequential
 from tests.plan.cases import DENSE, MOE, chains_of, play
 from tests.plan.drawing import drawn, lines
+from tests.programs import combined_1f1b, sequential
 
 # Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.
 COSTS = NodeCosts(

@@ -13,6 +13,7 @@ from overlap1f1b.plan import (
     NodeCosts,
     Op,
     Overlap,
+    bound,
     check,
     check_rendezvous,
     compile,
@@ -21,7 +22,6 @@ from overlap1f1b.plan import (
 )
 from overlap1f1b.schedule import SCHEDULES, Kind, build_schedule
 from overlap1f1b.schedule.placement import SINGLE
-from overlap1f1b.simulation.bound import bound
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25, counts=0.3, aggregate=0.2, reduce=1, send=1)
 

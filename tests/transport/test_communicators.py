@@ -37,10 +37,10 @@ def test_more_blocks_than_multiprocessors() -> None:
     gpu = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132))
     with patch.object(devices, "of", lambda device: gpu):
         DeviceOptions(ctas=132).check(GPU)
-        with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 24 to its 132 multiprocessors$"):
+        with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 16 to its 132 multiprocessors$"):
             DeviceOptions(ctas=133).check(GPU)
-    with pytest.raises(ValueError, match=r"^ctas=23; allowed: 24 or more$"):
-        DeviceOptions(ctas=23)
+    with pytest.raises(ValueError, match=r"^ctas=15; allowed: 16 or more$"):
+        DeviceOptions(ctas=15)
 
 
 def _does_not_fit(rank: int, size: int) -> None:

@@ -29,12 +29,12 @@ class LibraryExchange:
         anchor: Any leaf that requires a gradient; it gets none.
 
     Attributes:
-        differs: Whether each result requires a gradient; empty before the forward.
+        requires_grad: Whether each result requires a gradient; empty before the forward.
     """
 
     def __init__(self, function: LibraryFunction, stream: SideStream, anchor: Tensor) -> None:
         self.function, self.stream, self.anchor = function, stream, anchor
-        self.differs: list[bool] = []
+        self.requires_grad: list[bool] = []
         self._entries: list[Entry] = []
         self._results: list[GradientEdge] = []
 
@@ -50,10 +50,13 @@ class LibraryExchange:
             with torch.enable_grad():
                 pairs = zip(sent, self._entries, strict=True)
                 returned = self.function(*[entry.enter(tensor, self.anchor) for tensor, entry in pairs])
-            self.differs = [isinstance(result, Tensor) and result.requires_grad for result in returned]
-            self._results = [edge_of(result) for result, differs in zip(returned, self.differs, strict=True) if differs]
+            self.requires_grad = [isinstance(result, Tensor) and result.requires_grad for result in returned]
+            self._results = [
+                edge_of(result) for result, required in zip(returned, self.requires_grad, strict=True) if required
+            ]
             results.extend(
-                result.detach() if differs else result for result, differs in zip(returned, self.differs, strict=True)
+                result.detach() if required else result
+                for result, required in zip(returned, self.requires_grad, strict=True)
             )
 
         mark = self.stream.run(run, *tensors)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from overlap1f1b.engine.graph.autograd import accumulate
-from overlap1f1b.engine.play.device import Carveout, StepTimes, Watch
+from overlap1f1b.engine.play.device import StepTimes, Watch
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
@@ -62,7 +62,6 @@ class Player:
         reductions: Carry out the ``reduce`` nodes.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
-        carveout: Whether compute leaves multiprocessors to exchanges in flight, see :class:`Carveout`.
 
     Attributes:
         before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
@@ -88,7 +87,6 @@ class Player:
         reductions: Sequence[Reduction] = (),
         watch: Watch | None = None,
         fills: bool = True,
-        carveout: bool = False,
     ) -> None:
         abort = partial(exchange.abort, ending=True)
 
@@ -115,7 +113,6 @@ class Player:
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
         self.watch, self._fills = watch, fills and watch is None
-        self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
         self._around: Around | None = None
@@ -175,8 +172,6 @@ class Player:
         deadline = time.monotonic() + DRAIN_S
         for flight in self.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
-        if self._carveout is not None:
-            self._carveout.clear()
 
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
@@ -229,13 +224,11 @@ class Player:
                 microbatch.finish()
 
     def _await_input(self, node: Node, microbatch: Microbatch) -> dict[Place, Any]:
-        coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-        if self._carveout is not None:
-            self._carveout.awaited(len(coming))
-        if not coming and arriving is None:
+        coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
+        if not coming and receiving is None:
             return {}
         if self._filler is not None and self.position is not None:
-            flights = coming.values() if arriving is None else (*coming.values(), arriving)
+            flights = coming.values() if receiving is None else (*coming.values(), receiving)
             self._filler.fill(flights, self.position)
         return microbatch.await_input(node.kind, coming)
 
@@ -251,8 +244,8 @@ class Player:
         assert self.boundary is not None
         microbatch = microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
-            arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
-            self.flights.append(arriving)
+            receiving = microbatch.receiving[node.kind] = self.boundary.receive(node)
+            self.flights.append(receiving)
             return
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
@@ -273,8 +266,6 @@ class Player:
         if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
         flying[node.place] = flight
-        if self._carveout is not None and node.op is not Op.COUNTS:
-            self._carveout.launched()
         self.flights.append(flight)
         if counts is not None:
             self._since = max(self._since, counts.read)

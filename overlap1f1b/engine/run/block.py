@@ -139,12 +139,12 @@ class BlockRun:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
-        segment, received, differs = self._open(), list[Any](), list[bool]()
+        segment, received, requires_grad = self._open(), list[Any](), list[bool]()
         for sent, tensors in brought:
             segment.taken.append((sent, len(tensors)))
             received += tensors
-            differs += sent.arriving
-        given = segment.enter(received, differs, self.stage.anchor)
+            requires_grad += sent.results_require_grad
+        given = segment.enter(received, requires_grad, self.stage.anchor)
         mode = grad and not brought[0][0].call.feeds_part
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
@@ -233,20 +233,20 @@ class BlockRun:
                 self._check_graph(segment, sent.edges)
 
     def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
-        differs, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
+        requires_grad, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
         for tensor in tensors:
-            requires = self.microbatch.grad and tensor.requires_grad
-            differs.append(requires)
-            edges.append(edge_of(tensor) if requires else None)
+            required = self.microbatch.grad and tensor.requires_grad
+            requires_grad.append(required)
+            edges.append(edge_of(tensor) if required else None)
             bare.append(tensor.detach())
         layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return Sent(place, call, layout, differs, edges, library, bare)
+            return Sent(place, call, layout, requires_grad, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.foreign and len(bare) == 1 else rows
-        return Sent(place, call, layout, differs, edges, None, rows)
+        return Sent(place, call, layout, requires_grad, edges, None, rows)
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
@@ -289,14 +289,14 @@ class BlockRun:
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
-        microbatch, passed, differs = self.microbatch, list[Tensor](), list[bool]()
+        microbatch, passed, requires_grad = self.microbatch, list[Tensor](), list[bool]()
         self.stage.draws.forwarded(self.block)
         for out in outs:
-            differs.append(out.requires_grad)
+            requires_grad.append(out.requires_grad)
             passed.append(out.detach() if self.is_last else out.detach().requires_grad_(out.requires_grad))
         if microbatch.grad:
             if not self.is_last:
-                self._check_differs(outs)
+                self._check_requires_grad(outs)
             self._keep(outs)
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
@@ -306,7 +306,7 @@ class BlockRun:
                 self.plain.clear()
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
-            microbatch.differentiable = tuple(differs)
+            microbatch.requires_grad = tuple(requires_grad)
         else:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
@@ -337,7 +337,7 @@ class BlockRun:
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:
             return outs
-        self._check_differs(outs)
+        self._check_requires_grad(outs)
         return microbatch.with_loss(outs, self.name)
 
     def _several(self, returned: Any, x: Tensors) -> Tensors:
@@ -350,7 +350,7 @@ class BlockRun:
             raise ValueError(f"{self.name} returns {what}; allowed: a tensor or a tuple of tensors")
         return outs
 
-    def _check_differs(self, outs: Tensors) -> None:
+    def _check_requires_grad(self, outs: Tensors) -> None:
         """Check that outputs require a gradient if an input does.
 
         Raises:

@@ -61,7 +61,7 @@ class Microbatch:
         """Inputs of the next block: leaves, which require a gradient where one will come."""
         self.outputs: Tensors | None = None
         """Outputs of the last block, or the loss if there is a ``loss_fn``, until they are sent on."""
-        self.differentiable: tuple[bool, ...] = ()
+        self.requires_grad: tuple[bool, ...] = ()
         """Whether each output will get a gradient."""
         self.kept: Tensors = ()
         """Arguments of ``loss_fn``, if ``keep_outputs``."""
@@ -74,7 +74,7 @@ class Microbatch:
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
         self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way
-        self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
+        self.receiving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
         self.expected: dict[Node, Expected | None] = {}  # announced receives
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
@@ -102,13 +102,13 @@ class Microbatch:
 
     def await_input(self, kind: Kind, coming: Mapping[Place, Flight[Any]]) -> dict[Place, Any]:
         """Wait for the tensors that the next compute node needs from other ranks; return what its exchanges bring."""
-        if kind in self.arriving:
-            arrived = self.arriving.pop(kind).wait()
+        if kind in self.receiving:
+            arrived = self.receiving.pop(kind).wait()
             if kind is Kind.F:
                 self.activations = arrived
             else:
                 grads = iter(arrived)
-                self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
+                self.output_grads = tuple(next(grads) if required else None for required in self.requires_grad)
         return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
@@ -139,7 +139,7 @@ class Microbatch:
         if kind is Kind.F:
             passed, self.outputs = self.outputs, None
             assert passed is not None
-            return passed, self.differentiable
+            return passed, self.requires_grad
         grads, self.input_grads = tuple(g for g in self.input_grads if g is not None), ()
         return grads, (False,) * len(grads)
 
@@ -149,7 +149,7 @@ class Microbatch:
             before, self.before = self.before, None
             passed, before.outputs = before.outputs, None
             assert passed is not None
-            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, before.differentiable, strict=True))
+            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, before.requires_grad, strict=True))
         taken, self.activations = self.activations, None
         assert taken is not None, f"microbatch {self.index} has no input"
         return taken
@@ -177,7 +177,7 @@ class Microbatch:
         With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """
         self.finished, self.target, self.loss_fn = True, (), None
-        del self.runs, self.queues, self.flights, self.arriving, self.expected, self.random, self.tied, self.memo
+        del self.runs, self.queues, self.flights, self.receiving, self.expected, self.random, self.tied, self.memo
 
     def stop(self) -> None:
         """Unwind suspended forwards and release everything."""
@@ -186,7 +186,7 @@ class Microbatch:
         for run in self.runs.values():
             with suppress(Exception):  # of a block that makes an error of its own from the end of its forward
                 run.stop()
-        for state in (self.runs, self.queues, self.flights, self.arriving, self.expected, self.memo):
+        for state in (self.runs, self.queues, self.flights, self.receiving, self.expected, self.memo):
             state.clear()
         self.before = self.after = None
 

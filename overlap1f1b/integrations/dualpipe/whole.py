@@ -125,7 +125,7 @@ class WholeModules:
             raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
         if microbatch.keep_outputs and loss is not None:
             microbatch.kept = tuple(t.detach() for t in outputs)
-        microbatch.differentiable = tuple(t.requires_grad for t in outputs)
+        microbatch.requires_grad = tuple(t.requires_grad for t in outputs)
         microbatch.outputs = tuple(t.detach() for t in (outputs if loss is None else (loss,)))
         microbatch.forwarded, microbatch.ended = True, not microbatch.grad
         if microbatch.grad:

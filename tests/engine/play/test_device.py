@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from overlap1f1b.engine import DeviceOptions, Engine
-from overlap1f1b.engine.play.device import Carveout, Watch, watch_of
+from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
@@ -177,34 +177,19 @@ def test_the_device_of_the_model_sleeps_whichever_is_current(monkeypatch: pytest
     assert asleep == [["the stream of cuda:1"]]
 
 
-def test_compute_leaves_multiprocessors_to_exchanges_in_flight() -> None:
-    told: list[int | None] = []
-    carveout = Carveout(16, told.append)
-    carveout.launched()
-    carveout.launched()
-    carveout.awaited()
-    assert told == [16]
-    carveout.awaited()
-    assert told == [16, None]
-    carveout.launched()
-    carveout.clear()
-    carveout.clear()
-    assert told == [16, None, 16, None]
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_products_leave_two_multiprocessors_for_each_block_of_rows(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
     told: list[int | None] = []
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 5)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS, **({"device": DeviceOptions(carveout=True)} if asked else {}))
+    overlapped = engine(4, exchange, 3, costs=COSTS, verify=False, device=DeviceOptions(carveout=wanted))
     data = models.batch(4)
     overlapped.step(data[0], target=data[1])
-    assert bool(told) == asked
-    assert told[::2] == [12] * (len(told) // 2)
-    assert told[1::2] == [None] * (len(told) // 2)
-    assert torch._C._get_sm_carveout_experimental() is None
+    assert told == ([24, 5] if wanted else [])
 
 
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:

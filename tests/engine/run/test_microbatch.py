@@ -48,7 +48,7 @@ def test_what_is_handed_over_is_let_go_of() -> None:
     assert x.shape == (3, 2)
     with pytest.raises(AssertionError, match="microbatch 0 has no input"):
         taken.take_activations()
-    taken.outputs, taken.differentiable = (x,), (True,)
+    taken.outputs, taken.requires_grad = (x,), (True,)
     assert taken.take_passed(Kind.F) == ((x,), (True,))
     assert taken.output is None
     taken.input_grads = (None, x)
@@ -60,7 +60,7 @@ def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
     first, second = microbatch(), Stage([nn.Linear(2, 2)], number=1).microbatch()
     second.before, first.after = first, second
     passed = torch.ones(2)
-    first.outputs, first.differentiable = (passed,), (True,)
+    first.outputs, first.requires_grad = (passed,), (True,)
     (leaf,) = second.take_activations()
     assert leaf is passed
     assert leaf.requires_grad

@@ -11,12 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, check, compile, play_ranks
+from overlap1f1b.plan import (
+    BlockShape,
+    Chains,
+    NodeCosts,
+    Op,
+    Plan,
+    check,
+    compile,
+    found_orders,
+    pipeline_bound,
+    play_ranks,
+)
+from overlap1f1b.plan.found import plan_of
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.placement import SINGLE
-from overlap1f1b.simulation import found_orders, pipeline_bound
-from overlap1f1b.simulation.synthesis import plan_of
 from tests.plan.cases import costs_of, shapes
 from tests.plan.tries import all_tries
 
