@@ -46,7 +46,7 @@ class Route(Splits):
         dropped: ``[E]`` int64, rows without room; None without a capacity.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert. On CUDA a device-side assertion fails instead.
+        ValueError: ``indices`` name an unknown expert. On a GPU a device-side assertion fails instead.
     """
 
     keeps_returned = True
@@ -67,7 +67,7 @@ class Route(Splits):
         self.dropped: Tensor | None = None
         self._arrived: Tensor | None = None  # rows by source and local expert
         self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
-        if not indices.is_cuda:
+        if indices.is_cpu:
             _check(indices, experts)
         if capacity is not None:
             room = min(math.ceil(capacity * indices.numel() / ranks), indices.numel())
@@ -75,7 +75,7 @@ class Route(Splits):
             self.order, self.inverse, self.counts, self.dropped = packing
             self.send = self.receive = EqualSplits([room] * ranks)
             self.counts_first = False
-        elif not indices.is_cuda and not kernels.uses_triton(place_slots, indices, experts):
+        elif indices.is_cpu and not kernels.uses_triton(place_slots, indices, experts):
             self.order, self.counts = sort_slots(indices, experts)
             self.inverse = invert(self.order)
         else:
@@ -89,7 +89,7 @@ class Route(Splits):
     @property
     def told(self) -> Tensor:
         """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
-        if not self.padded or self.counts.is_cuda:
+        if not self.padded or not self.counts.is_cpu:
             return self.counts
         each = self.counts.view(self.ranks, -1)
         return torch.cat([each, each.new_full((self.ranks, 1), self.tokens)], 1)
@@ -100,16 +100,14 @@ class Route(Splits):
         Raises:
             ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
         """
-        if self.padded and not counts.is_cuda:
+        if self.padded and counts.is_cpu:
             self.check_tokens(counts[:, -1].tolist())
             counts = counts[:, :-1]
         self._arrived = counts
         if self.padded:
             return
         if self.ranks == 1 and self.host is None:
-            if (
-                counts.is_cuda and self.tokens
-            ):  # the device looks if the last row has a slot, and the host does not wait
+            if self.tokens and not counts.is_cpu:  # the device looks if the last row has a slot: no wait of the host
                 torch._assert_async(self.order[-1] >= 0, "indices name an expert that is none")
             self.send = self.receive = [self.order.shape[0]]
             return

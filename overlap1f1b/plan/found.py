@@ -103,7 +103,7 @@ def found_orders(
         seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
             ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
             does not depend on the speed of the machine; its time does.
-        counts_block: Whether the host waits for counts, as on CUDA.
+        counts_block: Whether the host waits for counts, as on a GPU.
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
     Raises:

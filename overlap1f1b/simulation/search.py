@@ -118,7 +118,7 @@ class NodeModel:
     """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
-        costs: Costs of the nodes. With launch costs the host waits for counts, as on CUDA with exact sizes.
+        costs: Costs of the nodes. With launch costs the host waits for counts, as on a GPU with exact sizes.
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.

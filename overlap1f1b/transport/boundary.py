@@ -31,7 +31,7 @@ from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 
 Tensors = tuple[Tensor, ...]
 MOST_TENSORS, MOST_DIMS = 16, 8
@@ -335,7 +335,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now()).synchronize(self.mesh.failures.limit, self.mesh.failures.is_lost)
+            EventMark(self.device, None, now()).synchronize(self.mesh.failures.limit, self.mesh.failures.is_lost)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import torch
 
 from overlap1f1b.schedule.values import check_kind, check_size
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.mesh import DATA, Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 from overlap1f1b.transport.watchdog import Watchdog
 
 Stamp = Callable[[], Any]
@@ -63,8 +63,9 @@ class DeviceOptions:
 
     def check(self, device: torch.device) -> None:
         """Raise ``ValueError`` if the device has fewer multiprocessors."""
-        most = streams.multiprocessors(device)
-        if most is not None and self.ctas > most:
+        gpu = devices.of(device)
+        most = self.ctas if gpu is None else gpu.get_device_properties(device).multi_processor_count
+        if self.ctas > most:
             raise ValueError(f"ctas={self.ctas} on {device}; allowed: {LEAST_CTAS} to its {most} multiprocessors")
 
 
@@ -182,7 +183,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            CudaMark(self._device, None, self._stamp()).synchronize(failures.limit, failures.is_lost)
+            EventMark(self._device, None, self._stamp()).synchronize(failures.limit, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
             why = failures.read(wait=True) or failures.lost or f"no answer within {failures.limit.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
@@ -55,7 +55,7 @@ class Transfer(Generic[T_co]):
     led: Sequence[dist.Work] = ()
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
-        """Wait for the result and return it; on CUDA the current stream waits.
+        """Wait for the result and return it; on a GPU the current stream waits.
 
         Call it only once: gloo hangs on a second wait.
         """
@@ -352,7 +352,7 @@ class CollectiveExchange(Exchange):
         return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
-        if self._streams is None and streams.is_queued(tensor.device):
+        if self._streams is None and devices.of(tensor.device) is not None:
             rows, counts = (side_stream(tensor.device, name) for name in ("rows", "counts"))
             self._streams = rows, counts
         return self._streams
@@ -430,4 +430,5 @@ def own_exchange(
 
 def _carried_by(group: dist.ProcessGroup) -> str:
     """Return the type of the device whose tensors a group is for, if nobody says it."""
-    return "cuda" if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(group) else "cpu"
+    kind = devices.present().type
+    return kind if f"{kind}:" in dist.get_backend_config(group) else "cpu"

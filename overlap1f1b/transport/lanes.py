@@ -7,7 +7,7 @@ A :class:`Flight` is one transfer. It has four phases:
 3. *land*: the transfer has ended, and its result has arrived.
 4. *wait*: the engine's thread needs the result and takes it.
 
-On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and with
+On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On a GPU, and with
 one rank, the engine's thread carries out both: 2 in ``launch``, 3 in ``wait``, or at once where nothing travels.
 """
 
@@ -216,7 +216,7 @@ class Lane:
         name: Name for messages.
         failures: Record of failures, shared by the ranks, with the limit of every wait.
         background: Whether two threads of the lane start and await transfers. A send on gloo costs its thread a
-            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on CUDA a start and a
+            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on a GPU a start and a
             wait only put marks on a stream.
         stamp: Function that records the time on a device's clock, if the device has its own.
         abort: Function that ends all transfers of the lane's groups, called when the process ends.

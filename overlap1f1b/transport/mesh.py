@@ -44,7 +44,7 @@ class Mesh:
         devices: The DeviceMesh, or None.
         experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
         exchanging: Group of the ranks that share the experts; None for this rank alone.
-        device_type: "cpu" or "cuda".
+        device_type: Type of the ranks' devices.
         same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
         labels: Name of each rank in messages, by its number in the default group.
         failures: Record of failures, shared by these ranks.

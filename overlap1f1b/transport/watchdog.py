@@ -1,4 +1,4 @@
-"""A watchdog for a host that waits inside CUDA, as in ``tensor.item()``, where it cannot look for failures.
+"""A watchdog for a host that waits inside the driver, as in ``tensor.item()``, where it cannot look for failures.
 
 A device that waits for a lost rank waits for ever, and so does its host. When the transfers are aborted, their kernels
 end, and the host goes on: with values that nobody sent, so whatever it does then counts as lost.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import devices
 from overlap1f1b.transport import mesh as mesh_module
-from overlap1f1b.transport import streams
 from overlap1f1b.transport.communicators import LEAST_CTAS, DeviceOptions
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 from tests import models
 from tests.ranks import Ranks
 
@@ -33,7 +34,8 @@ def test_all_transfers_fit_the_budget(ctas: int) -> None:
 
 def test_more_blocks_than_multiprocessors() -> None:
     DeviceOptions(ctas=200).check(torch.device("cpu"))
-    with patch.object(streams, "multiprocessors", lambda device: 132):
+    gpu = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132))
+    with patch.object(devices, "of", lambda device: gpu):
         DeviceOptions(ctas=132).check(GPU)
         with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 16 to its 132 multiprocessors$"):
             DeviceOptions(ctas=133).check(GPU)
@@ -79,7 +81,7 @@ def test_a_wait_for_a_device_looks_for_failures(done: bool) -> None:
         def query(self) -> bool:
             return done
 
-    mark = CudaMark(GPU, None, Event())
+    mark = EventMark(GPU, None, Event())
     with pytest.raises(ConnectionError, match="another rank failed"):
         mark.synchronize(timedelta(seconds=60), lambda: True)
     with nullcontext() if done else pytest.raises(TimeoutError):

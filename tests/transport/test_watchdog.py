@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap1f1b.transport import groups, streams
+from overlap1f1b.transport import devices, groups, streams
 from overlap1f1b.transport import watchdog as watchdog_module
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.failures import Failures, LostRankError
@@ -83,9 +83,9 @@ def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, where: s
             if name == where:
                 answers.wait(30)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device="cuda:3"))
-    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    current = SimpleNamespace(device="cuda:3")
+    gpu = SimpleNamespace(Event=Event, current_stream=lambda device: current, set_device=asked.append)
+    monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     goes_on = streams.going_on(torch.device("cuda"))
     assert goes_on()  # nothing was asked before
     while where not in asked:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overlap1f1b.plan import Node, Span
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.lanes import Flight
 
 HOLD_CYCLES = 4_000_000
@@ -34,20 +34,22 @@ class Watch(NamedTuple):
 
 
 def watch_of(device: torch.device) -> Watch | None:
-    """Return a clock of CUDA events on the current stream; None for a CPU, where the thread itself computes."""
-    if not streams.is_queued(device):
+    """Return a clock of events on the current stream; None for a CPU, where the thread itself computes."""
+    gpu = devices.of(device)
+    if gpu is None:
         return None
 
     def stamp() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
+        event = gpu.Event(enable_timing=True)
+        event.record(gpu.current_stream(device))
         return event
 
-    def hold() -> None:
-        with torch.cuda.stream(torch.cuda.current_stream(device)):  # else the thread's own device sleeps
-            torch.cuda._sleep(HOLD_CYCLES)
-
-    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, lambda: torch.cuda.synchronize(device), hold)
+    return Watch(
+        stamp,
+        lambda a, b: a.elapsed_time(b) / 1e3,
+        lambda: devices.settle(device),
+        lambda: devices.sleep(device, HOLD_CYCLES),
+    )
 
 
 class StepTimes:

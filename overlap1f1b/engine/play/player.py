@@ -22,6 +22,7 @@ from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures, LostRankError
@@ -294,7 +295,7 @@ class Player:
     def measured(self) -> Callable[[], tuple[Span, ...]]:
         """Return a function that gives the spans of the last :meth:`play`, in seconds from its start.
 
-        It may be called once everything has arrived. On CUDA the spans are the device's, and the first call waits for
+        It may be called once everything has arrived. On a GPU the spans are the device's, and the first call waits for
         the device.
         """
         times, flights, begun = self._times, self.flights, self.begun
@@ -312,15 +313,15 @@ class Player:
 
 def _outside_autocast(around: Around | None) -> Around | None:
     """Return the context of a compute node: autocast around a step is for its forwards alone."""
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not devices:
+    kinds = [kind for kind in ("cpu", *devices.KINDS) if torch.is_autocast_enabled(kind)]
+    if not kinds:
         return around
 
     @contextmanager
     def within(node: Node) -> Iterator[None]:
         with ExitStack() as stack:
-            for device in devices if node.kind is not Kind.F and node.op not in RECOMPUTES else ():
-                stack.enter_context(torch.autocast(device, enabled=False))
+            for kind in kinds if node.kind is not Kind.F and node.op not in RECOMPUTES else ():
+                stack.enter_context(torch.autocast(kind, enabled=False))
             if around is not None:
                 stack.enter_context(around(node))
             yield

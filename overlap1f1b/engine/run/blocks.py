@@ -37,9 +37,10 @@ from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
-from overlap1f1b.transport.streams import InlineStream, SideStream, is_queued, side_stream
+from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspend import Stack, ThreadState, uncompiled
 
 
@@ -213,7 +214,7 @@ class Blocks:
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
-        return side_stream(self.device, "library") if is_queued(self.device) else InlineStream()
+        return InlineStream() if devices.of(self.device) is None else side_stream(self.device, "library")
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""

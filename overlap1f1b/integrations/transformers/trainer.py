@@ -463,7 +463,7 @@ class Overlapped(Trainer):
             random = RandomState()
             with self.engine.guarded(lambda: "in the resumption of random numbers"):
                 first = self.engine.mesh.gathered("pp", random.state_dict())[0]
-            random.load_state_dict({name: state for name, state in first.items() if name != "cuda"})
+            random.load_state_dict({name: first[name] for name in ("python", "numpy", "cpu")})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -30,13 +30,14 @@ from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank, settle
+from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.wire import Balanced, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
@@ -74,9 +75,7 @@ class Bench:
     def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
-            raise ValueError(
-                f"{given} on {rank.device.type}; allowed: on a CPU alone (CUDA_VISIBLE_DEVICES= hides GPUs)"
-            )
+            raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
         self.options, self.rank, self.say = options, rank, say
         self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
@@ -213,7 +212,7 @@ class Bench:
         start = time.perf_counter()
         for loss in self._losses(count):
             (loss / count).backward()
-        settle(self.rank.device)
+        devices.settle(self.rank.device)
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -393,7 +392,7 @@ def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
     meet(rank)
     start = time.perf_counter()
     result = function()
-    settle(rank.device)
+    devices.settle(rank.device)
     return slowest(time.perf_counter() - start, rank), result
 
 

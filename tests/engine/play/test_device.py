@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -164,10 +165,12 @@ def test_the_device_of_the_model_sleeps_whichever_is_current(monkeypatch: pytest
         yield
         entered.pop()
 
-    monkeypatch.setattr(streams, "is_queued", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(list(entered)))
+    gpu = SimpleNamespace(
+        current_stream=lambda device: f"the stream of {device}",
+        stream=within,
+        _sleep=lambda cycles: asleep.append(list(entered)),
+    )
+    monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     watch = watch_of(torch.device("cuda", 1))
     assert watch is not None
     watch.hold()
