@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import simulate
 from tests import models
+from tests.engines import make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks
 
@@ -141,7 +142,7 @@ def _compared(
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
     blocks = build(pp, mesh.get_group("ep"), rank)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
     for overlap in overlaps:
         engine.plan = compiled(program, engine.shapes, overlap)
         for parameter in engine.parameters():
@@ -231,9 +232,7 @@ def _under_default_device(rank: int, size: int) -> list[str]:
         model = models.build(choose=[models.top_k])
         program = build_schedule("combined_1f1b", ranks=size, microbatches=3)
         with torch.device(device):
-            engine = Engine(
-                model, program, loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)
-            )
+            engine = make(model, program, mesh=mesh, costs=COSTS, timeout=20)
             loss = engine.mean_loss(engine.step(x, target=y))
             norm = engine.clip_gradients(0.1)
             engine.close()

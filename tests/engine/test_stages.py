@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Placement, build_schedule
@@ -28,7 +28,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggreg
 
 def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:
     program = build_schedule("combined_1f1b", microbatches=2)
-    return make(models.build(group), program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20, **options)
+    return make(models.build(group), program, mesh=mesh, costs=COSTS, timeout=20, **options)
 
 
 def _other_groups(rank: int, size: int) -> list[str]:
@@ -119,7 +119,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
             split_blocks(blocks, 2, weights)
     program = build_schedule("sequential", microbatches=1)
     with pytest.raises(ValueError, match="weights of stages that are given"):
-        Engine({0: blocks}, program, loss_fn=models.loss_fn, options=EngineOptions(weights=[1, 1, 1]))
+        make({0: blocks}, program, weights=[1, 1, 1])
 
 
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:

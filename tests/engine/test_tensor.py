@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from overlap1f1b.engine import Engine, EngineOptions, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.agreement import _sampled
 from overlap1f1b.engine.batch import Loss, feed_batch
 from overlap1f1b.plan import NodeCosts, Overlap, compile
@@ -321,9 +321,7 @@ class Run:
         model = nn.Sequential(blocks[0], nn.Dropout(0.1), *blocks[1:])
         options: dict[str, Any] = {"experts_over": ("ep", "tp")} if layout.sequence else {}
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-        self.engine = make(
-            model, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, overlap=3, timeout=30, **options
-        )
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, overlap=3, timeout=30, **options)
         self.data = data_of(mesh, number_of(mesh)[0])
         self.begin()
 
@@ -449,12 +447,13 @@ def _fails(rank: int, size: int) -> str:
     linear = nn.Linear(tensors.H, tensors.H)
     parallelize_module(linear, mesh, RowwiseParallel(input_layouts=Replicate()))
     model = nn.Sequential(Failing(linear, rank == 0), nn.Linear(tensors.H, 4))
-    engine = Engine(
+    engine = make(
         model,
         build_schedule("1f1b", microbatches=2),
         mesh=mesh,
         loss_fn=lambda y, _: y.sum(),
-        options=EngineOptions(costs=COSTS, timeout=1000),
+        costs=COSTS,
+        timeout=1000,
     )
     x = torch.ones(4, tensors.H)
     with pytest.raises((RuntimeError, KeyError)) as caught:
@@ -705,7 +704,7 @@ def _passed_on(rank: int, size: int) -> list[str]:
         column = ColwiseParallel(input_layouts=into[0] if into else Replicate(), output_layouts=Replicate())
         parallelize_module(model[1], mesh["tp"], column)
         stages: dict[int, Any] = {0: [first]} if mesh.get_local_rank("pp") == 0 else {1: [second]}
-        engine = Engine(stages, program, mesh=mesh, loss_fn=mean_square, options=EngineOptions(costs=COSTS, timeout=20))
+        engine = make(stages, program, mesh=mesh, loss_fn=mean_square, costs=COSTS, timeout=20)
         for step in range(2):
             for p in engine.parameters():
                 p.grad = None
@@ -780,7 +779,7 @@ def _refused(rank: int, size: int) -> list[str]:
     for given, options in cases:
         model = tensors.build(other)
         with pytest.raises(ValueError, match="allowed") as caught:
-            make(model, program, mesh=given, loss_fn=models.loss_fn, timeout=10, **options)
+            make(model, program, mesh=given, timeout=10, **options)
         found.append(str(caught.value))
     return found
 
@@ -806,13 +805,7 @@ def _split_over_experts(rank: int, size: int, style: type[ColwiseParallel] | typ
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     parallelize_module(model[0], mesh, style())
     with pytest.raises(ValueError, match="allowed") as caught:
-        Engine(
-            model,
-            build_schedule("1f1b", microbatches=2),
-            mesh=mesh,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(timeout=10),
-        )
+        make(model, build_schedule("1f1b", microbatches=2), mesh=mesh, timeout=10)
     return str(caught.value)
 
 
@@ -848,9 +841,7 @@ def _beside_the_mesh(rank: int, size: int) -> list[str]:
         model = tensors.build(mesh, layers=2, by_hand=True)
         for block in model if mesh.get_local_rank("tp") else ():
             block.register_forward_pre_hook(lambda *_: time.sleep(0.002))
-        engine = Engine(
-            model, program, mesh=mesh["ep"], loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, timeout=30)
-        )
+        engine = make(model, program, mesh=mesh["ep"], overlap=overlap, timeout=30)
         for _ in range(8):
             model.zero_grad()
             engine.step(inputs[0], target=inputs[1])

@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule import build_schedule
+from tests.engines import make
 from tests.ranks import RankError, Ranks, run
 
 EXPERTS = 4
@@ -90,7 +91,7 @@ class Tiny(nn.Sequential):
 
     def engine(self) -> Engine:
         program = build_schedule("sequential", ranks=1, microbatches=1)
-        return Engine(self, program, mesh=self.devices, loss_fn=torch.mean, options=EngineOptions(timeout=30.0))
+        return make(self, program, mesh=self.devices, loss_fn=torch.mean, timeout=30.0)
 
     def save(self, folder: Path, step: int, **options: Any) -> Path:
         return save_checkpoint(self.engine(), folder, step, self.adamw, **({"config": CONFIG} | options)).result()

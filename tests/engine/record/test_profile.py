@@ -14,11 +14,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, Profile, build_schedule
-from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.record.profile import added
 from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
 from overlap1f1b.schedule import Action, Kind
+from tests.engines import make
 from tests.models import batch, build, loss_fn
 from tests.ranks import Ranks
 
@@ -29,7 +29,7 @@ def profiled(rank: int, size: int, folder: Path) -> None:
     """Files of a pipeline of two ranks, whose transfers and gradients travel beside nothing else."""
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=3)
-    engine = Engine(build(), program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(overlap=3))
+    engine = make(build(), program, mesh=mesh, loss_fn=loss_fn, overlap=3)
     inputs, target = batch(3)
     for _ in range(2):
         engine.step(inputs, target=target)

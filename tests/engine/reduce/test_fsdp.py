@@ -97,7 +97,7 @@ def meshed(size: int, dp: int) -> DeviceMesh:
 
 
 def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None, **options: Any) -> Engine:
-    return make(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
+    return make(model, program, mesh=mesh, **{"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options)
 
 
 def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> list[str]:

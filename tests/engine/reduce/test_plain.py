@@ -14,13 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage
+from overlap1f1b.engine import Stage
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Lane
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 
@@ -145,7 +146,7 @@ def _shared(rank: int, size: int) -> list[str]:
     for parameter, part in zip(model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True):
         parameter.grad = part.view_as(parameter)
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model.blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(timeout=20))
+    engine = make(model.blocks, program, mesh=mesh, timeout=20)
     problems = list[str]()
     model.blocks[0].weight.grad = buffer[: model.blocks[0].weight.numel()].view_as(model.blocks[0].weight).to_sparse()
     engine.step(parts[rank][0], target=parts[rank][1])  # onto a sparse gradient of an earlier backward
@@ -176,7 +177,7 @@ def _changed(rank: int, size: int) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         fully_shard(model[2], mesh=mesh)
         program = build_schedule("combined_1f1b", microbatches=2)
-        engine = Engine(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, options=EngineOptions(timeout=20))
+        engine = make(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, timeout=20)
         engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))
         change(model)
         with pytest.raises(ValueError, match="trains other parameters than when the Engine was made; allowed"):

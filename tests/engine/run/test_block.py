@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
@@ -119,12 +118,7 @@ def test_what_came_back_is_not_kept(recompute: Recompute) -> None:
             MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k, **options)
         )
         program = build_schedule("afab", microbatches=microbatches)
-        engine = Engine(
-            model,
-            program,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(overlap="serial", costs=COSTS, recompute=recompute),
-        )
+        engine = make(model, program, overlap="serial", costs=COSTS, recompute=recompute)
         data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

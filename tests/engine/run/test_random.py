@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b import NodeCosts, build_schedule
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from tests import models
+from tests.engines import make
 
 CPU = generators_of(torch.device("cpu"))
 
@@ -101,7 +101,7 @@ def test_a_block_that_begins_to_draw_has_its_streams_from_the_next_step_on(overl
         model = nn.Sequential(embedding, noises[0], *rest, noises[1])
         program = build_schedule("combined_1f1b", microbatches=4)
         costs = NodeCosts.uniform(attention=1, experts=1, dispatch=2, dense=1)
-        engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, costs=costs))
+        engine = make(model, program, overlap=overlap, costs=costs)
         inputs, target = models.batch(4)
         for step in range(3):
             for noise in noises:

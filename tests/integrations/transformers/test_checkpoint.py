@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
@@ -93,9 +92,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
         finally:
             safetensors.safe_open = Reader.own  # type: ignore[misc]
         tokens, labels = tiny.batch(4)
-        engine = Engine(
-            stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-        )
+        engine = tiny.engine(stages, program, mesh)
         losses = list(engine.evaluate(tokens, target=labels).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
         results.append((losses, sum(reader.read.values()), sum(held.values())))
@@ -130,7 +127,7 @@ def test_logits_are_those_of_from_pretrained(name: str, options: dict[str, Any],
     stages.eval().save_pretrained(tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     tokens, labels = tiny.batch(4)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS))
+    engine = tiny.engine(stages, program)
     ((_, logits),) = engine.evaluate(tokens, target=labels, return_outputs=True).outputs
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits
@@ -231,9 +228,7 @@ def _trained(
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     stages = split_model(tiny.build(name, **options), program, mesh)
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, program, mesh)
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
     tokens, labels = tiny.batch(4)  # one batch, again and again
     for _ in range(60 if learns else 2):

@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import register, split_model
 from overlap1f1b.integrations.transformers.experts import find
 from overlap1f1b.schedule import build_schedule
@@ -121,9 +120,7 @@ def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
     stages.load_pretrained(folder)
     shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
     every = [tiny.own_gradients(whole, {"input_ids": x}, y, 4, 1 / ep) for x, y in shards]
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, program, mesh)
     at = mesh["ep"].get_local_rank()
     result = engine.step(shards[at][0], target=shards[at][1])
     torch.testing.assert_close(list(result.losses), every[at][0] if result.losses else [], rtol=1e-5, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ pytest.importorskip("transformers")
 from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
-from tests.engines import make
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -34,8 +32,7 @@ class Run:
             self.shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
         program = build_schedule(schedule, ranks=ranks, microbatches=4 if schedule == "dualpipev" else 2)
         self.stages = split_model(tiny.build("mixtral", seed=seed, tie_word_embeddings=True), program, mesh)
-        options: dict[str, Any] = {"loss_fn": self.stages.loss_fn, "costs": tiny.COSTS, "timeout": 30}
-        self.engine = make(self.stages, program, mesh=mesh, **options)
+        self.engine = tiny.engine(self.stages, program, mesh)
         self.fresh()
 
     def fresh(self) -> None:
