@@ -20,7 +20,7 @@ from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2)
 PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
@@ -135,7 +135,8 @@ class Halves(GroupedExperts):
         return torch.cat([part * (1 + index) for index, part in enumerate(rows.split(counts))]) / 2
 
 
-def _ranks(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     problems = []
     cases: list[tuple[float, Overflow, Overlap, bool]] = [
@@ -177,10 +178,6 @@ def _ranks(rank: int, size: int) -> list[str]:
         ):
             problems.append(str(error))
     return problems
-
-
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_ranks, timeout=120) == [[], []]
 
 
 def _later(rank: int, size: int, at: int, evaluates: bool) -> str:

@@ -21,7 +21,7 @@ from overlap1f1b.simulation import simulate
 from tests import models
 from tests.engines import make
 from tests.plan.tries import all_tries
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
@@ -224,7 +224,8 @@ def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
 
 
-def _under_default_device(rank: int, size: int) -> list[str]:
+@over(2)
+def test_what_ranks_tell_each_other_is_on_the_host_under_any_default_device(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     x, y = models.batch(3)
     found = []
@@ -238,7 +239,3 @@ def _under_default_device(rank: int, size: int) -> list[str]:
             engine.close()
         found.append({"loss": torch.tensor(loss), "norm": norm, **models.gradients(model)})
     return models.equal(*found)
-
-
-def test_what_ranks_tell_each_other_is_on_the_host_under_any_default_device(ranks2: Ranks) -> None:
-    assert ranks2.run(_under_default_device) == [[]] * 2

@@ -21,7 +21,7 @@ from overlap1f1b.transport.exchange import LocalExchange, build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
@@ -65,7 +65,8 @@ def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
         assert [none, without, more] == [number.format(*pair) for pair in ((1, 2), (2, 1), (4, 2))]
 
 
-def _own_groups(rank: int, size: int) -> list[str]:
+@over(2)
+def test_groups_of_the_same_ranks_are_taken(rank: int, size: int) -> list[str]:
     """A mesh in another order than its ranks, a group made apart, an exchange made apart, and a stage by hand."""
     data, problems = models.batch(2, seed=rank), []
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",))
@@ -87,10 +88,6 @@ def _own_groups(rank: int, size: int) -> list[str]:
     for block in stage.blocks:
         problems += [name for name, p in block.named_parameters() if "experts" in name and p.grad is None]
     return problems
-
-
-def test_groups_of_the_same_ranks_are_taken(ranks2: Ranks) -> None:
-    assert ranks2.run(_own_groups) == [[], []]
 
 
 def test_blocks_are_split_evenly() -> None:

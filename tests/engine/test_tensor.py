@@ -31,7 +31,7 @@ from tests import models
 from tests.engine import tensors
 from tests.engines import make
 from tests.pauses import pauses
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over, run
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 4
@@ -223,8 +223,24 @@ def test_gradients_and_norms_are_those_of_one_process(
     assert ranks.run(_train, name, overlap, options) == [[]] * LAYOUTS[name].ranks
 
 
-def _measured(rank: int, size: int, name: str) -> list[str]:
-    """Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found."""
+@cache
+def plain_loss(count: int) -> float:
+    """The mean loss of one process over the data of all ranks."""
+    model, losses = tensors.build(layers=1), []
+    for number in range(count):
+        inputs, target = data_of(None, number)
+        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        losses += [float(models.loss_fn(model(x), y)) for x, y in parts]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "cp in a ring", "pp x tp"])
+@over(4)
+def test_measured_plans(rank: int, size: int, name: str) -> list[str]:
+    """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process.
+
+    Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found.
+    """
     layout = LAYOUTS[name]
     mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
     number, count = number_of(mesh)
@@ -250,23 +266,6 @@ def _measured(rank: int, size: int, name: str) -> list[str]:
     if engine.costs is None or plans[-1] is plans[0]:
         problems.append("no plan was compiled for measured costs")
     return problems
-
-
-@cache
-def plain_loss(count: int) -> float:
-    """The mean loss of one process over the data of all ranks."""
-    model, losses = tensors.build(layers=1), []
-    for number in range(count):
-        inputs, target = data_of(None, number)
-        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        losses += [float(models.loss_fn(model(x), y)) for x, y in parts]
-    return sum(losses) / len(losses)
-
-
-@pytest.mark.parametrize("name", ["ep x tp with sequences", "cp in a ring", "pp x tp"])
-def test_measured_plans(ranks4: Ranks, name: str) -> None:
-    """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process."""
-    assert ranks4.run(_measured, name) == [[]] * 4
 
 
 SAVED = ["ep x tp", "tp 4 by hand", "pp x tp", "ep x tp by hand", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
@@ -344,11 +343,13 @@ class Run:
         return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in both]
 
 
-def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
+@over(4, gives=True)
+def test_a_resumed_run_ends_with_the_same_bits(rank: int, size: int, name: str, tmp_path: Path) -> bool:
     """Whether a run that has lost its weights, optimizer and random numbers ends with the bits of one that went on."""
     run = Run(name)
     run.train(1)
-    save_checkpoint(run.engine, folder, 1, run.optimizer, state={"scheduler": run.scheduler})
+    save_checkpoint(run.engine, tmp_path, 1, run.optimizer, state={"scheduler": run.scheduler})
     run.train(1)
     wanted, rates = run.tensors(), run.scheduler.get_last_lr()
     run.begin()
@@ -356,15 +357,10 @@ def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
     with torch.no_grad():
         for parameter in run.engine.parameters():
             parameter.zero_()
-    assert load_checkpoint(run.engine, folder, run.optimizer, state={"scheduler": run.scheduler}) == 1
+    assert load_checkpoint(run.engine, tmp_path, run.optimizer, state={"scheduler": run.scheduler}) == 1
     run.train(1)
     assert run.scheduler.get_last_lr() == rates
     return all(map(torch.equal, run.tensors(), wanted))
-
-
-@pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
-def test_a_resumed_run_ends_with_the_same_bits(ranks4: Ranks, tmp_path: Path, name: str) -> None:
-    assert ranks4.run(_resumed, name, tmp_path) == [True] * 4
 
 
 def _another_layout(rank: int, size: int, folder: Path) -> list[str]:
@@ -391,7 +387,9 @@ def test_states_of_each_rank_of_another_tensor_layout(tmp_path: Path) -> None:
         assert kept == "True"
 
 
-def _mixed(rank: int, size: int) -> list[str]:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+@over(4)
+def test_mixed_precision(rank: int, size: int) -> list[str]:
     """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
@@ -405,27 +403,19 @@ def _mixed(rank: int, size: int) -> list[str]:
     return differences(engine, expected(2, layers=1)[0], 0.05)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-def test_mixed_precision(ranks4: Ranks) -> None:
-    assert ranks4.run(_mixed) == [[]] * 4
-
-
-def _order(rank: int, size: int, folder: Path) -> bool:
+@over(4, gives=True)
+def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tmp_path: Path) -> bool:
     """Whether experts come back in a mesh that names the tensor group first."""
     whole = tensors.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     model = tensors.build(mesh, sequence=True)
     engine = engine_of(model, mesh)
-    save_checkpoint(engine, folder, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
+    save_checkpoint(engine, tmp_path, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
     if rank == 0:
-        consolidate(folder, folder / "whole")
+        consolidate(tmp_path, tmp_path / "whole")
     engine.mesh.agree({"written": True})
-    stored = load_file(folder / "whole" / "model.safetensors")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
     return all(torch.equal(stored[name], value) for name, value in whole.state_dict().items())
-
-
-def test_experts_are_stored_in_the_order_of_their_group(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(_order, tmp_path) == [True] * 4
 
 
 class Failing(nn.Module):
@@ -471,8 +461,8 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     """Factors of auxiliary losses, by whether the tensor group shares the experts."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = []
-    for over in (("ep",), ("ep", "tp")):
-        with engine_of(tensors.build(mesh, sequence=len(over) > 1, layers=1), mesh, over) as engine:
+    for shared in (("ep",), ("ep", "tp")):
+        with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
             loss = Loss(models.loss_fn, None, 1.0)
             feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), keep=False)
             found.append(float(feed.auxiliary or 0.0))
@@ -568,7 +558,8 @@ def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
     assert ranks2.run(_left_unreduced, MixedPrecisionPolicy(reduce_dtype=reduced)) == [[], []]
 
 
-def _alike(rank: int, size: int) -> bool:
+@over(2, gives=True)
+def test_tokens_that_are_all_alike_are_not_refused(rank: int, size: int) -> bool:
     """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = tensors.build(mesh, sequence=True, layers=1)
@@ -577,10 +568,6 @@ def _alike(rank: int, size: int) -> bool:
     inputs, target = data_of(None, 0)
     engine_of(model, mesh).step(torch.zeros_like(inputs), target=target)
     return True
-
-
-def test_tokens_that_are_all_alike_are_not_refused(ranks2: Ranks) -> None:
-    assert ranks2.run(_alike) == [True] * 2
 
 
 class Scale(nn.Module):
@@ -634,7 +621,8 @@ def test_a_rank_without_a_gradient_takes_part_in_the_sum_under_fsdp2(ranks2: Ran
     assert any(first[0])
 
 
-def _added(rank: int, size: int) -> bool:
+@over(2, gives=True)
+def test_gradients_of_two_steps_are_added(rank: int, size: int) -> bool:
     """Whether two steps without ``zero_grad`` give twice the gradient of one."""
     engine, _ = _scaled()
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
@@ -643,10 +631,6 @@ def _added(rank: int, size: int) -> bool:
         engine.step(x, target=x)
         found.append([p.grad.to_local().clone() for p in engine.parameters() if isinstance(p.grad, DTensor)])
     return len(found[0]) == 3 and all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True))
-
-
-def test_gradients_of_two_steps_are_added(ranks2: Ranks) -> None:
-    assert ranks2.run(_added) == [True] * 2
 
 
 @pytest.mark.parametrize("used", [(True, True), (False, True, True)])
@@ -675,7 +659,8 @@ def test_gradients_of_other_placements_on_each_rank_are_refused() -> None:
         )
 
 
-def _passed_on(rank: int, size: int) -> list[str]:
+@over(4)
+def test_what_stages_pass_on(rank: int, size: int) -> list[str]:
     """Stages that pass on a DTensor in parts of two sizes, of sums that are not complete, and a result under way."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
@@ -719,10 +704,6 @@ def _passed_on(rank: int, size: int) -> list[str]:
                     problems.append(f"{layout}, step {step}: {float((whole - want).abs().max())}")
         engine.close()
     return problems
-
-
-def test_what_stages_pass_on(ranks4: Ranks) -> None:
-    assert ranks4.run(_passed_on) == [[]] * 4
 
 
 def _marked(rank: int, size: int, folder: Path, marks: dict[str, Any]) -> str:

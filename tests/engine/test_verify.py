@@ -27,10 +27,12 @@ from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.engines import make
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over, run
 
 
-def _carried(rank: int, size: int, place: str) -> list[str]:
+@pytest.mark.parametrize("place", ["another class", "another file's global"])
+@over(2)
+def test_what_a_block_names_is_carried(rank: int, size: int, place: str) -> list[str]:
     """What lies where the engine does not look is carried when the block says so."""
     mesh, holder = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), {"another class": Shared}.get(place)
     data = torch.randn(2, 5 * MICROBATCHES, 8, generator=torch.Generator().manual_seed(rank))
@@ -43,11 +45,6 @@ def _carried(rank: int, size: int, place: str) -> list[str]:
         engine_of(model, mesh, overlap=overlap).step(data[0], target=data[1])
         grads.append(models.gradients(model))
     return models.equal(*grads)
-
-
-@pytest.mark.parametrize("place", ["another class", "another file's global"])
-def test_what_a_block_names_is_carried(ranks2: Ranks, place: str) -> None:
-    assert ranks2.run(_carried, place) == [[], []]
 
 
 class Noted(nn.Module):

@@ -19,7 +19,7 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 IGNORED = -100
@@ -131,24 +131,8 @@ class Autocast(nn.Module):
             return self.inner(*x)
 
 
-def _autocast(rank: int, size: int) -> list[str]:
-    """bf16 autocast inside blocks: the same numbers as in one process, whatever passes between ranks is bf16."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    inputs, target = models.batch(4)
-    whole = nn.Sequential(*map(Autocast, models.build(layers=2)))
-    models.plain_gradients(whole, inputs, target, 4)
-    blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
-    engine = make(blocks, build_schedule("1f1b", ranks=size, microbatches=4), mesh=mesh, costs=COSTS)
-    engine.step(inputs, target=target)
-    held, expected = set(engine.parameters()), models.gradients(whole)
-    return [
-        label
-        for label, parameter in nn.Sequential(*blocks).named_parameters()
-        if parameter in held and not torch.equal(parameter.grad, expected[label])  # type: ignore[arg-type]
-    ]
-
-
-def _autocast_around(rank: int, size: int) -> list[str]:
+@over(2)
+def test_autocast_around_a_step(rank: int, size: int) -> list[str]:
     """bf16 autocast around a step: the forwards' alone, as torch advises for a plain loop."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     inputs, target = models.batch(4)
@@ -164,12 +148,22 @@ def _autocast_around(rank: int, size: int) -> list[str]:
     return differences(engine, list(blocks), whole, 0)
 
 
-def test_autocast_around_a_step(ranks2: Ranks) -> None:
-    assert ranks2.run(_autocast_around) == [[], []]
-
-
-def test_autocast_over_stages(ranks2: Ranks) -> None:
-    assert ranks2.run(_autocast) == [[], []]
+@over(2)
+def test_autocast_over_stages(rank: int, size: int) -> list[str]:
+    """bf16 autocast inside blocks: the same numbers as in one process, whatever passes between ranks is bf16."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    inputs, target = models.batch(4)
+    whole = nn.Sequential(*map(Autocast, models.build(layers=2)))
+    models.plain_gradients(whole, inputs, target, 4)
+    blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
+    engine = make(blocks, build_schedule("1f1b", ranks=size, microbatches=4), mesh=mesh, costs=COSTS)
+    engine.step(inputs, target=target)
+    held, expected = set(engine.parameters()), models.gradients(whole)
+    return [
+        label
+        for label, parameter in nn.Sequential(*blocks).named_parameters()
+        if parameter in held and not torch.equal(parameter.grad, expected[label])  # type: ignore[arg-type]
+    ]
 
 
 def _frozen(rank: int, size: int, name: str, frozen: range) -> list[str]:
@@ -278,7 +272,8 @@ def test_the_largest_gradient_may_be_undefined() -> None:
     assert math.isnan(engine.clip_gradients(1.0, "inf"))  # type: ignore[arg-type]
 
 
-def _scaled(rank: int, size: int) -> list[str]:
+@over(2)
+def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(rank: int, size: int) -> list[str]:
     """A gradient that is infinite on one stage alone makes all ranks leave that step out."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
     blocks, whole = list(models.build(mesh.get_group("ep"), layers=2)), models.build(layers=2)
@@ -300,7 +295,3 @@ def _scaled(rank: int, size: int) -> list[str]:
         if mine in held and not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7):
             problems.append(name)
     return problems if scaler.get_scale() == 512.0 else [f"scale {scaler.get_scale()}"]
-
-
-def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_scaled) == [[], []]

@@ -11,7 +11,7 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 MICROBATCHES = 4
@@ -93,22 +93,16 @@ def test_two_stages_of_one_rank(copy: bool) -> None:
     assert float(engine.clip_gradients(1e9)) == pytest.approx(norm, rel=1e-5)
 
 
-def _one_object_on_one_rank(rank: int, size: int) -> None:
+@over(2)
+def test_one_object_on_one_rank_alone_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     with pytest.raises(ValueError, match=r"parameter weight of .* of stage 1"):
         make(build([0, 1], 2, copy=rank > 0), program, mesh=mesh, costs=COSTS, timeout=30)
 
 
-def test_one_object_on_one_rank_alone_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_one_object_on_one_rank)
-
-
-def test_one_object_that_one_stage_does_not_name_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_named_on_one_stage)
-
-
-def _named_on_one_stage(rank: int, size: int) -> None:
+@over(2)
+def test_one_object_that_one_stage_does_not_name_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2, copy=False)

@@ -31,7 +31,7 @@ from tests import models
 from tests.engine.test_engine import COSTS, Delayed, step
 from tests.engines import make
 from tests.pauses import pauses
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 from tests.transport.test_suspend import CONTEXTS, Wrapped
 
 MODES: list[Recompute] = ["experts", "attention", "block"]
@@ -417,7 +417,8 @@ def test_a_step_takes_at_most_two_fifths_of_the_memory(ranks4: Ranks) -> None:
     assert most <= 0.40 * without, (most, without)
 
 
-def _sharded(rank: int, size: int) -> list[str]:
+@over(2)
+def test_sharded_parameters_are_there_the_second_time(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "ep"))
     data, found = models.batch(2, seed=rank), []
     for mode in ("none", "block"):
@@ -428,10 +429,6 @@ def _sharded(rank: int, size: int) -> list[str]:
         found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None})  # type: ignore[attr-defined]
     assert found[0]
     return models.equal(*found)
-
-
-def test_sharded_parameters_are_there_the_second_time(ranks2: Ranks) -> None:
-    assert ranks2.run(_sharded) == [[], []]
 
 
 class TwoOutputs(models.Block):

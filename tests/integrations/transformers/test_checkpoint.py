@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
@@ -272,7 +272,8 @@ def test_a_model_of_which_a_rank_has_a_part_is_not_saved(ranks2: Ranks, tmp_path
     assert not [*tmp_path.iterdir()]
 
 
-def _called(rank: int, size: int) -> None:
+@over(2)
+def test_a_model_of_which_a_rank_has_a_stage_is_not_called(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     model = tiny.build("mixtral")
     split_model(model, build_schedule("1f1b", ranks=size, microbatches=2), mesh)
@@ -283,10 +284,6 @@ def _called(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=f"^a call of {name}, for which other ranks have the weights; allowed: "):
             call()
-
-
-def test_a_model_of_which_a_rank_has_a_stage_is_not_called(ranks2: Ranks) -> None:
-    ranks2.run(_called)
 
 
 def _hindered(rank: int, size: int, folder: Path) -> None:
