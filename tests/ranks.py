@@ -234,14 +234,15 @@ def over(size: int, *, gives: Any = None, timeout: float | None = None) -> Calla
     """
 
     def make(body: Callable[..., Any]) -> Any:
-        fixture, (_, _, *names) = f"ranks{size}", inspect.signature(body).parameters
+        _, _, *names = inspect.signature(body).parameters
 
         def test(**given: Any) -> None:
-            ranks = given.pop(fixture)
-            found = ranks.run(Body(body.__module__, body.__name__), *(given[name] for name in names), timeout=timeout)
+            found = given["kept"][size].run(
+                Body(body.__module__, body.__name__), *(given[name] for name in names), timeout=timeout
+            )
             assert [one or None for one in found] == [gives] * size
 
-        signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in (fixture, *names)])
+        signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("kept", *names)])
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(test, name, getattr(body, name))
         vars(test).update(body=body, __signature__=signature)

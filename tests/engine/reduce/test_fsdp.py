@@ -487,9 +487,9 @@ TENSOR_PARALLEL: list[tuple[int, tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("size", "sub", "wrap"), TENSOR_PARALLEL)
 def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
-    ranks2: Ranks, ranks4: Ranks, size: int, sub: tuple[str, ...], wrap: str
+    kept: dict[int, Ranks], size: int, sub: tuple[str, ...], wrap: str
 ) -> None:
-    for rank, message in enumerate((ranks2 if size == 2 else ranks4).run(_tensor_parallel, sub, wrap)):
+    for rank, message in enumerate(kept[size].run(_tensor_parallel, sub, wrap)):
         together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
         assert message == (
             f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "

@@ -221,9 +221,7 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _trained(
-    rank: int, size: int, name: str, options: dict[str, Any], folder: Path, learns: bool
-) -> dict[str, tuple[Tensor, int]]:
+def _trained(rank: int, size: int, name: str, options: dict[str, Any], folder: Path) -> dict[str, tuple[Tensor, int]]:
     """Train over stages and expert ranks, and save; return this rank's tensors, each with its rank along "ep"."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
@@ -231,31 +229,24 @@ def _trained(
     engine = tiny.engine(stages, program, mesh)
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
     tokens, labels = tiny.batch(4)  # one batch, again and again
-    for _ in range(60 if learns else 2):
-        loss = engine.mean_loss(engine.step(tokens, target=labels))
+    for _ in range(2):
+        engine.step(tokens, target=labels)
         optimizer.step()
         optimizer.zero_grad()
-        if loss < 0.04:
-            break
-    assert loss < 0.05 or not learns
     stages.save_pretrained(folder)
     part = mesh["ep"].get_local_rank()
     return {label: (value.clone(), part) for label, value in stages.state_dict().items()}
 
 
 @pytest.mark.parametrize(("name", "options"), SAVED, ids=[name for name, _ in SAVED])
-def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    learns = name == "mixtral"  # the others' gradients are compared in test_split
-    held = ranks4.run(_trained, name, options, tmp_path, learns)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    state = loaded.state_dict()
+def test_what_was_trained_is_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    held = ranks4.run(_trained, name, options, tmp_path)
+    state = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert {label for part in held for label in part} == state.keys()
     for part in held:
         for label, (value, rank) in part.items():
             whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
             assert torch.equal(value, whole), label
-    tokens, labels = tiny.batch(4)
-    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
 
 
 def _of_a_part(rank: int, size: int, folder: Path) -> None:

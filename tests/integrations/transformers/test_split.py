@@ -17,9 +17,7 @@ from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import build_exchange
 from tests import models
-from tests.engine.run.test_recompute import Counted
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -81,31 +79,6 @@ def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         expected = expected or found
         assert models.equal(found, expected) == [], mode
-
-
-def _recomputed(rank: int, size: int) -> list[tuple[list[str], int]]:
-    """Return, for each mode, the gradients that differ from mode none's, and the number of exchanges."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-    program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
-    tokens, labels = tiny.batch(8, seed=mesh["ep"].get_local_rank())
-    found: list[tuple[list[str], int]] = []
-    expected: dict[str, Tensor] = {}
-    modes: list[Recompute] = ["none", "block"]
-    for mode in modes:
-        exchange = Counted(build_exchange(mesh.get_group("ep")), seed=rank)
-        stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program, mesh)
-        options: dict[str, Any] = {"recompute": mode, "exchange": exchange}
-        tiny.engine(stages, program, mesh, **options).step(tokens, target=labels)
-        grads = {name: p.grad for name, p in stages.named_parameters() if p.grad is not None}
-        expected = expected or grads
-        found.append((models.equal(grads, expected), exchange.counted))
-    return found
-
-
-def test_recompute_exchanges_nothing_twice(ranks4: Ranks) -> None:
-    for without, recomputed in ranks4.run(_recomputed):
-        assert without == recomputed
-        assert without[1] > 0
 
 
 Own = tuple[list[list[Tensor]], dict[str, Tensor]]

@@ -73,9 +73,7 @@ def test_on_one_rank(model: str, tmp_path: Path) -> None:
         ("dp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
     ],
 )
-def test_over_ranks(
-    ranks2: Ranks, ranks4: Ranks, layout: str, model: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_over_ranks(kept: dict[int, Ranks], layout: str, model: str, config: dict[str, Any], tmp_path: Path) -> None:
     """All ranks log what one process logs; rows, their lengths and the tokens that count differ from rank to rank."""
     ranks, sizes, accumulation = LAYOUTS[layout]
     spec = Spec(tmp_path, model, config, rows=40, accumulation=accumulation, layout=sizes, layers=layers_of(layout))
@@ -83,7 +81,7 @@ def test_over_ranks(
         spec = replace(spec, arguments=EVALUATES)
     expected = history(plain(spec, ranks // sizes.pp))
     tokens = counted(spec, spec.accumulation * ranks // sizes.pp)
-    for found in {2: ranks2, 4: ranks4}[ranks].run(train, spec):
+    for found in kept[ranks].run(train, spec):
         close(shown(found), expected)
         logged = [line for line in found if "loss" in line]
         if layout == "pp 2, dualpipev":  # no ranks share experts
@@ -153,7 +151,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_resume(ranks2: Ranks, ranks4: Ranks, case: str, tmp_path: Path) -> None:
+def test_resume(kept: dict[int, Ranks], case: str, tmp_path: Path) -> None:
     """A run that stopped after the second of four steps goes on in the middle of an epoch, as if it had not stopped."""
 
     def run(where: str, **changes: Any) -> list[dict[str, float]]:
@@ -163,7 +161,7 @@ def test_resume(ranks2: Ranks, ranks4: Ranks, case: str, tmp_path: Path) -> None
         spec = Spec(tmp_path, "mixtral", config, **given, **changes)
         if ranks == 1:
             return history(alone(spec))
-        return shown({2: ranks2, 4: ranks4}[ranks].run(train, spec)[0])
+        return shown(kept[ranks].run(train, spec)[0])
 
     first, *places = RESUMED[case]
     unbroken = run(first, arguments={"save_strategy": "steps", "save_steps": 2})
