@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: 
 
 from tests.ranks import Ranks
 
-COSTLY = {"ranks2", "ranks4", "ranks8", "alone", "megatron", "tmp_path_factory"}
+COSTLY = {"kept", "alone", "megatron", "tmp_path_factory"}
 """Fixtures of tests that take processes of their own."""
 
 
@@ -44,24 +44,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks2() -> Iterator[Ranks]:
-    """Two processes with a gloo group, kept for the session: `ranks2.run(function, *args)`. Plans have few tries."""
-    workers = Ranks(2)
+def kept() -> Iterator[dict[int, Ranks]]:
+    """Two, four and eight processes with a gloo group, kept for the session: `kept[2].run(function, *args)`."""
+    workers = {2: Ranks(2), 4: Ranks(4), 8: Ranks(8, timeout=180)}
     yield workers
-    workers.close()
+    for ranks in workers.values():
+        ranks.close()
 
 
 @pytest.fixture(scope="session")
-def ranks8() -> Iterator[Ranks]:
-    """Eight processes, as the two of `ranks2`."""
-    workers = Ranks(8, timeout=180)
-    yield workers
-    workers.close()
+def ranks2(kept: dict[int, Ranks]) -> Ranks:
+    """Two processes of `kept`."""
+    return kept[2]
 
 
 @pytest.fixture(scope="session")
-def ranks4() -> Iterator[Ranks]:
-    """Four processes, as the two of `ranks2`."""
-    workers = Ranks(4)
-    yield workers
-    workers.close()
+def ranks4(kept: dict[int, Ranks]) -> Ranks:
+    """Four processes of `kept`."""
+    return kept[4]
+
+
+@pytest.fixture(scope="session")
+def ranks8(kept: dict[int, Ranks]) -> Ranks:
+    """Eight processes of `kept`."""
+    return kept[8]

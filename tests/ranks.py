@@ -11,6 +11,10 @@
     def test_total_apart() -> None:                     # workers of this test alone
         assert run(total, 2, 3.0) == [3.0, 3.0]
 
+    @over(2)                                            # a test whose body runs on the kept workers
+    def test_sizes(rank: int, size: int) -> list[str]:  # and returns what is wrong there
+        return [] if size == 2 else ["another size"]
+
 The function is a module-level function (it travels by name) that takes ``(rank, size, *args)``; arguments and results
 are pickled. `torch.manual_seed(0)` runs before every call, so that a test does not depend on those before it.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -32,9 +37,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from tests.plan.tries import few_tries
@@ -208,6 +214,41 @@ def run(
         return workers.run(function, *args)
     finally:
         workers.close()
+
+
+class Body(NamedTuple):
+    """The body of a test by `over`, which has no name of its own to travel by."""
+
+    module: str
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(import_module(self.module), self.name).body(*args)
+
+
+def over(size: int, *, gives: Any = None, timeout: float | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of a function `(rank, size, *args)` that runs on 2, 4 or 8 kept ranks.
+
+    The arguments are fixtures and parameters of the test. Every rank has to return `gives`: by default nothing, an
+    empty list of problems or None.
+    """
+
+    def make(body: Callable[..., Any]) -> Any:
+        _, _, *names = inspect.signature(body).parameters
+
+        def test(**given: Any) -> None:
+            found = given["kept"][size].run(
+                Body(body.__module__, body.__name__), *(given[name] for name in names), timeout=timeout
+            )
+            assert [one or None for one in found] == [gives] * size
+
+        signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("kept", *names)])
+        for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(test, name, getattr(body, name))
+        vars(test).update(body=body, __signature__=signature)
+        return test
+
+    return make
 
 
 def _work(rank: int, size: int, pipe: Connection, folder: Path, few: bool, shares: bool) -> None:

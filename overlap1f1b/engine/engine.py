@@ -69,8 +69,8 @@ class Engine:
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
-    The first two steps, on a GPU four, run serially and measure every node; with a single microbatch there are three
-    more. Then plans are compiled, the same on all ranks, and the fastest are tried. In the first step,
+    The first two steps, on a GPU four, run serially, and the last of them measures every node; with a single microbatch
+    three more do. Then plans are compiled, the same on all ranks, and the fastest are tried. In the first step,
     whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
@@ -311,8 +311,8 @@ class Engine:
             # 2. Forwards, backwards, exchanges, reductions.
             same = self.mesh.compared(loss_scale)
             with self._one_after_another() if measuring else contextlib.nullcontext():
-                if tuner.compares(plan):
-                    played = self._rehearsed(plan, play_nodes)
+                if tuner.must_verify(plan):
+                    played = self._play_verified(plan, play_nodes)
                 else:
                     with self.player.recorded_step():
                         played = play_nodes(plan)
@@ -367,12 +367,12 @@ class Engine:
             self.player.position = None
             self.tuner.agree(plan)
             with self.sharding.gathered():
-                return self._rehearsed(plan, play_nodes) if self.tuner.compares(plan) else play_nodes(plan)
+                return self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
 
-    def _rehearsed(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+    def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
         """Play a step of a plan that was not played before, and compare it with a plain loop."""
-        played = self.verification.play(plan, self.tuner.twin_of(plan), play_nodes, self.lanes)
-        self.tuner.compared.add(plan.fingerprint)
+        played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+        self.tuner.verified.add(plan.fingerprint)
         return played
 
     @contextlib.contextmanager

@@ -40,15 +40,16 @@ class EngineOptions:
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
             experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
             in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
-            1, 2 and 4 parts, two steps each, and keeps the number whose plan is the fastest.
+            1, 2 and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the
+            fastest.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
         plan: A compiled plan to play, instead of compiling one.
         tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
-            and the one whose steps were the fastest is kept, see ``Engine.tried``. Gradients do not depend on it. With
-            0, and with costs that are given, the predicted fastest is kept.
+            and the one whose steps were the fastest is kept, see ``Engine.tuner.tried``. Gradients do not depend on it.
+            With 0, and with costs that are given, the predicted fastest is kept.
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
             :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.

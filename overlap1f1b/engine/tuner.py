@@ -29,10 +29,10 @@ WARM_STEPS = 3
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 LEAST_GAIN = 0.02
-"""Share of a step that more parts must save: costs are measured, so smaller differences may be none."""
+"""Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
 MOST_PLANS = 3
 """Plans that are tried."""
-WITHIN = 1.1
+MOST_RATIO = 1.1
 """Largest predicted time of a plan that is tried, as a multiple of the fastest's."""
 
 
@@ -40,7 +40,8 @@ class State(StrEnum):
     """What the steps of an engine are for."""
 
     MEASURING = "measuring"
-    """They play the serial plan, and the last of them times every node: for each number of parts to choose from."""
+    """They play the serial plan, and the last of them times every node (with a single microbatch the last four). Each
+    number of parts to choose from has such steps."""
     TRYING = "trying"
     """They play in turns the plans that the costs predict to be the fastest."""
     SETTLED = "settled"
@@ -81,10 +82,10 @@ class Tuner:
         parts: Parts of a call of experts in the next step.
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         tried: The plans that were tried, the fastest first; empty before, and if there was one alone.
-        compared: Fingerprints of the plans whose first step was equal to a plain loop's.
+        verified: Fingerprints of the plans whose first step was equal to a plain loop's.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
-        beside: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or the first
-            step shows which ranks blocks meet in collectives.
+        outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
+            the first step shows which ranks blocks meet in collectives.
     """
 
     def __init__(
@@ -104,16 +105,16 @@ class Tuner:
         self.shapes = all_shapes(stages, program.placement, mesh)
         self.rendezvous, self._counts_block = not mesh.on_gloo, counts_block
         self.looks = mesh.exchanging is not None
-        self.beside: Sequence[Sequence[int]] | None = None
+        self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
-        self.compared: set[str] = set()
+        self.verified: set[str] = set()
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
         self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
-        self._loops: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
+        self._serial_plans: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
         self.costs = options.costs
         if options.plan is not None:
@@ -222,32 +223,32 @@ class Tuner:
         if plan.fingerprint not in self._agreed:
             self.mesh.agree({"plan": plan.fingerprint, "measuring": self.state is State.MEASURING})
             self._agreed.add(plan.fingerprint)
-        if not self.steps and self.beside is None:
+        if not self.steps and self.outside_groups is None:
             self._begun = collectives_begun()
 
-    def rehearses(self, *, grad: bool = True) -> bool:
+    def verifies_next(self, *, grad: bool = True) -> bool:
         """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        return self.compares(self.plan if grad else self.of_evaluation)
+        return self.must_verify(self.plan if grad else self.of_evaluation)
 
-    def compares(self, plan: Plan) -> bool:
-        """Return whether a plan has to be compared: not while nodes are measured, nor if it is the loop's."""
-        if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.compared:
+    def must_verify(self, plan: Plan) -> bool:
+        """Return whether a plan has to be verified: not while nodes are measured, nor if it is the loop's."""
+        if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.verified:
             return False
-        return self._loop(plan, plain=True).fingerprint != plan.fingerprint
+        return self._serial_plan(plan, plain=True).fingerprint != plan.fingerprint
 
-    def twin_of(self, plan: Plan) -> Plan:
+    def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        return self._loop(plan, plain=plan.program.placement.ranks == 1 or not self.compared)
+        return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
 
     def learn(self, plan: Plan, result: StepResult) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this."""
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
-        if self.beside is None:
+        if self.outside_groups is None:
             # Blocks have met ranks outside of the mesh in collectives.
             begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
-            self.beside = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
+            self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
             self._adopt_exchanges()
         if state is State.TRYING:
@@ -274,7 +275,7 @@ class Tuner:
         self._spans += (spans,)
         if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
             return
-        costs = self._alike(
+        costs = self._agreed_outside(
             measured_costs(
                 plan.ranks[self.mesh.rank("pp")],
                 chain.from_iterable(self._spans),
@@ -309,7 +310,8 @@ class Tuner:
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
         """Play by measured costs from the next step on: try the plans for them, or keep the first."""
         self.costs = costs
-        turns = [self._checked(plan, costs) for plan in worth_trying(plans)[: None if self.options.tries else 1]]
+        candidates = worth_trying(plans) if self.options.tries else plans[:1]
+        turns = [self._checked(plan, costs) for plan in candidates]
         self._keep(turns[0])
         if len(turns) > 1:
             self.state, self._turns = State.TRYING, turns
@@ -320,19 +322,19 @@ class Tuner:
         count = len(self._turns)
         if len(self._seconds) == self.options.tries * count:
             slowest = self.mesh.combined(self._seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
-            slowest = self._alike(slowest)
+            slowest = self._agreed_outside(slowest)
             times = [median(slowest[number::count]) for number in range(count)]
             self.tried = sorted(map(Tried, self._turns, times), key=lambda one: one.seconds)
             self._keep(self.tried[0].plan)
 
-    def play_beside(self, groups: Sequence[Sequence[int]]) -> None:
+    def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
-        self.beside = groups
-        self._costs = self._alike(self._costs)
+        self.outside_groups = groups
+        self._costs = self._agreed_outside(self._costs)
 
-    def _alike(self, measured: T) -> T:
+    def _agreed_outside(self, measured: T) -> T:
         """Return what was measured on the first of the ranks outside of the mesh that must play the same plan."""
-        for ranks in self.beside or ():
+        for ranks in self.outside_groups or ():
             measured = gathered(ranks, measured, self.mesh.failures.limit)[0]
         return measured
 
@@ -353,19 +355,19 @@ class Tuner:
             counts_block=blocks,
         )
 
-    def _loop(self, plan: Plan, *, plain: bool) -> Plan:
+    def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
         """Return the plan of the same step in which actions follow one another.
 
         Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
         """
         key = plan.fingerprint, plain
-        if key not in self._loops:
+        if key not in self._serial_plans:
             program = plan.program
             if plain:
                 program = one_by_one(program.microbatches, program.placement)
                 program = forwards_of(program) if plan.program.forward_only else program
-            self._loops[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
-        return self._loops[key]
+            self._serial_plans[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
+        return self._serial_plans[key]
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self._counts_block)
@@ -386,7 +388,7 @@ def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
     found: dict[str, Plan] = {}
     for plan in plans:
-        if plan.predicted <= WITHIN * plans[0].predicted:
+        if plan.predicted <= MOST_RATIO * plans[0].predicted:
             found.setdefault(plan.fingerprint, plan)
     return list(found.values())[:MOST_PLANS]
 

@@ -64,7 +64,7 @@ def _differing(rank: int, size: int, what: str, culprit: int) -> str:
             parameter.requires_grad_(False)
     inputs, target = models.batch(12, seed=rank)
     try:
-        engine = make(model, program, mesh=mesh, loss_fn=models.loss_fn, timeout=LIMIT, **given)
+        engine = make(model, program, mesh=mesh, timeout=LIMIT, **given)
         engine.step(inputs, target=target, loss_scale=2.0 if mine and what == "loss_scale" else 1.0)
     except (ValueError, LostRankError) as error:
         return "\n".join([str(error), *error.__notes__])
@@ -76,7 +76,7 @@ def _later(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
     options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
-    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
+    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, **options)
     inputs, target = models.batch(4, seed=rank)
     for step in range(6):
         try:
@@ -104,7 +104,7 @@ def _rows(rank: int, size: int) -> list[list[str]]:
         (others, labels),
         (others, target),
     ):
-        engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, **options)
+        engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, **options)
         with warnings.catch_warnings(record=True) as told, engine:
             warnings.simplefilter("always")
             engine.step(given[0], target=given[1])
@@ -127,9 +127,7 @@ def _refused_alone(rank: int, size: int) -> list[str]:
     for overlap in ("bogus" if rank == 0 else 3, 3):
         model = models.build(mesh.get_group("ep"))
         try:
-            engine = Engine(
-                model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, timeout=LIMIT)
-            )  # type: ignore[arg-type]
+            engine = make(model, program, mesh=mesh, overlap=overlap, timeout=LIMIT)  # type: ignore[arg-type]
         except (ValueError, LostRankError) as error:
             said.append("\n".join([str(error), *error.__notes__]))
         else:
@@ -171,9 +169,7 @@ def _after_destroy(rank: int, size: int) -> str:
         return models.loss_fn(output, target)
 
     program = build_schedule("sequential", microbatches=2)
-    engine = Engine(
-        models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(timeout=LIMIT)
-    )
+    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, timeout=LIMIT)
     inputs, target = models.batch(2, seed=rank)
     engine.step(inputs, target=target)
     dist.destroy_process_group()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import Placement, Program, auto, build_schedule
 from tests import models
 from tests.engine.test_pipeline import COSTS, build, compared, of_one_process
@@ -40,7 +39,7 @@ def _compared(rank: int, program: Program, ep: int, options: dict[str, Any]) -> 
     losses, expected = of_one_process(shards, program.microbatches, 2)
     inputs, target = shards[at[2]]
     blocks, problems, reference = build(2, mesh.get_group("ep"), rank), list[str](), dict[str, Tensor]()
-    engine = make(blocks, program, mesh=mesh, loss_fn=models.loss_fn, timeout=60, **options)
+    engine = make(blocks, program, mesh=mesh, timeout=60, **options)
     for number in range(4):
         if number == 3:
             engine.costs = COSTS
@@ -78,7 +77,7 @@ def test_one_rank_finds_an_order_for_its_costs() -> None:
     data, program = models.batch(4), build_schedule("auto", microbatches=4, peak_activations=3, seconds=0.05)
     losses, expected = models.plain_gradients(models.build(), *data, 4)
     model = models.build()
-    engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
+    engine = make(model, program, costs=COSTS)
     result = engine.step(data[0], target=data[1])
     assert not models.equal(models.gradients(model), expected)
     assert [float(x) for x in result.losses] == [float(x) for x in losses]
@@ -90,7 +89,7 @@ def _search_sizes_differ(rank: int, size: int) -> str:
     program = build_schedule("auto", ranks=size, microbatches=3, seconds=0.1 * (1 + rank))
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     try:
-        Engine(build(2), program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(timeout=20))
+        make(build(2), program, mesh=mesh, timeout=20)
     except ValueError as error:
         return str(error)
     return ""

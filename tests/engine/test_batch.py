@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Feed, Stage
+from overlap1f1b.engine import Engine, Feed, Stage
 from overlap1f1b.engine.batch import Loss, Microbatches, feed_batch, split_batch
 from overlap1f1b.engine.run.microbatch import is_absent
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
-from tests.ranks import Ranks
+from tests.engines import make
+from tests.ranks import over
 
 X = torch.arange(12.0).view(6, 2)
 
@@ -126,18 +127,13 @@ def test_a_feed_plays_losses_of_its_own() -> None:
         engine.step(inputs, target=target)
 
 
-def _loss_where_it_is_needed(rank: int, size: int) -> bool:
+@over(2, gives=True)
+def test_the_loss_is_needed_where_the_last_stage_is(rank: int, size: int) -> bool:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program, (inputs, target) = build_schedule("1f1b", ranks=2, microbatches=2), models.batch(2)
-    engine = Engine(
-        models.build(), program, mesh=mesh, loss_fn=models.loss_fn if rank else None, options=EngineOptions(timeout=20)
-    )
+    engine = make(models.build(), program, mesh=mesh, loss_fn=models.loss_fn if rank else None, timeout=20)
     engine.step(inputs, target=target)
     return any(p.grad is not None for p in engine.parameters())
-
-
-def test_the_loss_is_needed_where_the_last_stage_is(ranks2: Ranks) -> None:
-    assert ranks2.run(_loss_where_it_is_needed) == [True, True]
 
 
 @pytest.mark.parametrize(

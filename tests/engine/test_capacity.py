@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import CapacityOverflowError, Engine, EngineOptions, LostRankError
+from overlap1f1b.engine import CapacityOverflowError, Engine, LostRankError
 from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -19,7 +19,8 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
-from tests.ranks import Ranks
+from tests.engines import make
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2)
 PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
@@ -27,13 +28,7 @@ PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
 
 def _engine(capacity: float | None, overflow: Overflow = "raise", exchange: Exchange | None = None) -> Engine:
     model = models.build(dropout=0.1)
-    return Engine(
-        model,
-        PROGRAM,
-        loss_fn=models.loss_fn,
-        exchange=exchange,
-        options=EngineOptions(costs=COSTS, capacity=capacity, overflow=overflow),
-    )
+    return make(model, PROGRAM, exchange=exchange, costs=COSTS, capacity=capacity, overflow=overflow)
 
 
 def _step(engine: Engine, steps: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -140,7 +135,8 @@ class Halves(GroupedExperts):
         return torch.cat([part * (1 + index) for index, part in enumerate(rows.split(counts))]) / 2
 
 
-def _ranks(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     problems = []
     cases: list[tuple[float, Overflow, Overlap, bool]] = [
@@ -157,30 +153,22 @@ def _ranks(rank: int, size: int) -> list[str]:
                 for module in model.modules():
                     if isinstance(module, GroupedExperts):
                         module.__class__ = Halves
-            engine = Engine(
-                model,
-                PROGRAM,
-                mesh=mesh,
-                loss_fn=models.loss_fn,
-                options=EngineOptions(overlap=overlap, costs=COSTS, timeout=30, capacity=factor, overflow=overflow),
+            engine = make(
+                model, PROGRAM, mesh=mesh, overlap=overlap, costs=COSTS, timeout=30, capacity=factor, overflow=overflow
             )
             torch.manual_seed(rank)
             engine.step(data[0], target=data[1])
             found.append(models.gradients(model))
         problems += [f"{capacity} {overlap} {name}" for name in models.equal(*found)]
     model = models.build(mesh.get_group("ep"))
-    engine = Engine(
-        model, PROGRAM, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30, capacity=1.0)
-    )
+    engine = make(model, PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=1.0)
     try:
         engine.step(data[0], target=data[1])
         problems.append("nothing raised")
     except CapacityOverflowError as error:
         if "14 rows to each rank" not in str(error):
             problems.append(str(error))
-    engine = Engine(
-        model, PROGRAM, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30, capacity=2.0)
-    )
+    engine = make(model, PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=2.0)
     try:
         engine.step(data[0][:, rank:], target=data[1][:, rank:])
         problems.append("unequal tokens went through")
@@ -192,21 +180,11 @@ def _ranks(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_ranks, timeout=120) == [[], []]
-
-
 def _later(rank: int, size: int, at: int, evaluates: bool) -> str:
     """What a step says in which one microbatch has fewer tokens on the last rank, behind a step that had not."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = models.build(mesh.get_group("ep"))
-    engine = Engine(
-        model,
-        PROGRAM,
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS, timeout=30, capacity=float(size)),
-    )
+    engine = make(model, PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=float(size))
     inputs, target = ([*part.chunk(4)] for part in models.batch(4, seed=rank))
     engine.step(inputs, target=target)
     if rank == size - 1:
@@ -229,7 +207,7 @@ def test_gradients_of_a_parameter_in_two_places_add_up_once() -> None:
     data, found = models.batch(4), []
     for capacity in (None, 1.0):
         model = models.build(tied=True)
-        engine = Engine(model, PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, capacity=capacity))
+        engine = make(model, PROGRAM, costs=COSTS, capacity=capacity)
         for _ in range(2):
             engine.step(data[0], target=data[1])
         found.append(models.gradients(model))

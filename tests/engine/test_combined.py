@@ -17,7 +17,7 @@ from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.pauses import pauses
-from tests.ranks import Ranks
+from tests.ranks import over
 
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2]
 RECOMPUTES: list[Recompute] = ["none", "experts", "attention", "block"]
@@ -162,7 +162,8 @@ def test_without_a_seed_dropout_draws_from_the_thread() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-def _two(rank: int, size: int) -> list[str]:
+@over(2)
+def test_two_ranks_are_bit_equal(rank: int, size: int) -> list[str]:
     group, reference, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep"), None, []
     for overlap in OVERLAPS:
         model = models.build(group)
@@ -173,11 +174,8 @@ def _two(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_two_ranks_are_bit_equal(ranks2: Ranks) -> None:
-    assert ranks2.run(_two) == [[], []]
-
-
-def _paused(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_pauses_wherever_threads_meet_change_nothing(rank: int, size: int) -> list[str]:
     """Loops whose threads pause wherever two of them meet, against the same without pauses and recomputation."""
     group, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep"), []
     reference: dict[str, Tensor] = {}
@@ -191,10 +189,6 @@ def _paused(rank: int, size: int) -> list[str]:
         reference = reference or found
         problems += [f"{recompute} {overlap}: {name}" for name in models.equal(found, reference)]
     return problems
-
-
-def test_pauses_wherever_threads_meet_change_nothing(ranks2: Ranks) -> None:
-    assert ranks2.run(_paused, timeout=120) == [[], []]
 
 
 def test_bad_input_is_named() -> None:

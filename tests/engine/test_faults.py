@@ -15,9 +15,9 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from tests import models
+from tests.engines import make
 from tests.ranks import RankError, Ranks, run
 
 LIMIT = 6.0
@@ -72,7 +72,7 @@ def _step(rank: int, size: int, folder: str, culprit: int, what: str, microbatch
         place = 1 if rank < size // 2 else 5
         blocks[place] = Saboteur(blocks[place], what, microbatch, when, folder)
     program = build_schedule("combined_1f1b", ranks=2, microbatches=M)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(overlap=3, timeout=LIMIT))
+    engine = make(blocks, program, mesh=mesh, overlap=3, timeout=LIMIT)
     if rank == culprit and when == "reduce":
         (reduction,) = engine.reductions
         reduction.launch = lambda node: die(folder)  # type: ignore[method-assign,return-value]
@@ -113,13 +113,7 @@ def _while_measured(rank: int, size: int, folder: str) -> float:
     blocks: list[nn.Module] = list(models.build(mesh.get_group("ep"), layers=4))
     if rank == 1:
         blocks[3] = Saboteur(blocks[3], "raise", 1, "backward", folder)
-    engine = Engine(
-        blocks,
-        build_schedule("combined_1f1b", microbatches=2),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        options=EngineOptions(timeout=30),
-    )
+    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2), mesh=mesh, timeout=30)
     inputs, target = models.batch(2, seed=rank)
     begun = time.monotonic()
     with pytest.raises((ArithmeticError, RuntimeError)):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
@@ -36,7 +36,7 @@ def _steps(rank: int, size: int, name: str, pp: int, microbatches: int, layers: 
     mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
     program = build_schedule(name, ranks=pp, microbatches=microbatches)
     blocks = list(models.build(mesh.get_group("ep"), layers=layers))
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
     inputs, target = models.batch(microbatches)
     found = []
     for step in range(STEPS):
@@ -87,7 +87,7 @@ def test_an_output_lives_no_longer_than_it_is_passed_on() -> None:
     watched = Watched(nn.Linear(4, 4))
     counter = LooksBack(watched)
     program = build_schedule("afab", microbatches=5)
-    engine = Engine([watched, counter], program, loss_fn=lambda y, _: y.sum(), options=EngineOptions(costs=COSTS))
+    engine = make([watched, counter], program, loss_fn=lambda y, _: y.sum(), costs=COSTS)
     batch: Any = torch.randn(10, 4)
     engine.step(batch, target=batch)
     assert counter.alive == [0] * 5
@@ -100,9 +100,7 @@ def _engines(rank: int, size: int) -> list[tuple[int, int]]:
     for _ in range(4):
         blocks = list(models.build(mesh.get_group("ep"), layers=2))
         program = build_schedule("1f1b", ranks=2, microbatches=2)
-        engine = Engine(
-            blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30)
-        )
+        engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
         inputs, target = models.batch(2)
         engine.step(inputs, target=target)
         mesh.get_group("pp").barrier().wait()

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import simulate
 from tests import models
+from tests.engines import make
 from tests.plan.tries import all_tries
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
@@ -141,7 +142,7 @@ def _compared(
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
     blocks = build(pp, mesh.get_group("ep"), rank)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
     for overlap in overlaps:
         engine.plan = compiled(program, engine.shapes, overlap)
         for parameter in engine.parameters():
@@ -223,7 +224,8 @@ def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
 
 
-def _under_default_device(rank: int, size: int) -> list[str]:
+@over(2)
+def test_what_ranks_tell_each_other_is_on_the_host_under_any_default_device(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     x, y = models.batch(3)
     found = []
@@ -231,15 +233,9 @@ def _under_default_device(rank: int, size: int) -> list[str]:
         model = models.build(choose=[models.top_k])
         program = build_schedule("combined_1f1b", ranks=size, microbatches=3)
         with torch.device(device):
-            engine = Engine(
-                model, program, loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)
-            )
+            engine = make(model, program, mesh=mesh, costs=COSTS, timeout=20)
             loss = engine.mean_loss(engine.step(x, target=y))
             norm = engine.clip_gradients(0.1)
             engine.close()
         found.append({"loss": torch.tensor(loss), "norm": norm, **models.gradients(model)})
     return models.equal(*found)
-
-
-def test_what_ranks_tell_each_other_is_on_the_host_under_any_default_device(ranks2: Ranks) -> None:
-    assert ranks2.run(_under_default_device) == [[]] * 2

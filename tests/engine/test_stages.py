@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Placement, build_schedule
@@ -21,14 +21,14 @@ from overlap1f1b.transport.exchange import LocalExchange, build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:
     program = build_schedule("combined_1f1b", microbatches=2)
-    return make(models.build(group), program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, timeout=20, **options)
+    return make(models.build(group), program, mesh=mesh, costs=COSTS, timeout=20, **options)
 
 
 def _other_groups(rank: int, size: int) -> list[str]:
@@ -65,7 +65,8 @@ def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
         assert [none, without, more] == [number.format(*pair) for pair in ((1, 2), (2, 1), (4, 2))]
 
 
-def _own_groups(rank: int, size: int) -> list[str]:
+@over(2)
+def test_groups_of_the_same_ranks_are_taken(rank: int, size: int) -> list[str]:
     """A mesh in another order than its ranks, a group made apart, an exchange made apart, and a stage by hand."""
     data, problems = models.batch(2, seed=rank), []
     mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",))
@@ -87,10 +88,6 @@ def _own_groups(rank: int, size: int) -> list[str]:
     for block in stage.blocks:
         problems += [name for name, p in block.named_parameters() if "experts" in name and p.grad is None]
     return problems
-
-
-def test_groups_of_the_same_ranks_are_taken(ranks2: Ranks) -> None:
-    assert ranks2.run(_own_groups) == [[], []]
 
 
 def test_blocks_are_split_evenly() -> None:
@@ -119,7 +116,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
             split_blocks(blocks, 2, weights)
     program = build_schedule("sequential", microbatches=1)
     with pytest.raises(ValueError, match="weights of stages that are given"):
-        Engine({0: blocks}, program, loss_fn=models.loss_fn, options=EngineOptions(weights=[1, 1, 1]))
+        make({0: blocks}, program, weights=[1, 1, 1])
 
 
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from overlap1f1b.engine import Engine, EngineOptions, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.agreement import _sampled
 from overlap1f1b.engine.batch import Loss, feed_batch
 from overlap1f1b.plan import NodeCosts, Overlap, compile
@@ -31,7 +31,7 @@ from tests import models
 from tests.engine import tensors
 from tests.engines import make
 from tests.pauses import pauses
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over, run
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 4
@@ -217,14 +217,30 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "overlap", "options"), CASES, ids=str)
 def test_gradients_and_norms_are_those_of_one_process(
-    ranks2: Ranks, ranks4: Ranks, name: str, overlap: Overlap, options: dict[str, Any]
+    kept: dict[int, Ranks], name: str, overlap: Overlap, options: dict[str, Any]
 ) -> None:
-    ranks = ranks2 if LAYOUTS[name].ranks == 2 else ranks4
-    assert ranks.run(_train, name, overlap, options) == [[]] * LAYOUTS[name].ranks
+    ranks = LAYOUTS[name].ranks
+    assert kept[ranks].run(_train, name, overlap, options) == [[]] * ranks
 
 
-def _measured(rank: int, size: int, name: str) -> list[str]:
-    """Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found."""
+@cache
+def plain_loss(count: int) -> float:
+    """The mean loss of one process over the data of all ranks."""
+    model, losses = tensors.build(layers=1), []
+    for number in range(count):
+        inputs, target = data_of(None, number)
+        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
+        losses += [float(models.loss_fn(model(x), y)) for x, y in parts]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "cp in a ring", "pp x tp"])
+@over(4)
+def test_measured_plans(rank: int, size: int, name: str) -> list[str]:
+    """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process.
+
+    Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found.
+    """
     layout = LAYOUTS[name]
     mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh))
     number, count = number_of(mesh)
@@ -250,23 +266,6 @@ def _measured(rank: int, size: int, name: str) -> list[str]:
     if engine.costs is None or plans[-1] is plans[0]:
         problems.append("no plan was compiled for measured costs")
     return problems
-
-
-@cache
-def plain_loss(count: int) -> float:
-    """The mean loss of one process over the data of all ranks."""
-    model, losses = tensors.build(layers=1), []
-    for number in range(count):
-        inputs, target = data_of(None, number)
-        parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
-        losses += [float(models.loss_fn(model(x), y)) for x, y in parts]
-    return sum(losses) / len(losses)
-
-
-@pytest.mark.parametrize("name", ["ep x tp with sequences", "cp in a ring", "pp x tp"])
-def test_measured_plans(ranks4: Ranks, name: str) -> None:
-    """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process."""
-    assert ranks4.run(_measured, name) == [[]] * 4
 
 
 SAVED = ["ep x tp", "tp 4 by hand", "pp x tp", "ep x tp by hand", "dp x ep", "FSDP2 x tp", "dp x tp with sequences"]
@@ -321,9 +320,7 @@ class Run:
         model = nn.Sequential(blocks[0], nn.Dropout(0.1), *blocks[1:])
         options: dict[str, Any] = {"experts_over": ("ep", "tp")} if layout.sequence else {}
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-        self.engine = make(
-            model, program, mesh=mesh, loss_fn=models.loss_fn, costs=COSTS, overlap=3, timeout=30, **options
-        )
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, overlap=3, timeout=30, **options)
         self.data = data_of(mesh, number_of(mesh)[0])
         self.begin()
 
@@ -346,11 +343,13 @@ class Run:
         return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in both]
 
 
-def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
+@pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
+@over(4, gives=True)
+def test_a_resumed_run_ends_with_the_same_bits(rank: int, size: int, name: str, tmp_path: Path) -> bool:
     """Whether a run that has lost its weights, optimizer and random numbers ends with the bits of one that went on."""
     run = Run(name)
     run.train(1)
-    save_checkpoint(run.engine, folder, 1, run.optimizer, state={"scheduler": run.scheduler})
+    save_checkpoint(run.engine, tmp_path, 1, run.optimizer, state={"scheduler": run.scheduler})
     run.train(1)
     wanted, rates = run.tensors(), run.scheduler.get_last_lr()
     run.begin()
@@ -358,15 +357,10 @@ def _resumed(rank: int, size: int, name: str, folder: Path) -> bool:
     with torch.no_grad():
         for parameter in run.engine.parameters():
             parameter.zero_()
-    assert load_checkpoint(run.engine, folder, run.optimizer, state={"scheduler": run.scheduler}) == 1
+    assert load_checkpoint(run.engine, tmp_path, run.optimizer, state={"scheduler": run.scheduler}) == 1
     run.train(1)
     assert run.scheduler.get_last_lr() == rates
     return all(map(torch.equal, run.tensors(), wanted))
-
-
-@pytest.mark.parametrize("name", ["ep x tp with sequences", "FSDP2 x tp", "cp in a ring"])
-def test_a_resumed_run_ends_with_the_same_bits(ranks4: Ranks, tmp_path: Path, name: str) -> None:
-    assert ranks4.run(_resumed, name, tmp_path) == [True] * 4
 
 
 def _another_layout(rank: int, size: int, folder: Path) -> list[str]:
@@ -393,7 +387,9 @@ def test_states_of_each_rank_of_another_tensor_layout(tmp_path: Path) -> None:
         assert kept == "True"
 
 
-def _mixed(rank: int, size: int) -> list[str]:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+@over(4)
+def test_mixed_precision(rank: int, size: int) -> list[str]:
     """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
@@ -407,27 +403,19 @@ def _mixed(rank: int, size: int) -> list[str]:
     return differences(engine, expected(2, layers=1)[0], 0.05)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-def test_mixed_precision(ranks4: Ranks) -> None:
-    assert ranks4.run(_mixed) == [[]] * 4
-
-
-def _order(rank: int, size: int, folder: Path) -> bool:
+@over(4, gives=True)
+def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tmp_path: Path) -> bool:
     """Whether experts come back in a mesh that names the tensor group first."""
     whole = tensors.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     model = tensors.build(mesh, sequence=True)
     engine = engine_of(model, mesh)
-    save_checkpoint(engine, folder, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
+    save_checkpoint(engine, tmp_path, 1, torch.optim.SGD(engine.parameters(), lr=0.1))
     if rank == 0:
-        consolidate(folder, folder / "whole")
+        consolidate(tmp_path, tmp_path / "whole")
     engine.mesh.agree({"written": True})
-    stored = load_file(folder / "whole" / "model.safetensors")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
     return all(torch.equal(stored[name], value) for name, value in whole.state_dict().items())
-
-
-def test_experts_are_stored_in_the_order_of_their_group(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(_order, tmp_path) == [True] * 4
 
 
 class Failing(nn.Module):
@@ -449,12 +437,13 @@ def _fails(rank: int, size: int) -> str:
     linear = nn.Linear(tensors.H, tensors.H)
     parallelize_module(linear, mesh, RowwiseParallel(input_layouts=Replicate()))
     model = nn.Sequential(Failing(linear, rank == 0), nn.Linear(tensors.H, 4))
-    engine = Engine(
+    engine = make(
         model,
         build_schedule("1f1b", microbatches=2),
         mesh=mesh,
         loss_fn=lambda y, _: y.sum(),
-        options=EngineOptions(costs=COSTS, timeout=1000),
+        costs=COSTS,
+        timeout=1000,
     )
     x = torch.ones(4, tensors.H)
     with pytest.raises((RuntimeError, KeyError)) as caught:
@@ -472,8 +461,8 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     """Factors of auxiliary losses, by whether the tensor group shares the experts."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = []
-    for over in (("ep",), ("ep", "tp")):
-        with engine_of(tensors.build(mesh, sequence=len(over) > 1, layers=1), mesh, over) as engine:
+    for shared in (("ep",), ("ep", "tp")):
+        with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
             loss = Loss(models.loss_fn, None, 1.0)
             feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), keep=False)
             found.append(float(feed.auxiliary or 0.0))
@@ -569,7 +558,8 @@ def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
     assert ranks2.run(_left_unreduced, MixedPrecisionPolicy(reduce_dtype=reduced)) == [[], []]
 
 
-def _alike(rank: int, size: int) -> bool:
+@over(2, gives=True)
+def test_tokens_that_are_all_alike_are_not_refused(rank: int, size: int) -> bool:
     """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     model = tensors.build(mesh, sequence=True, layers=1)
@@ -578,10 +568,6 @@ def _alike(rank: int, size: int) -> bool:
     inputs, target = data_of(None, 0)
     engine_of(model, mesh).step(torch.zeros_like(inputs), target=target)
     return True
-
-
-def test_tokens_that_are_all_alike_are_not_refused(ranks2: Ranks) -> None:
-    assert ranks2.run(_alike) == [True] * 2
 
 
 class Scale(nn.Module):
@@ -635,7 +621,8 @@ def test_a_rank_without_a_gradient_takes_part_in_the_sum_under_fsdp2(ranks2: Ran
     assert any(first[0])
 
 
-def _added(rank: int, size: int) -> bool:
+@over(2, gives=True)
+def test_gradients_of_two_steps_are_added(rank: int, size: int) -> bool:
     """Whether two steps without ``zero_grad`` give twice the gradient of one."""
     engine, _ = _scaled()
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
@@ -644,10 +631,6 @@ def _added(rank: int, size: int) -> bool:
         engine.step(x, target=x)
         found.append([p.grad.to_local().clone() for p in engine.parameters() if isinstance(p.grad, DTensor)])
     return len(found[0]) == 3 and all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True))
-
-
-def test_gradients_of_two_steps_are_added(ranks2: Ranks) -> None:
-    assert ranks2.run(_added) == [True] * 2
 
 
 @pytest.mark.parametrize("used", [(True, True), (False, True, True)])
@@ -676,7 +659,8 @@ def test_gradients_of_other_placements_on_each_rank_are_refused() -> None:
         )
 
 
-def _passed_on(rank: int, size: int) -> list[str]:
+@over(4)
+def test_what_stages_pass_on(rank: int, size: int) -> list[str]:
     """Stages that pass on a DTensor in parts of two sizes, of sums that are not complete, and a result under way."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
@@ -705,7 +689,7 @@ def _passed_on(rank: int, size: int) -> list[str]:
         column = ColwiseParallel(input_layouts=into[0] if into else Replicate(), output_layouts=Replicate())
         parallelize_module(model[1], mesh["tp"], column)
         stages: dict[int, Any] = {0: [first]} if mesh.get_local_rank("pp") == 0 else {1: [second]}
-        engine = Engine(stages, program, mesh=mesh, loss_fn=mean_square, options=EngineOptions(costs=COSTS, timeout=20))
+        engine = make(stages, program, mesh=mesh, loss_fn=mean_square, costs=COSTS, timeout=20)
         for step in range(2):
             for p in engine.parameters():
                 p.grad = None
@@ -720,10 +704,6 @@ def _passed_on(rank: int, size: int) -> list[str]:
                     problems.append(f"{layout}, step {step}: {float((whole - want).abs().max())}")
         engine.close()
     return problems
-
-
-def test_what_stages_pass_on(ranks4: Ranks) -> None:
-    assert ranks4.run(_passed_on) == [[]] * 4
 
 
 def _marked(rank: int, size: int, folder: Path, marks: dict[str, Any]) -> str:
@@ -780,7 +760,7 @@ def _refused(rank: int, size: int) -> list[str]:
     for given, options in cases:
         model = tensors.build(other)
         with pytest.raises(ValueError, match="allowed") as caught:
-            make(model, program, mesh=given, loss_fn=models.loss_fn, timeout=10, **options)
+            make(model, program, mesh=given, timeout=10, **options)
         found.append(str(caught.value))
     return found
 
@@ -806,13 +786,7 @@ def _split_over_experts(rank: int, size: int, style: type[ColwiseParallel] | typ
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     parallelize_module(model[0], mesh, style())
     with pytest.raises(ValueError, match="allowed") as caught:
-        Engine(
-            model,
-            build_schedule("1f1b", microbatches=2),
-            mesh=mesh,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(timeout=10),
-        )
+        make(model, build_schedule("1f1b", microbatches=2), mesh=mesh, timeout=10)
     return str(caught.value)
 
 
@@ -848,9 +822,7 @@ def _beside_the_mesh(rank: int, size: int) -> list[str]:
         model = tensors.build(mesh, layers=2, by_hand=True)
         for block in model if mesh.get_local_rank("tp") else ():
             block.register_forward_pre_hook(lambda *_: time.sleep(0.002))
-        engine = Engine(
-            model, program, mesh=mesh["ep"], loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, timeout=30)
-        )
+        engine = make(model, program, mesh=mesh["ep"], overlap=overlap, timeout=30)
         for _ in range(8):
             model.zero_grad()
             engine.step(inputs[0], target=inputs[1])

@@ -32,7 +32,7 @@ SHAPES = make(models.build(), PROGRAM, loss_fn=models.loss_fn).shapes
 @pytest.fixture
 def all_near() -> Iterator[None]:
     """All orders are worth a try, whatever was measured."""
-    with patch("overlap1f1b.engine.tuner.WITHIN", 1e9):
+    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
         yield
 
 
@@ -144,7 +144,7 @@ def test_the_slowest_rank_counts_on_all(ranks2: Ranks) -> None:
 def _beside(rank: int, size: int) -> tuple[str, list[float]]:
     """Two engines that play alike: the times of the first rank count."""
     of = tuner(1)
-    of.beside = [list(range(size))]
+    of.outside_groups = [list(range(size))]
     of._adopt(COSTS, plans(1.0, 1.0))
     play(of, 1.0 + 2 * rank, 2.0)
     return of.plan.order, [one.seconds for one in of.tried]
@@ -242,7 +242,7 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, exchange=exchange)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
-    with patch("overlap1f1b.engine.tuner.WITHIN", 1e9):
+    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
         while engine.tuner.settling:
             played.append(engine.plan.fingerprint)
             model.zero_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from overlap1f1b.engine import Engine, EngineOptions, carried
+from overlap1f1b.engine import Engine, carried
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import NodeCosts, Overlap
@@ -27,10 +27,12 @@ from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
 from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.engines import make
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over, run
 
 
-def _carried(rank: int, size: int, place: str) -> list[str]:
+@pytest.mark.parametrize("place", ["another class", "another file's global"])
+@over(2)
+def test_what_a_block_names_is_carried(rank: int, size: int, place: str) -> list[str]:
     """What lies where the engine does not look is carried when the block says so."""
     mesh, holder = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), {"another class": Shared}.get(place)
     data = torch.randn(2, 5 * MICROBATCHES, 8, generator=torch.Generator().manual_seed(rank))
@@ -43,11 +45,6 @@ def _carried(rank: int, size: int, place: str) -> list[str]:
         engine_of(model, mesh, overlap=overlap).step(data[0], target=data[1])
         grads.append(models.gradients(model))
     return models.equal(*grads)
-
-
-@pytest.mark.parametrize("place", ["another class", "another file's global"])
-def test_what_a_block_names_is_carried(ranks2: Ranks, place: str) -> None:
-    assert ranks2.run(_carried, place) == [[], []]
 
 
 class Noted(nn.Module):
@@ -85,7 +82,7 @@ def _after(verify: bool, overlap: Overlap, *, grads: str) -> dict[str, Any]:
         elif grads:
             parameter.grad = torch.full_like(parameter, float(grads))
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(overlap=overlap, costs=COSTS, verify=verify))
+    engine = make(model, program, loss_fn=loss_fn, overlap=overlap, costs=COSTS, verify=verify)
     data = batch(0)
     losses = [engine.step(data[0], target=data[1]).loss for _ in range(2)]
     losses.append(engine.evaluate(data[0], target=data[1]).loss)
@@ -154,7 +151,7 @@ def _forwards(steps: Callable[[Engine], object], *, schedule: str = "combined_1f
     model = models.build(layers=1)
     model[1].register_forward_pre_hook(count)
     program = build_schedule(schedule, microbatches=4)
-    steps(make(model, program, loss_fn=models.loss_fn, costs=COSTS, **options))
+    steps(make(model, program, costs=COSTS, **options))
     return len(calls)
 
 
@@ -187,7 +184,7 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
     inputs, target = models.batch(4)
     model = models.build(block=Noisy)
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
+    engine = make(model, program, costs=COSTS)
     if size > 0.1:
         with pytest.raises(VerificationError, match=r"two plain loops .* differ, .*allowed: random numbers"):
             engine.step(inputs, target=target)
@@ -197,24 +194,14 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
 
 def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="verify='no'; allowed: True or False"):
-        Engine(
-            models.build(),
-            build_schedule("1f1b", microbatches=2),
-            loss_fn=models.loss_fn,
-            options=EngineOptions(verify="no"),
-        )  # type: ignore[arg-type]
+        make(models.build(), build_schedule("1f1b", microbatches=2), verify="no")  # type: ignore[arg-type]
 
 
 def test_what_stands_around_nodes_meets_the_step_alone() -> None:
     """Who sums gradients outside the engine, as Megatron-Core's wrapper, sees the nodes of one step."""
     inputs, target = models.batch(4)
     model, seen = models.build(), list[object]()
-    engine = Engine(
-        model,
-        build_schedule("combined_1f1b", microbatches=4),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS),
-    )
+    engine = make(model, build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
 
     class Around:
         def __init__(self, node: object) -> None:
@@ -244,12 +231,7 @@ def test_the_places_that_others_have_changed_are_named() -> None:
             return y * self.scales[0].clone()
 
     inputs, target = models.batch(4)
-    engine = Engine(
-        models.build(block=Block),
-        build_schedule("combined_1f1b", microbatches=4),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS),
-    )
+    engine = make(models.build(block=Block), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
     with pytest.raises(
         VerificationError, match=r"changed by another microbatch meanwhile: attribute 'scales' of Block"
     ):
@@ -272,7 +254,7 @@ def test_gradients_of_the_loop_are_not_kept(earlier: bool) -> None:
             parameter.grad = torch.zeros_like(parameter) if earlier else None
             parameter.register_post_accumulate_grad_hook(count)
         program = build_schedule("combined_1f1b", microbatches=2)
-        Engine(model, program, loss_fn=loss_fn, options=EngineOptions(overlap=3, costs=COSTS, verify=verify)).step(
+        make(model, program, loss_fn=loss_fn, overlap=3, costs=COSTS, verify=verify).step(
             torch.zeros(2, 256), target=torch.zeros(2, 256)
         )
         return max(alive)
@@ -287,7 +269,7 @@ def test_sums_in_another_order_are_not_a_difference() -> None:
     rows = [[Action(kind, 0, m) for kind, order in ((Kind.F, range(4)), (Kind.B, range(3, -1, -1))) for m in order]]
     program = program_of("falling", 4, Placement.loop(1), rows)
     model = models.build()
-    Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)).step(inputs, target=target)
+    make(model, program, costs=COSTS).step(inputs, target=target)
     _, expected = models.plain_gradients(models.build(), inputs, target, 4)
     found = models.gradients(model)
     assert models.equal(found, expected)
@@ -298,7 +280,7 @@ def test_sums_in_another_order_are_not_a_difference() -> None:
 def _step(model: nn.Module, loss: Any = loss_fn, **options: Any) -> Engine:
     """Make one step of a model over vectors, in an order with several open actions."""
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    engine = Engine(model, program, loss_fn=loss, options=EngineOptions(overlap=3, costs=COSTS, **options))
+    engine = make(model, program, loss_fn=loss, overlap=3, costs=COSTS, **options)
     dtype = next(model.parameters()).dtype
     data = batch(0).to(dtype)
     engine.step(data[0], target=data[1])
@@ -424,7 +406,7 @@ def _over(rank: int, size: int, layout: str, place: str) -> str:
     for block in blocks if layout == "FSDP2" else ():
         fully_shard(block, mesh=mesh)
     program = build_schedule("combined_1f1b", ranks=mesh["pp"].size() if "pp" in names else 1, microbatches=4)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    engine = make(blocks, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, timeout=30)
     seed = mesh.get_local_rank("ep" if "ep" in names else "dp")
     data = torch.randn(2, 20, blocks[0].mix.in_features, generator=torch.Generator().manual_seed(seed))
     try:

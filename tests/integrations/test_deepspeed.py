@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.plan import Overlap
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None or find_spec("transformers") is None, reason="deepspeed is not installed"
@@ -127,13 +127,10 @@ CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True}, {"k": 1, "drop_tokens": 
 """With ``drop_tokens=False`` the room follows the load, so it is another in each microbatch."""
 
 
-def _compare_capacities(rank: int, size: int) -> list[str]:
+@over(2)
+def test_capacities(rank: int, size: int) -> list[str]:
     mesh, problems = _mesh(size), list[str]()
     for options, overlap in zip(CAPACITIES, cycle(("pairs", 3)), strict=False):
         build, exchanges = partial(_capacity_blocks, mesh, options), 2 * 2 * LAYERS * MICROBATCHES
         problems += compare(f"{options}, overlap {overlap}", build, mesh, exchanges=exchanges, overlap=overlap)
     return problems
-
-
-def test_capacities(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare_capacities) == [[], []]

@@ -23,7 +23,7 @@ from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV, set_p2p_tenso
 from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
 from overlap1f1b.schedule import Pair, build_schedule
 from tests import models
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over, run
 
 CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
 MICROBATCHES = {"dualpipe": {2: 6, 4: 10, 8: 18}, "dualpipev": {1: 3, 2: 5, 4: 9, 8: 17}}
@@ -437,7 +437,9 @@ def test_backwards_of_whole_modules_run_under_the_autocast_of_their_step() -> No
     assert run(_under_autocast, 1) == [True]
 
 
-def _numbers_change(rank: int, size: int, kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["mlp", "own"])
+@over(2)
+def test_the_number_of_microbatches_may_change(rank: int, size: int, kind: str) -> list[str]:
     with double():
         case = Case("dualpipev", kind, size, 1, None)
         problems = case.train(keep=False)
@@ -454,11 +456,8 @@ def _numbers_change(rank: int, size: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "own"])
-def test_the_number_of_microbatches_may_change(ranks2: Ranks, kind: str) -> None:
-    assert ranks2.run(_numbers_change, kind) == [[]] * 2
-
-
-def _sizes_change(rank: int, size: int, kind: str) -> list[str]:
+@over(2)
+def test_sizes_may_change(rank: int, size: int, kind: str) -> list[str]:
     with double():
         stages = stages_of(kind, 2 * size)
         pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(dynamic_shapes=True, timeout=30))
@@ -474,11 +473,8 @@ def _sizes_change(rank: int, size: int, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "own"])
-def test_sizes_may_change(ranks2: Ranks, kind: str) -> None:
-    assert ranks2.run(_sizes_change, kind) == [[]] * 2
-
-
-def _tied(rank: int, size: int, kind: str) -> list[str]:
+@over(2)
+def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int, kind: str) -> list[str]:
     """The first and the last stage lie on one rank and share a weight."""
     with double():
         reference, stages = (stages_of(kind, 2 * size) for _ in range(2))
@@ -491,11 +487,6 @@ def _tied(rank: int, size: int, kind: str) -> list[str]:
         pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
         places = zip((rank, -1 - rank), pipeline.module, strict=True)
         return [name for stage, module in places for name in different(module, [reference[stage]], 0)]
-
-
-@pytest.mark.parametrize("kind", ["mlp", "own"])
-def test_stages_of_a_rank_may_share_a_parameter(ranks2: Ranks, kind: str) -> None:
-    assert ranks2.run(_tied, kind) == [[]] * 2
 
 
 class Recorded(Mlp):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from overlap1f1b.moe import GroupedExperts
-from tests.ranks import Ranks
+from tests.ranks import over
 
 T, K, E, H = 5, 2, 4, 8
 TOKENS, WEIGHTS = torch.ones(T, H), torch.ones(T, K)
@@ -92,7 +92,9 @@ def test_a_backward_under_autocast(experts: GroupedExperts) -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=float(one.abs().max()) * 0.02)
 
 
-def _copied(rank: int, size: int) -> list[bool]:
+@over(2, gives=[True] * 8, timeout=30)
+def test_a_copy_has_parameters_of_its_own_and_shares_the_group(rank: int, size: int) -> list[bool]:
+    """As a moving average of the weights needs it."""
     experts = GroupedExperts(E, H, 3, group=dist.group.WORLD)
     experts.reset_parameters(torch.Generator().manual_seed(rank), std=0.3)
     wanted, found = experts(TOKENS, INDICES, WEIGHTS), list[bool]()
@@ -100,8 +102,3 @@ def _copied(rank: int, size: int) -> list[bool]:
         found += [torch.equal(copied(TOKENS, INDICES, WEIGHTS), wanted), copied.group is experts.group]
         found += [copied.gate_up is not experts.gate_up, copied.gate_up.data_ptr() != experts.gate_up.data_ptr()]
     return found
-
-
-def test_a_copy_has_parameters_of_its_own_and_shares_the_group(ranks2: Ranks) -> None:
-    """As a moving average of the weights needs it."""
-    assert ranks2.run(_copied, timeout=30) == [[True] * 8] * 2

@@ -188,7 +188,7 @@ class Player:
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a transfer; or compute, behind the transfers that bring its input."""
         if RESOURCE_OF[node.op] is not Resource.COMPUTE:
-            self._transfer(node, microbatches)
+            self._start_transfer(node, microbatches)
             return
         microbatch = microbatches[node.stage, node.microbatch]
         # 1. Count microbatches that hold activations.
@@ -239,8 +239,8 @@ class Player:
         self._issue(node, microbatches)
         self._times.launches.append(Span(node, self._since, time.perf_counter()))
 
-    def _pass(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Send to a neighbouring stage, or take the flight of its send."""
+    def _send_or_receive(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Start a send to a neighbouring stage, or take the receive from one (on a device: start it)."""
         assert self.boundary is not None
         microbatch = microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
@@ -253,7 +253,7 @@ class Player:
         self._sends.append(send)
         self.flights.append(send)
 
-    def _launch(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def _launch_exchange(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
@@ -261,8 +261,8 @@ class Player:
         flying = microbatch.flights[node.kind]
         counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         self._since = time.perf_counter()
-        way, post = posting.post(node, microbatch)
-        flight = self.lanes[way, node.kind].launch(node, post)
+        lane_op, post = posting.post(node, microbatch)
+        flight = self.lanes[lane_op, node.kind].launch(node, post)
         if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
         flying[node.place] = flight
@@ -270,15 +270,15 @@ class Player:
         if counts is not None:
             self._since = max(self._since, counts.read)
 
-    def _transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def _start_transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a reduction, a transfer between stages, or an exchange."""
         if node.op is Op.REDUCE:
             for reduction in self.reductions:
                 self.flights += reduction.launch(node)
         elif RESOURCE_OF[node.op] is Resource.PEER:
-            self._pass(node, microbatches)
+            self._send_or_receive(node, microbatches)
         else:
-            self._launch(node, microbatches)
+            self._launch_exchange(node, microbatches)
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""

@@ -38,7 +38,7 @@ class Profile:
     torch.profiler has no range that begins on one thread and ends on another.
 
     Args:
-        engine: An engine that has measured and chosen its plan: ``engine.settling`` is false.
+        engine: An engine that has measured and chosen its plan: ``engine.tuner.settling`` is false.
         folder: Folder of the files; made if it does not exist.
         tool: ``"nsys"`` writes NVTX ranges, and opens and closes nsys's capture range; nsys writes the trace.
         first: Number of the first step.

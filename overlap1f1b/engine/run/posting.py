@@ -22,9 +22,9 @@ Announcement = tuple[Node, Callable[[], Expected | None]]
 
 
 def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
-    """Return the function that starts the exchange of a node, which a lane's thread may call, and its lane's sub-op.
+    """Return the sub-op whose lane carries the exchange of a node, and the function that starts it.
 
-    All exchanges that a library carries out go one way, in one order.
+    A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
     """
     run: BlockRun = microbatch.runs[node.block]
     stage, op, kind = microbatch.stage, node.op, node.kind

@@ -362,7 +362,7 @@ class ChunkEngine:
 
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
-        engine.tuner.play_beside(playing_alike(groups))
+        engine.tuner.share_plans_with(playing_alike(groups))
         engine.verification.tables = logged
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
@@ -378,7 +378,7 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
-        if engine.tuner.rehearses(grad=grad):
+        if engine.tuner.verifies_next(grad=grad):
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
                 step.data_iterator = iterator
 

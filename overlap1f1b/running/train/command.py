@@ -77,7 +77,7 @@ class _Run:
         """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
         engine = self.trainer.engine
         measures, settling = engine.costs is None, engine.tuner.settling
-        order, compared = engine.plan.order, engine.tuner.rehearses()
+        order, compared = engine.plan.order, engine.tuner.verifies_next()
         step = self.trainer.step(index)
         if compared:
             print_lines(self.screen, f"checked: order {order} gives the gradients of a plain loop")

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b import consolidate
-from overlap1f1b.engine import Engine, EngineOptions, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine, load_checkpoint, save_checkpoint
 from overlap1f1b.schedule import build_schedule
 from tests.engine.checkpoint.test_save import Dense, Slice, Tiny, flip, joined, save_on
+from tests.engines import make
 from tests.ranks import Ranks
 
 
@@ -87,7 +88,7 @@ class Again(nn.Sequential):
     def engine(self, mesh: DeviceMesh | None, *, stages: int = 1) -> Engine:
         program = build_schedule("1f1b", ranks=stages, microbatches=stages)
         weights = None if stages == 1 else [0.0] * 7 + [1.0]
-        return Engine(self, program, mesh=mesh, loss_fn=torch.mean, options=EngineOptions(timeout=30, weights=weights))
+        return make(self, program, mesh=mesh, loss_fn=torch.mean, timeout=30, weights=weights)
 
 
 def again_on(rank: int, size: int, folder: Path) -> bool:

@@ -22,7 +22,7 @@ from tests import models
 from tests.engine.checkpoint.test_resuming import OPTIMIZERS
 from tests.engine.checkpoint.test_resuming import Run as PlainRun
 from tests.engine.reduce.test_fsdp import engine_over, sliced, wrapped
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 class Run(PlainRun):
@@ -142,21 +142,18 @@ def test_a_state_that_ranks_have_not_summed(ranks4: Ranks, tmp_path: Path) -> No
         assert re.search(r"the optimizer's sum of \S+ has placements \(.*\); allowed: shards or copies$", text)
 
 
-def _few_experts(rank: int, size: int, folder: Path) -> bool:
+@over(4, gives=True)
+def test_ranks_without_a_row(rank: int, size: int, tmp_path: Path) -> bool:
     """One expert for each rank along "ep", so that the second rank along "dp" has no row of it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "E", 2)
         run = Run("blocks", FOUR)
         run.train(1)
         assert any(p.to_local().numel() == 0 for p in run.engine.parameters()) == (run.shard >= 2)
-        run.save(folder)
+        run.save(tmp_path)
         again = Run("blocks", FOUR, lr=3.0)
-        again.load(folder)
+        again.load(tmp_path)
         return equal(run.whole(), again.whole())
-
-
-def test_ranks_without_a_row(ranks4: Ranks, tmp_path: Path) -> None:
-    assert ranks4.run(_few_experts, tmp_path) == [True] * 4
 
 
 def _slices_of_a_tensor(rank: int, size: int, folder: Path) -> bool:

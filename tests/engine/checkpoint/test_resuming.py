@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from overlap1f1b.engine import Engine, EngineOptions, Saving, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint import load, save
 from overlap1f1b.engine.checkpoint.held import Held
@@ -27,6 +27,7 @@ from overlap1f1b.engine.checkpoint.optimizer import Table
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks, run
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
@@ -113,9 +114,7 @@ class Run:
         self.shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
         model = build(mesh.get_group("ep") if mesh is not None and layout.get("ep", 1) > 1 else None)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
-        self.engine = Engine(
-            model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=limit)
-        )
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=limit)
         self.optimizer = OPTIMIZERS[optimizer](self.groups(lr))
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
@@ -351,9 +350,7 @@ def _part_of_the_world(rank: int, size: int, folder: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))["pp"]
     for layout in (mesh, None):
         program = build_schedule("1f1b", ranks=1 if layout is None else 2, microbatches=2)
-        engine = Engine(
-            build(), program, mesh=layout, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=20.0)
-        )
+        engine = make(build(), program, mesh=layout, costs=COSTS, timeout=20.0)
         optimizer = torch.optim.AdamW(engine.parameters())
         for call in (
             lambda: save_checkpoint(engine, folder, 1, optimizer),  # noqa: B023

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
-from overlap1f1b.engine import Engine, EngineOptions, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
@@ -54,9 +55,7 @@ class Run:
             shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
         model = models.build(group, layers=2, dropout=0.3)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
-        self.engine = Engine(
-            model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30.0)
-        )
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=30.0)
         self.optimizer = torch.optim.AdamW(self.engine.parameters())
         self.scheduler = OneCycleLR(self.optimizer, max_lr=0.1, total_steps=20)
         self.loader = Loader(shard)

@@ -21,7 +21,7 @@ from overlap1f1b.engine.foreign.declared import KNOWN, Declared, declared_of
 from tests.all_to_all import Own
 from tests.engine.foreign.test_exchanges import Behind, WithHandle
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 class Default(torch.autograd.Function):
@@ -229,7 +229,9 @@ LINES: dict[str, tuple[Any, str]] = {
 """Ways that nobody has declared, and what is said of them."""
 
 
-def _lines(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> list[str]:
+    """What is not declared runs where it stands, beside exchanges that are hidden."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
     both_sizes = (
@@ -248,12 +250,9 @@ def _lines(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_one_line_says_how_to_declare_a_function(ranks2: Ranks) -> None:
-    """What is not declared runs where it stands, beside exchanges that are hidden."""
-    assert ranks2.run(_lines, timeout=120) == [[], []]
-
-
-def _hidden(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_declared_functions_are_hidden(rank: int, size: int) -> list[str]:
+    """With sizes, without, with one for both ways, with arguments besides, and by a call that torch does not show."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
     sized = lambda rows, receive, send, group: Sized.apply(rows, receive, send, group, sum(receive), rows.shape)  # noqa: E731
@@ -269,11 +268,6 @@ def _hidden(rank: int, size: int) -> list[str]:
         build = lambda ways=ways: nn.Sequential(Numbered(group, ways))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
     return problems
-
-
-def test_declared_functions_are_hidden(ranks2: Ranks) -> None:
-    """With sizes, without, with one for both ways, with arguments besides, and by a call that torch does not show."""
-    assert ranks2.run(_hidden, timeout=60) == [[], []]
 
 
 WRONG: dict[str, dict[str, Any]] = {

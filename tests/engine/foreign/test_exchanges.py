@@ -31,7 +31,7 @@ from tests import models
 from tests.all_to_all import Own, any_sizes
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, batch, compare, engine_of, loss_fn
 from tests.engine.test_engine import Delayed
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 EXPERTS = 4
 Way = Callable[[Tensor, Sequence[int], Sequence[int], Any], Tensor]
@@ -119,12 +119,6 @@ def awaited(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: An
     handle.wait()
     assert rows.is_cuda or handle.is_completed()  # on CUDA a wait only orders streams
     return brought  # type: ignore[no-any-return]
-
-
-def into_a_buffer(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
-    output = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist_nn.all_to_all_single(output, rows, list(receive), list(send), group=group)
-    return output
 
 
 def returned(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
@@ -327,7 +321,8 @@ def test_microbatches_with_different_exchanges_are_refused(other: list[Seen]) ->
         found_in([[seen([1], [1])], other])
 
 
-def _by_chance(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_sizes_that_are_symmetric_by_chance_on_one_rank_tell_nothing(rank: int, size: int) -> list[str]:
     """Rank 0 alone sends the second time as it has received the first time, by chance."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
@@ -345,10 +340,6 @@ def _by_chance(rank: int, size: int) -> list[str]:
             return torch.cat([y, y])[: len(x)]
 
     return compare("by chance", lambda: nn.Sequential(Twice()), mesh, exchanges=2 * 2 * MICROBATCHES)
-
-
-def test_sizes_that_are_symmetric_by_chance_on_one_rank_tell_nothing(ranks2: Ranks) -> None:
-    assert ranks2.run(_by_chance, timeout=60) == [[], []]
 
 
 class Unseen(Block):
@@ -436,7 +427,8 @@ def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: st
     assert any(line.startswith(message) for line in every), every
 
 
-def _together(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_tensors_of_any_strides_travel_together(rank: int, size: int) -> list[str]:
     """One column of the weights travels beside the rows, in which nothing may be; the first gradient is expanded."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
@@ -459,10 +451,6 @@ def _together(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_tensors_of_any_strides_travel_together(ranks2: Ranks) -> None:
-    assert ranks2.run(_together, timeout=60) == [[], []]
-
-
 class Padded(nn.Module):
     """Sends rows ``[E, C, H]`` with room for C rows of each expert; C follows the tokens of the microbatch."""
 
@@ -478,7 +466,9 @@ class Padded(nn.Module):
         return x + out[:, :HIDDEN] * out[:, -HIDDEN:]
 
 
-def _padded(rank: int, size: int, way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["functional", "torch.distributed.nn", "a Function of its own", "exchange"])
+@over(2, timeout=60)
+def test_rows_of_another_shape_in_each_microbatch(rank: int, size: int, way: str) -> list[str]:
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
     torch.manual_seed(7)
     for widens in (False, True):
@@ -501,12 +491,8 @@ def _padded(rank: int, size: int, way: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("way", ["functional", "torch.distributed.nn", "a Function of its own", "exchange"])
-def test_rows_of_another_shape_in_each_microbatch(ranks2: Ranks, way: str) -> None:
-    assert ranks2.run(_padded, way, timeout=60) == [[], []]
-
-
-def _two_stages(rank: int, size: int) -> list[str]:
+@over(4, timeout=120)
+def test_two_stages_of_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     group, stage = mesh.get_group("ep"), mesh.get_local_rank("pp")
     generator = torch.Generator().manual_seed(mesh.get_local_rank("ep"))
@@ -537,10 +523,6 @@ def _two_stages(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_two_stages_of_two_ranks(ranks4: Ranks) -> None:
-    assert ranks4.run(_two_stages, timeout=120) == [[]] * 4
-
-
 class Hidden(nn.Module):
     """A block with our own Experts."""
 
@@ -554,7 +536,8 @@ class Hidden(nn.Module):
         return x + self.experts(x, indices, weights)
 
 
-def _beside(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_beside_experts_and_over_two_stages_of_a_rank(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
     problems = compare(
@@ -572,10 +555,6 @@ def _beside(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_beside_experts_and_over_two_stages_of_a_rank(ranks2: Ranks) -> None:
-    assert ranks2.run(_beside, timeout=120) == [[], []]
-
-
 class Crowded(Hidden):
     """All tokens go to the first expert."""
 
@@ -584,7 +563,8 @@ class Crowded(Hidden):
         return x + self.experts(x, indices * 0, weights)
 
 
-def _again(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_a_first_step_that_is_played_again(rank: int, size: int) -> list[str]:
     """The first step is played twice: not all rows find room."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
@@ -597,11 +577,8 @@ def _again(rank: int, size: int) -> list[str]:
     )
 
 
-def test_a_first_step_that_is_played_again(ranks2: Ranks) -> None:
-    assert ranks2.run(_again, timeout=60) == [[], []]
-
-
-def _planned(rank: int, size: int) -> list[Any]:
+@over(2, gives=[True] * 3, timeout=60)
+def test_plans_may_be_given_before_the_first_step(rank: int, size: int) -> list[Any]:
     """Plans of an engine are given to others before their first step: cut, not cut, and cut elsewhere."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
@@ -626,7 +603,3 @@ def _planned(rank: int, size: int) -> list[Any]:
     with pytest.raises(ValueError, match=r"^a plan of .* for other blocks.*; allowed: one of"):
         elsewhere.step(data[0], target=data[1])
     return found
-
-
-def test_plans_may_be_given_before_the_first_step(ranks2: Ranks) -> None:
-    assert ranks2.run(_planned, timeout=60) == [[True] * 3] * 2

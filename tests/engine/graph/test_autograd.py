@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.engine.graph.autograd import Root, SplitLinear, WeightQueue, accumulate
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.test_engine import OVERLAPS, programs, step
+from tests.engines import make
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
 
@@ -201,7 +202,7 @@ def _differences(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Any, over
         (loss_fn(model(part), wanted) / 3).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     program, found = build_schedule("combined_1f1b", microbatches=3), list[str]()
-    engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(overlap=overlap))
+    engine = make(model, program, loss_fn=loss_fn, overlap=overlap)
     for _ in range(3):
         model.zero_grad()
         engine.step(x, target=target)
@@ -303,12 +304,7 @@ def test_experts_add_to_their_main_gradients(hooked: bool) -> None:
                 parameter.grad_added_to_main_grad = False
                 parameter.register_post_accumulate_grad_hook(_let_go(seen))
         program = build_schedule("combined_1f1b", microbatches=3, extra_warmup=1)
-        engine = Engine(
-            model,
-            program,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(overlap=overlap, costs=COSTS, verify=not hooked),
-        )
+        engine = make(model, program, overlap=overlap, costs=COSTS, verify=not hooked)
         engine.step(data[0], target=data[1])
         assert all(p.grad is None for p in mine.values())
         assert {n for n, p in model.named_parameters() if p.grad is not None} == set(expected) - set(mine)

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b import NodeCosts, build_schedule
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.plan import Node, Op, Resource
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
+from tests.engines import make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks
 
@@ -55,14 +55,7 @@ def _early(rank: int, size: int, name: str) -> list[str]:
     for exchange in (build_exchange(group), Slow(build_exchange(group), seed=rank)):
         model = models.build(group)
         program = build_schedule(name, microbatches=5)
-        engine = Engine(
-            model,
-            program,
-            loss_fn=models.loss_fn,
-            mesh=mesh,
-            exchange=exchange,
-            options=EngineOptions(costs=costs, timeout=20),
-        )
+        engine = make(model, program, mesh=mesh, exchange=exchange, costs=costs, timeout=20)
         with all_tries():  # the plan has weight gradients that are placed late
             result = engine.step(data[0], target=data[1])
         planned = [node for node in engine.plan.ranks[0] if node.resource is Resource.COMPUTE]

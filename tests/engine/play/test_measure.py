@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from overlap1f1b.engine import Engine
@@ -26,16 +28,18 @@ def test_a_transfer_takes_what_its_receiver_saw(kind: Kind, sender: int, receive
     assert measured_costs(receives, spans, Mesh(None), shared_links=True, transfers=alone)(sends[1]) == 2.5
 
 
-def test_one_compilation_is_no_cost() -> None:
-    nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in range(5)]
-    spans = [Span(node, 10 * m, 10 * m + (9 if m == 0 else 2)) for m, node in enumerate(nodes)]
-    assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[0]) == 2.0
-
-
-def test_a_node_takes_the_median_over_steps() -> None:
-    node = Node(Op.EXPERTS, Kind.F, 0, block=1)
-    spans = [Span(node, 10 * step, 10 * step + took) for step, took in enumerate((1, 9, 3))]
-    assert measured_costs([node], spans, Mesh(None), shared_links=False)(node) == 3.0
+@pytest.mark.parametrize(
+    ("microbatches", "took", "cost"),
+    [
+        ((0, 1, 2, 3, 4), (9, 2, 2, 2, 2), 2.0),  # one compilation is no cost
+        ((0, 0, 0), (1, 9, 3), 3.0),  # over steps
+        ((0, 1, 2), (1, 2, 3), 2.0),
+    ],
+)
+def test_a_node_takes_the_median(microbatches: Sequence[int], took: Sequence[float], cost: float) -> None:
+    nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in microbatches]
+    spans = [Span(node, 10 * n, 10 * n + took[n]) for n, node in enumerate(nodes)]
+    assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[-1]) == cost
 
 
 def test_a_single_microbatch_is_measured_in_several_steps() -> None:
@@ -70,9 +74,3 @@ def test_a_launch_takes_the_median_over_microbatches_and_blocks() -> None:
     assert costs.launch == {(Op.EXPERTS, Kind.F): 2.5, (Op.COUNTS, Kind.F): 0.5}
     assert all(len(key) == 6 and key[2] >= 0 for key in costs.by_node)
     assert measured_costs(nodes, (), Mesh(None), shared_links=False).launch == {}
-
-
-def test_a_node_takes_the_median_over_microbatches() -> None:
-    nodes = [Node(Op.EXPERTS, Kind.F, m, block=1) for m in range(3)]
-    spans = [Span(node, 10 * m, 10 * m + m + 1) for m, node in enumerate(nodes)]
-    assert measured_costs(nodes, spans, Mesh(None), shared_links=False)(nodes[2]) == 2.0

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.plan import Node, NodeCosts, Op, Resource, compile
 from overlap1f1b.schedule import Kind, build_schedule
 from tests import models
+from tests.engines import make
 from tests.ranks import Ranks
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
@@ -26,7 +27,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
 
 def engine(model: Any, name: str = "combined_1f1b", microbatches: int = 4) -> Engine:
     program = build_schedule(name, microbatches=microbatches)
-    return Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, verify=False))
+    return make(model, program, costs=COSTS, verify=False)
 
 
 def test_around_and_before_launch_see_every_node_in_the_plans_order() -> None:
@@ -49,9 +50,7 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
     """When each counts had arrived, and when the ranks met next, while nodes are measured."""
     program = build_schedule("sequential", microbatches=2)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    played = Engine(
-        models.build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(parts=3)
-    )
+    played = make(models.build(mesh.get_group("ep")), program, mesh=mesh, parts=3)
     inputs, target = models.batch(2, seed=rank)
     meetings: list[float] = []
 

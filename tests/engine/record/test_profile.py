@@ -14,27 +14,28 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, Profile, build_schedule
-from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.record.profile import added
 from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
 from overlap1f1b.schedule import Action, Kind
+from tests.engines import make
 from tests.models import batch, build, loss_fn
-from tests.ranks import Ranks
+from tests.ranks import over
 
 MS = 1e3  # in a trace's microseconds
 
 
-def profiled(rank: int, size: int, folder: Path) -> None:
+@over(2)
+def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
     """Files of a pipeline of two ranks, whose transfers and gradients travel beside nothing else."""
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=3)
-    engine = Engine(build(), program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(overlap=3))
+    engine = make(build(), program, mesh=mesh, loss_fn=loss_fn, overlap=3)
     inputs, target = batch(3)
     for _ in range(2):
         engine.step(inputs, target=target)
     os.environ["KINETO_LOG_LEVEL"] = "6"
-    with Profile(engine, folder / "new" / "folder", first=7) as profile:
+    with Profile(engine, tmp_path / "new" / "tmp_path", first=7) as profile:
         for _ in range(2):
             engine.step(inputs, target=target)
     record, trace = profile.files
@@ -68,10 +69,6 @@ def profiled(rank: int, size: int, folder: Path) -> None:
         assert all(launches[text] <= start for text, (start, _) in flights.items() if text.startswith("send"))
     for action in program.actions(rank):
         assert len(shown[ActionRange, action]) == 2
-
-
-def test_a_pipeline_of_two_ranks(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(profiled, tmp_path)
 
 
 def test_what_is_added_to_a_trace_is_on_its_clock_and_in_rows_without_overlaps() -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b import NodeCosts, build_schedule
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import ActionRange, Label, NodeRange, Op, Resource, StepRange, parse_node, parse_range
 from overlap1f1b.schedule import Kind
+from tests.engines import make
 from tests.models import batch, build, loss_fn
 from tests.ranks import Ranks
 
@@ -59,9 +59,7 @@ def record(rank: int, size: int, folder: Path) -> None:
     """Steps of two ranks that share experts, with a recorder and after it."""
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule("combined_1f1b", microbatches=3)
-    engine = Engine(
-        build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, options=EngineOptions(overlap=3, tries=0)
-    )
+    engine = make(build(mesh.get_group("ep")), program, mesh=mesh, loss_fn=loss_fn, overlap=3, tries=0)
     inputs, target = batch(3, seed=rank)
     for _ in range(2):
         engine.step(inputs, target=target)
@@ -145,7 +143,7 @@ def test_one_rank_exchanges_nothing_and_a_step_that_fails_leaves_no_record_and_n
     module = Failing()
     costs = NodeCosts.uniform(attention=1, experts=1, dispatch=1, dense=1)
     program = build_schedule("sequential", microbatches=2)
-    engine = Engine([module], program, loss_fn=lambda x, _: x.sum(), options=EngineOptions(costs=costs))
+    engine = make([module], program, loss_fn=lambda x, _: x.sum(), costs=costs)
     inputs, log = torch.ones(2, 1), Log()
     with Recorder(engine, log) as recorder:
         engine.step(inputs, target=inputs)

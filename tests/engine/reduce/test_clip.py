@@ -14,11 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.ranks import Ranks
+from tests.engines import make
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 IGNORED = -100
@@ -58,13 +59,7 @@ def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) ->
         for x, y in parts(inputs, target):
             (3.0 * token_mean(whole(x), y) * tokens(y) / total).backward()
     blocks = list(models.build(mesh.get_group("ep"), layers=4))
-    engine = Engine(
-        blocks,
-        program,
-        mesh=mesh,
-        loss_fn=token_mean,
-        options=EngineOptions(count_tokens=tokens, costs=COSTS, timeout=30),
-    )
+    engine = make(blocks, program, mesh=mesh, loss_fn=token_mean, count_tokens=tokens, costs=COSTS, timeout=30)
     inputs, target = data[at[1] * shape[2] + at[2]]
     result = engine.step(inputs, target=target, loss_scale=3.0, return_outputs=True)
     problems = differences(engine, blocks, whole, at[2])
@@ -136,30 +131,8 @@ class Autocast(nn.Module):
             return self.inner(*x)
 
 
-def _autocast(rank: int, size: int) -> list[str]:
-    """bf16 autocast inside blocks: the same numbers as in one process, whatever passes between ranks is bf16."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    inputs, target = models.batch(4)
-    whole = nn.Sequential(*map(Autocast, models.build(layers=2)))
-    models.plain_gradients(whole, inputs, target, 4)
-    blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
-    engine = Engine(
-        blocks,
-        build_schedule("1f1b", ranks=size, microbatches=4),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS),
-    )
-    engine.step(inputs, target=target)
-    held, expected = set(engine.parameters()), models.gradients(whole)
-    return [
-        label
-        for label, parameter in nn.Sequential(*blocks).named_parameters()
-        if parameter in held and not torch.equal(parameter.grad, expected[label])  # type: ignore[arg-type]
-    ]
-
-
-def _autocast_around(rank: int, size: int) -> list[str]:
+@over(2)
+def test_autocast_around_a_step(rank: int, size: int) -> list[str]:
     """bf16 autocast around a step: the forwards' alone, as torch advises for a plain loop."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     inputs, target = models.batch(4)
@@ -169,18 +142,28 @@ def _autocast_around(rank: int, size: int) -> list[str]:
             loss = models.loss_fn(whole(x), y) / 4
         loss.backward()
     program = build_schedule("zb_h1", ranks=size, microbatches=4)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=20))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=20)
     with torch.autocast("cpu", torch.bfloat16):
         engine.step(inputs, target=target)
     return differences(engine, list(blocks), whole, 0)
 
 
-def test_autocast_around_a_step(ranks2: Ranks) -> None:
-    assert ranks2.run(_autocast_around) == [[], []]
-
-
-def test_autocast_over_stages(ranks2: Ranks) -> None:
-    assert ranks2.run(_autocast) == [[], []]
+@over(2)
+def test_autocast_over_stages(rank: int, size: int) -> list[str]:
+    """bf16 autocast inside blocks: the same numbers as in one process, whatever passes between ranks is bf16."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    inputs, target = models.batch(4)
+    whole = nn.Sequential(*map(Autocast, models.build(layers=2)))
+    models.plain_gradients(whole, inputs, target, 4)
+    blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
+    engine = make(blocks, build_schedule("1f1b", ranks=size, microbatches=4), mesh=mesh, costs=COSTS)
+    engine.step(inputs, target=target)
+    held, expected = set(engine.parameters()), models.gradients(whole)
+    return [
+        label
+        for label, parameter in nn.Sequential(*blocks).named_parameters()
+        if parameter in held and not torch.equal(parameter.grad, expected[label])  # type: ignore[arg-type]
+    ]
 
 
 def _frozen(rank: int, size: int, name: str, frozen: range) -> list[str]:
@@ -193,7 +176,7 @@ def _frozen(rank: int, size: int, name: str, frozen: range) -> list[str]:
         whole[index].requires_grad_(False)
         blocks[index].requires_grad_(False)
     models.plain_gradients(whole, inputs, target, 5)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=20))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=20)
     engine.step(inputs, target=target)
     norm, reference = engine.clip_gradients(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     torch.testing.assert_close(norm, reference)
@@ -208,9 +191,7 @@ def test_frozen_stages(ranks2: Ranks, frozen: range) -> None:
 
 def test_a_frozen_model_is_evaluated_and_not_trained() -> None:
     data, model = models.batch(2), models.build().requires_grad_(False)
-    engine = Engine(
-        model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)
-    )
+    engine = make(model, build_schedule("sequential", microbatches=2), costs=COSTS)
     assert float(engine.evaluate(data[0], target=data[1]).loss) == pytest.approx(
         float(models.loss_fn(model(data[0]), data[1])), rel=1e-5
     )
@@ -220,9 +201,7 @@ def test_a_frozen_model_is_evaluated_and_not_trained() -> None:
 
 def test_a_norm_is_as_precise_as_the_gradients() -> None:
     model, plain = models.build().double(), models.build().double()
-    engine = Engine(
-        model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)
-    )
+    engine = make(model, build_schedule("sequential", microbatches=2), costs=COSTS)
     for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
         parameter.grad = torch.randn_like(parameter)
         other.grad = parameter.grad.clone()
@@ -236,9 +215,7 @@ def test_a_norm_is_as_precise_as_the_gradients() -> None:
 def test_a_norm_is_summed_in_float32_at_least(dtype: torch.dtype) -> None:
     """Sixteen bits are too few for a sum over parameters."""
     model = models.build()
-    engine = Engine(
-        model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)
-    )
+    engine = make(model, build_schedule("sequential", microbatches=2), costs=COSTS)
     for parameter in model.to(dtype).parameters():
         parameter.grad = torch.randn_like(parameter)
     exact = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5  # type: ignore[union-attr]
@@ -253,7 +230,7 @@ def _of_two_precisions(rank: int, size: int, dp: int) -> tuple[str, float, float
     for block in blocks if dp > 1 else []:
         fully_shard(block, mesh=mesh["dp"])
     program = build_schedule("1f1b", ranks=2, microbatches=2)
-    engine = Engine(blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=20))
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=20)
     grads = [torch.full((3, 3), 2.0**-40), torch.arange(9, dtype=torch.float64).view(3, 3) / 7 + 0.1]
     mine = grads[mesh.get_local_rank("pp")]
     for parameter in engine.parameters():
@@ -274,11 +251,8 @@ def test_a_norm_is_the_same_number_on_stages_of_any_precision(ranks2: Ranks, ran
 
 def test_no_token_at_all_is_refused() -> None:
     model, (inputs, target) = models.build(), models.batch(2)
-    engine = Engine(
-        model,
-        build_schedule("sequential", microbatches=2),
-        loss_fn=token_mean,
-        options=EngineOptions(count_tokens=tokens, costs=COSTS),
+    engine = make(
+        model, build_schedule("sequential", microbatches=2), loss_fn=token_mean, count_tokens=tokens, costs=COSTS
     )
     with pytest.raises(ValueError, match="count_tokens gives 0 for the whole batch; allowed: 1 or more"):
         engine.step(inputs, target=torch.full_like(target, IGNORED))
@@ -292,25 +266,18 @@ def test_no_token_at_all_is_refused() -> None:
 
 def test_the_largest_gradient_may_be_undefined() -> None:
     model = models.build()
-    engine = Engine(
-        model, build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)
-    )
+    engine = make(model, build_schedule("sequential", microbatches=2), costs=COSTS)
     for index, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, math.nan if index == 1 else 1.0)
     assert math.isnan(engine.clip_gradients(1.0, "inf"))  # type: ignore[arg-type]
 
 
-def _scaled(rank: int, size: int) -> list[str]:
+@over(2)
+def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(rank: int, size: int) -> list[str]:
     """A gradient that is infinite on one stage alone makes all ranks leave that step out."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
     blocks, whole = list(models.build(mesh.get_group("ep"), layers=2)), models.build(layers=2)
-    engine = Engine(
-        blocks,
-        build_schedule("1f1b", ranks=2, microbatches=2),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS),
-    )
+    engine = make(blocks, build_schedule("1f1b", ranks=2, microbatches=2), mesh=mesh, costs=COSTS)
     data = models.batch(2)
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
     scaler = ShardedGradScaler("cpu", init_scale=1024.0)
@@ -328,7 +295,3 @@ def _scaled(rank: int, size: int) -> list[str]:
         if mine in held and not torch.allclose(mine, theirs, rtol=1e-5, atol=1e-7):
             problems.append(name)
     return problems if scaler.get_scale() == 512.0 else [f"scale {scaler.get_scale()}"]
-
-
-def test_gradients_are_scaled_and_a_step_is_left_out_on_all_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_scaled) == [[], []]

@@ -28,7 +28,7 @@ from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
@@ -97,7 +97,7 @@ def meshed(size: int, dp: int) -> DeviceMesh:
 
 
 def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None, **options: Any) -> Engine:
-    return make(model, program, mesh=mesh, **({"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options))
+    return make(model, program, mesh=mesh, **{"loss_fn": models.loss_fn, "costs": COSTS, "timeout": 20} | options)
 
 
 def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> list[str]:
@@ -164,7 +164,12 @@ class Frozen(models.Block):
             part.requires_grad_(False)
 
 
-def _mixed_precision(rank: int, size: int, reduce_dtype: torch.dtype | None, frozen: bool) -> list[str]:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
+@pytest.mark.parametrize(("reduce_dtype", "frozen"), [(torch.float32, False), (None, False), (torch.float32, True)])
+@over(2)
+def test_mixed_precision_sums_as_fsdp2_does(
+    rank: int, size: int, reduce_dtype: torch.dtype | None, frozen: bool
+) -> list[str]:
     """bfloat16 parameters, with gradients summed in the same dtype over microbatches and over ranks."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -182,13 +187,8 @@ def _mixed_precision(rank: int, size: int, reduce_dtype: torch.dtype | None, fro
     return problems
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-@pytest.mark.parametrize(("reduce_dtype", "frozen"), [(torch.float32, False), (None, False), (torch.float32, True)])
-def test_mixed_precision_sums_as_fsdp2_does(ranks2: Ranks, reduce_dtype: torch.dtype | None, frozen: bool) -> None:
-    assert ranks2.run(_mixed_precision, reduce_dtype, frozen) == [[], []]
-
-
-def _several_steps(rank: int, size: int) -> list[str]:
+@over(2)
+def test_steps_mix_with_fsdp2s_own(rank: int, size: int) -> list[str]:
     """Steps with an optimizer, one that accumulates, evaluations, and FSDP2's own loop before and after."""
     mesh, problems = meshed(size, size), []
     found = {}
@@ -214,11 +214,8 @@ def _several_steps(rank: int, size: int) -> list[str]:
     return problems + models.equal(found[False], found[True])
 
 
-def test_steps_mix_with_fsdp2s_own(ranks2: Ranks) -> None:
-    assert ranks2.run(_several_steps) == [[], []]
-
-
-def _settings(rank: int, size: int) -> list[str]:
+@over(2)
+def test_what_the_user_has_set_holds(rank: int, size: int) -> list[str]:
     """What a user has set stands after a step as it did, and the parameters are sharded again."""
     mesh, data = meshed(size, size), models.batch(2, seed=rank)
     model = wrapped("blocks", mesh)
@@ -240,11 +237,8 @@ def _settings(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_what_the_user_has_set_holds(ranks2: Ranks) -> None:
-    assert ranks2.run(_settings) == [[], []]
-
-
-def _failing(rank: int, size: int) -> list[str]:
+@over(2)
+def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> list[str]:
     """A step that fails leaves no gradient behind, and that of another engine is right."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     expected = own_loop(wrapped("blocks", mesh), data, 3, size)
@@ -272,11 +266,9 @@ def _failing(rank: int, size: int) -> list[str]:
     return problems + models.equal(gradients(model), expected)
 
 
-def test_a_step_after_one_that_failed_is_right(ranks2: Ranks) -> None:
-    assert ranks2.run(_failing) == [[], []]
-
-
-def _throttled(rank: int, size: int) -> list[str]:
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="one buffer before torch 2.13")
+@over(2)
+def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> list[str]:
     """Gathers under way, buffers of reductions, and streams: one set for all blocks."""
     mesh, data, problems = meshed(size, size), models.batch(3, seed=rank), []
     expected = own_loop(wrapped("blocks", mesh, layers=4), data, 3, size)
@@ -313,12 +305,8 @@ def _throttled(rank: int, size: int) -> list[str]:
     return problems + models.equal(gradients(model), expected)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="one buffer before torch 2.13")
-def test_gathers_are_throttled_and_streams_shared(ranks2: Ranks) -> None:
-    assert ranks2.run(_throttled) == [[], []]
-
-
-def _one_fails_early(rank: int, size: int) -> None:
+@over(2, timeout=50)
+def test_a_rank_that_fails_early_holds_nobody_up(rank: int, size: int) -> None:
     """One rank fails in its first block: the other has more gathers under way, which must not hold it up."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     model = wrapped("blocks", mesh, layers=4)
@@ -332,10 +320,6 @@ def _one_fails_early(rank: int, size: int) -> None:
     with pytest.raises((ArithmeticError, RuntimeError)):
         engine.step(data[0], target=data[1])
     assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
-
-
-def test_a_rank_that_fails_early_holds_nobody_up(ranks2: Ranks) -> None:
-    ranks2.run(_one_fails_early, timeout=50)
 
 
 def _late(rank: int, size: int) -> float:
@@ -356,7 +340,8 @@ def test_gathering_has_the_engines_limit(ranks2: Ranks) -> None:
     assert ranks2.run(_late)[0] < 20
 
 
-def _hidden(rank: int, size: int) -> list[bool]:
+@over(2, gives=[True] * 7)
+def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> list[bool]:
     """No reduction ends before the last node of compute, which yet is reached: they hold up another thread."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     expected, done = own_loop(wrapped("blocks", mesh), data, 3, size), threading.Event()
@@ -386,12 +371,27 @@ def _hidden(rank: int, size: int) -> list[bool]:
     return reached
 
 
-def test_reductions_travel_while_the_thread_computes(ranks2: Ranks) -> None:
-    assert ranks2.run(_hidden) == [[True] * 7] * 2
+def joined(mesh: DeviceMesh, program: Program, *over: str) -> DeviceMesh:
+    """The ranks along some dimensions, with those of the pipeline that hold the same stages, in one dimension."""
+    names = ("pp", *over) if len(program.placement.replicas(0)) > 1 else over
+    order = sorted(("pp", "dp", "ep"), key=lambda name: name in names)
+    ranks = mesh.mesh.permute([("pp", "dp", "ep").index(name) for name in order])
+    size = math.prod(mesh[name].size() for name in names)
+    return DeviceMesh("cpu", ranks.reshape(-1, size), mesh_dim_names=("rest", "shards"))["shards"]
 
 
-def _stages(rank: int, size: int, name: str, shape: tuple[int, int, int]) -> list[str]:
-    """Two steps that add up, an evaluation, and the norm, of which every parameter is a part once."""
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("zb_v", (2, 2, 1)), ("dualpipe", (2, 2, 1)), ("1f1b", (1, 2, 2)), ("interleaved_1f1b", (2, 1, 2))],
+)
+@over(4)
+def test_stages_over_four_ranks_equal_the_plain_engine(
+    rank: int, size: int, name: str, shape: tuple[int, int, int]
+) -> list[str]:
+    """Shards of experts count once in the norm, too.
+
+    Two steps that add up, an evaluation, and the norm, of which every parameter is a part once.
+    """
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule(name, ranks=shape[0], microbatches=4)
     _, *at = mesh.get_coordinate() or ()
@@ -426,24 +426,6 @@ def _stages(rank: int, size: int, name: str, shape: tuple[int, int, int]) -> lis
     ]
 
 
-def joined(mesh: DeviceMesh, program: Program, *over: str) -> DeviceMesh:
-    """The ranks along some dimensions, with those of the pipeline that hold the same stages, in one dimension."""
-    names = ("pp", *over) if len(program.placement.replicas(0)) > 1 else over
-    order = sorted(("pp", "dp", "ep"), key=lambda name: name in names)
-    ranks = mesh.mesh.permute([("pp", "dp", "ep").index(name) for name in order])
-    size = math.prod(mesh[name].size() for name in names)
-    return DeviceMesh("cpu", ranks.reshape(-1, size), mesh_dim_names=("rest", "shards"))["shards"]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [("zb_v", (2, 2, 1)), ("dualpipe", (2, 2, 1)), ("1f1b", (1, 2, 2)), ("interleaved_1f1b", (2, 1, 2))],
-)
-def test_stages_over_four_ranks_equal_the_plain_engine(ranks4: Ranks, name: str, shape: tuple[int, int, int]) -> None:
-    """Shards of experts count once in the norm, too."""
-    assert ranks4.run(_stages, name, shape) == [[]] * 4
-
-
 def _replicas(rank: int, size: int) -> list[float]:
     """The norm where shards lie on several ranks each."""
     mesh, norms = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), []
@@ -464,7 +446,8 @@ def test_replicated_shards_count_once_in_the_norm(ranks4: Ranks) -> None:
         assert norms[2::3] == pytest.approx([0.1] * 3, rel=1e-4)
 
 
-def _refused(rank: int, size: int) -> None:
+@over(2)
+def test_what_would_be_reduced_wrongly_is_refused(rank: int, size: int) -> None:
     mesh, program = meshed(size, 1), programs(2)[0]
     model = models.build(mesh.get_group("ep"))
     for block in model:
@@ -476,10 +459,6 @@ def _refused(rank: int, size: int) -> None:
     model = wrapped("root", meshed(size, size))
     with pytest.raises(ValueError, match=r"parameter weight of Embedding is sharded by a module around the blocks"):
         engine_over(list(model), program, meshed(size, size))  # type: ignore[arg-type]
-
-
-def test_what_would_be_reduced_wrongly_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_refused)
 
 
 def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> str:
@@ -508,9 +487,9 @@ TENSOR_PARALLEL: list[tuple[int, tuple[str, ...], str]] = [
 
 @pytest.mark.parametrize(("size", "sub", "wrap"), TENSOR_PARALLEL)
 def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
-    ranks2: Ranks, ranks4: Ranks, size: int, sub: tuple[str, ...], wrap: str
+    kept: dict[int, Ranks], size: int, sub: tuple[str, ...], wrap: str
 ) -> None:
-    for rank, message in enumerate((ranks2 if size == 2 else ranks4).run(_tensor_parallel, sub, wrap)):
+    for rank, message in enumerate(kept[size].run(_tensor_parallel, sub, wrap)):
         together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
         assert message == (
             f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
@@ -519,7 +498,8 @@ def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
         )
 
 
-def _tensor_parallel_inside(rank: int, size: int) -> None:
+@over(2)
+def test_tensor_parallelism_over_the_engines_ranks_is_refused(rank: int, size: int) -> None:
     """The engine's own ranks, one of another order, and one alone."""
     for given in (DeviceMesh("cpu", [1, 0], mesh_dim_names=("ep",)), init_device_mesh("cpu", (size,))):
         model = models.build(None)
@@ -543,10 +523,6 @@ def _tensor_parallel_inside(rank: int, size: int) -> None:
     fully_shard(frozen[0], mesh=mesh["dp"])
     with pytest.raises(ValueError, match=rf"parameter 0\.weight of Sequential is a DTensor over 'dp' .* \[{rank}\]; a"):
         engine_over(frozen, programs(2)[0], None)
-
-
-def test_tensor_parallelism_over_the_engines_ranks_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_tensor_parallel_inside)
 
 
 class Slice(nn.Module):
@@ -585,7 +561,9 @@ def sliced(mesh: DeviceMesh, placement: Placement) -> nn.Sequential:
     return model
 
 
-def _slices(rank: int, size: int) -> list[str]:
+@over(4)
+def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(rank: int, size: int) -> list[str]:
+    """Their gradients are summed over the ranks along "dp" alone; a copy on each rank along "ep" is refused."""
     mesh, generator = meshed(size, 2), torch.Generator().manual_seed(rank)
     x, y = torch.randn(2, 4 * 2, 6, models.H, generator=generator)
 
@@ -610,8 +588,3 @@ def _slices(rank: int, size: int) -> list[str]:
     with pytest.raises(ValueError, match=r"experts\.weight of Sequential is a DTensor over 'ep' of ranks"):
         engine_over(sliced(mesh, Replicate()), build_schedule("combined_1f1b", microbatches=4), mesh, loss_fn=loss_fn)
     return problems
-
-
-def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(ranks4: Ranks) -> None:
-    """Their gradients are summed over the ranks along "dp" alone; a copy on each rank along "ep" is refused."""
-    assert ranks4.run(_slices) == [[]] * 4

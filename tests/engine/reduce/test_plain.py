@@ -14,17 +14,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage
+from overlap1f1b.engine import Stage
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.lanes import Lane
 from tests import models
-from tests.ranks import Ranks
+from tests.engines import make
+from tests.ranks import Ranks, over
 
 
-def _sums(rank: int, size: int) -> list[str]:
+@over(2)
+def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, size: int) -> list[str]:
     problems: list[str] = []
     stage = Stage([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)], reduce_own=True)
     apart = set(stage.own_parameters(2))
@@ -56,10 +58,6 @@ def _sums(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(ranks2: Ranks) -> None:
-    assert ranks2.run(_sums) == [[], []]
-
-
 class Made(TorchDispatchMode):
     """Counts the bytes of new tensors."""
 
@@ -72,7 +70,8 @@ class Made(TorchDispatchMode):
         return result
 
 
-def _reduced_in_place(rank: int, size: int) -> list[str]:
+@over(2)
+def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
     """Large gradients and small ones, of two dtypes: no copy is made, and the sums are there."""
     stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_own=True)
     lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
@@ -96,10 +95,6 @@ def _reduced_in_place(rank: int, size: int) -> list[str]:
         if not torch.equal(p.grad, torch.arange(p.numel(), dtype=p.dtype).view_as(p) * factor):
             problems.append(f"{tuple(p.shape)}: wrong sum")
     return problems
-
-
-def test_gradients_are_summed_where_they_are(ranks2: Ranks) -> None:
-    assert ranks2.run(_reduced_in_place) == [[], []]
 
 
 def _others_memory(rank: int, size: int) -> list[float]:
@@ -134,7 +129,8 @@ class Shared(nn.Module):
         self.layers = nn.Sequential(*self.blocks)
 
 
-def _shared(rank: int, size: int) -> list[str]:
+@over(2)
+def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(rank: int, size: int) -> list[str]:
     """Data over two ranks, three steps, gradients in one buffer: they are those of one process."""
     mesh, plain, model = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), Shared(), Shared()
     parts = [models.batch(4, seed=seed) for seed in range(size)]
@@ -145,7 +141,7 @@ def _shared(rank: int, size: int) -> list[str]:
     for parameter, part in zip(model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True):
         parameter.grad = part.view_as(parameter)
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model.blocks, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(timeout=20))
+    engine = make(model.blocks, program, mesh=mesh, timeout=20)
     problems = list[str]()
     model.blocks[0].weight.grad = buffer[: model.blocks[0].weight.numel()].view_as(model.blocks[0].weight).to_sparse()
     engine.step(parts[rank][0], target=parts[rank][1])  # onto a sparse gradient of an earlier backward
@@ -159,11 +155,8 @@ def _shared(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(ranks2: Ranks) -> None:
-    assert ranks2.run(_shared) == [[], []]
-
-
-def _changed(rank: int, size: int) -> None:
+@over(2)
+def test_parameters_that_change_on_several_ranks_need_a_new_engine(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
 
     def freeze(model: nn.Sequential) -> None:
@@ -176,12 +169,8 @@ def _changed(rank: int, size: int) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         fully_shard(model[2], mesh=mesh)
         program = build_schedule("combined_1f1b", microbatches=2)
-        engine = Engine(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, options=EngineOptions(timeout=20))
+        engine = make(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss, timeout=20)
         engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))
         change(model)
         with pytest.raises(ValueError, match="trains other parameters than when the Engine was made; allowed"):
             engine.step(torch.ones(4, 3), target=torch.zeros(4, 3))
-
-
-def test_parameters_that_change_on_several_ranks_need_a_new_engine(ranks2: Ranks) -> None:
-    ranks2.run(_changed)

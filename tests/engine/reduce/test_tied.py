@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.ranks import Ranks
+from tests.engines import make
+from tests.ranks import Ranks, over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 MICROBATCHES = 4
@@ -53,7 +53,7 @@ def _summed(rank: int, size: int, schedule: str, chunks: int, along: str = "pp",
     program = build_schedule(schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=chunks)
     held = sorted({stage for _, stage in program.placement.places(rank % ranks)})
     stages = build(held, program.placement.stages, copy=copy)
-    engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+    engine = make(stages, program, mesh=mesh, costs=COSTS, timeout=30)
     assert len(list(engine.parameters())) == len(set(engine.parameters()))
     inputs, target = models.batch(MICROBATCHES)
     for steps in (1, 2):
@@ -84,7 +84,7 @@ def test_two_stages_of_one_rank(copy: bool) -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2, copy=copy)
     inputs, target = models.batch(MICROBATCHES)
-    engine = Engine(stages, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
+    engine = make(stages, program, costs=COSTS)
     for steps in (1, 2):
         engine.step(inputs, target=target)
         expected, norm = reference(steps)
@@ -93,28 +93,16 @@ def test_two_stages_of_one_rank(copy: bool) -> None:
     assert float(engine.clip_gradients(1e9)) == pytest.approx(norm, rel=1e-5)
 
 
-def _one_object_on_one_rank(rank: int, size: int) -> None:
+@over(2)
+def test_one_object_on_one_rank_alone_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     with pytest.raises(ValueError, match=r"parameter weight of .* of stage 1"):
-        Engine(
-            build([0, 1], 2, copy=rank > 0),
-            program,
-            mesh=mesh,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(costs=COSTS, timeout=30),
-        )
+        make(build([0, 1], 2, copy=rank > 0), program, mesh=mesh, costs=COSTS, timeout=30)
 
 
-def test_one_object_on_one_rank_alone_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_one_object_on_one_rank)
-
-
-def test_one_object_that_one_stage_does_not_name_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(_named_on_one_stage)
-
-
-def _named_on_one_stage(rank: int, size: int) -> None:
+@over(2)
+def test_one_object_that_one_stage_does_not_name_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2, copy=False)
@@ -122,18 +110,13 @@ def _named_on_one_stage(rank: int, size: int) -> None:
     with pytest.raises(
         ValueError, match=r"^parameter weight of a \w+ belongs to two stages; .* attribute tied of both"
     ):
-        Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
+        make(stages, program, mesh=mesh, costs=COSTS, timeout=30)
 
 
 def test_two_names_are_refused() -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     with pytest.raises(ValueError, match=r"^a parameter is tied as embedding and as weight; allowed: one name"):
-        Engine(
-            build([0, 1], 2, "embedding", copy=False),
-            program,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(costs=COSTS),
-        )
+        make(build([0, 1], 2, "embedding", copy=False), program, costs=COSTS)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -141,7 +124,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     stages = build([0, 1], 2)
     tied = [stage.tied["weight"].requires_grad_(False) for stage in stages.values()]
     inputs, target = models.batch(MICROBATCHES)
-    Engine(stages, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)).step(inputs, target=target)
+    make(stages, program, costs=COSTS).step(inputs, target=target)
     assert all(parameter.grad is None for parameter in tied), "weight decay would change frozen weights"
 
 
@@ -149,9 +132,7 @@ def test_not_without_reductions() -> None:
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2)
     inputs, target = models.batch(MICROBATCHES)
-    Engine(stages, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, reduce=False)).step(
-        inputs, target=target
-    )
+    make(stages, program, costs=COSTS, reduce=False).step(inputs, target=target)
     expected, _ = reference(1)
     first, last = (stage.tied["weight"].grad for stage in stages.values())
     torch.testing.assert_close(first + last, expected)
@@ -162,4 +143,4 @@ def test_another_shape_is_refused() -> None:
     stages = build([0, 1], 2)
     stages[1].tied["weight"] = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"^weight is tied over stages with shapes .*; allowed: one shape"):
-        Engine(stages, program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS))
+        make(stages, program, costs=COSTS)

@@ -19,7 +19,7 @@ from overlap1f1b.engine.run.attributes import ModuleAttributes, places
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.transport.calls import exchange
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, compare
-from tests.ranks import Ranks
+from tests.ranks import over
 
 
 class Dispatcher:
@@ -62,7 +62,8 @@ class Keeping(nn.Module):
         return x + z * self.last + self.b.auxiliary
 
 
-def _own(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, models = mesh.get_group("ep"), list[nn.Sequential]()
 
@@ -76,10 +77,6 @@ def _own(rank: int, size: int) -> list[str]:
     counted = [(block.calls, block.seen) for block in models[1]]
     wanted = (STEPS + 1) * MICROBATCHES  # with the evaluation
     return problems + [f"counted {counted}"] * (counted != [(wanted, wanted * 6)] * 2)
-
-
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_own, timeout=60) == [[], []]
 
 
 @dataclass(slots=True)
@@ -174,7 +171,9 @@ PLACES = (
 )  # fmt: skip
 
 
-def _somewhere(rank: int, size: int, foreign: bool) -> list[str]:
+@pytest.mark.parametrize("foreign", [False, True])
+@over(2, timeout=120)
+def test_what_is_kept_anywhere_goes_with_its_microbatch(rank: int, size: int, foreign: bool) -> list[str]:
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
     group = mesh.get_group("ep")
 
@@ -186,11 +185,6 @@ def _somewhere(rank: int, size: int, foreign: bool) -> list[str]:
     for overlap, recompute in ((2, "none"), (3, "none"), (3, "block")):
         problems += compare(f"{overlap}, recompute {recompute}", build, mesh, overlap=overlap, recompute=recompute)
     return problems + [f"scale {Recipe.scale}"] * (Recipe.scale != 1)
-
-
-@pytest.mark.parametrize("foreign", [False, True])
-def test_what_is_kept_anywhere_goes_with_its_microbatch(ranks2: Ranks, foreign: bool) -> None:
-    assert ranks2.run(_somewhere, foreign, timeout=120) == [[], []]
 
 
 def test_objects_that_forwards_make_end_with_them() -> None:
@@ -244,14 +238,11 @@ class KeepingExperts(nn.Module):
         return x + y * self.weights.sum(-1, keepdim=True)
 
 
-def _experts(rank: int, size: int) -> list[str]:
+@over(2, timeout=60)
+def test_experts_on_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
     return compare("experts", lambda: nn.Sequential(KeepingExperts(group), KeepingExperts(group)), mesh)
-
-
-def test_experts_on_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_experts, timeout=60) == [[], []]
 
 
 def test_a_block_that_keeps_nothing_carries_nothing() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
@@ -19,7 +18,7 @@ from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engine.test_engine import Delayed
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import over
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 3
@@ -67,13 +66,6 @@ def test_one_rank(seams: int) -> None:
     assert not (models.equal(reference, inside) if seams == 1 else far(reference, inside, 1e-5))
 
 
-def _compare(rank: int, size: int) -> list[str]:
-    try:
-        return _compared(rank, size)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def _compared(rank: int, size: int) -> list[str]:
     """Uneven routing in one layer, and one in which the second rank has no token; the same bits in every case."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
@@ -102,8 +94,12 @@ def _compared(rank: int, size: int) -> list[str]:
     return problems
 
 
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare, timeout=120) == [[], []]
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int) -> list[str]:
+    try:
+        return _compared(rank, size)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("recompute", ["experts", "block"])
@@ -119,12 +115,7 @@ def test_what_came_back_is_not_kept(recompute: Recompute) -> None:
             MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k, **options)
         )
         program = build_schedule("afab", microbatches=microbatches)
-        engine = Engine(
-            model,
-            program,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(overlap="serial", costs=COSTS, recompute=recompute),
-        )
+        engine = make(model, program, overlap="serial", costs=COSTS, recompute=recompute)
         data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -10,32 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from overlap1f1b.engine import Stage, blocks_of
 from overlap1f1b.engine.run.model import refuse_wrappers
-from overlap1f1b.plan import Op
 from tests import models
-
-
-def test_parameters_are_told_apart() -> None:
-    model = models.build(tied=True)
-    stage = Stage(model, reduce_own=True)
-    embedding = model[0].weight
-    assert stage.tied == {embedding: 0}
-    assert [shape.seams for shape in stage.shape] == [0, 1, 0, 1, 0]
-    assert [shape.split for shape in stage.shape] == [False, True, True, True, False]
-    assert stage.own_parameters(4) == []  # the embedding's gradient is complete with block 0
-    assert stage.own_parameters(0) == [embedding]
-    assert set(stage.expert_parameters_of(1)) == set(stage.experts_of(1)[0].parameters())
-    assert not set(stage.expert_parameters_of(1)) & set(stage.own_parameters(1))
-    assert [shape.reduced for shape in stage.shape] == [True] * 4 + [False]
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-def test_exchanges_of_a_part_are_in_one_row_over_all_blocks(parts: int) -> None:
-    stage = Stage(models.build(seams=2), parts=parts)
-    for part in range(parts):
-        ops = Op.DISPATCH, Op.COMBINE
-        row = [(block, (op, call, part)) for block in (1, 3) for call in (0, 1) for op in ops]
-        assert [stage.exchange_after.get(place) for place in row] == [*row[1:], None]
-        assert [stage.exchange_before.get(place) for place in row] == [None, *row[:-1]]
 
 
 def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:

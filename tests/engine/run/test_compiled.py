@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage, combined_forward_backward_step
+from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
 from overlap1f1b.plan import NodeCosts, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -67,7 +67,7 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def engine_of(model: nn.Sequential, **options: Any) -> Engine:
     program = build_schedule("zb_h1", microbatches=MICROBATCHES)
-    return make(model, program, loss_fn=models.loss_fn, **({"costs": COSTS, "timeout": 60} | options))
+    return make(model, program, **{"costs": COSTS, "timeout": 60} | options)
 
 
 @pytest.mark.parametrize(("compiled", "recompute"), [(in_place, "none"), (wrapped, "block")])
@@ -171,9 +171,7 @@ def test_cuda_graphs_are_refused_where_several_microbatches_are_alive(compiled: 
             model = models.build(layers=1)
             data = models.batch(MICROBATCHES)
         program = build_schedule(name, microbatches=MICROBATCHES)
-        engine = Engine(
-            compiled(model, "inductor", **options), program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS)
-        )
+        engine = make(compiled(model, "inductor", **options), program, costs=COSTS)
         with pytest.raises(ValueError, match="allowed") as caught:
             engine.step(data[0], target=data[1])
         assert ("is compiled with triton.cudagraphs" in str(caught.value)) == (several and bool(options)), name
@@ -204,13 +202,7 @@ def _exchanging(rank: int, size: int, backend: str) -> list[bool]:
         for block in model if compiles else ():
             block.compile(backend=backend)
         program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-        engine = Engine(
-            model,
-            program,
-            mesh=mesh,
-            loss_fn=nn.MSELoss(),
-            options=EngineOptions(costs=COSTS, reduce=False, timeout=60),
-        )
+        engine = make(model, program, mesh=mesh, loss_fn=nn.MSELoss(), costs=COSTS, reduce=False, timeout=60)
         with pytest.warns(UserWarning, match="does nothing in an engine") if compiles else nullcontext():
             for _ in range(3):
                 model.zero_grad()

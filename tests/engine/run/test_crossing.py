@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import BaseTorchFunctionMode
 
 from overlap1f1b import Engine, build_schedule
-from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.graph.edges import LAST
 from overlap1f1b.engine.run import crossing
 from overlap1f1b.engine.run.crossing import eager, functions_cross, running_mode
@@ -28,6 +27,7 @@ from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.transport.calls import exchange
 from tests import models
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
+from tests.engines import make
 from tests.ranks import Ranks
 
 Exchanging = Callable[[Tensor], Tensor]
@@ -554,12 +554,7 @@ def test_a_backward_may_set_an_attribute_of_a_weight(overlap: Overlap) -> None:
     plain, expected = built()
     models.plain_gradients(plain, *data, 3)
     model, block = built()
-    engine = Engine(
-        model,
-        build_schedule("combined_1f1b", microbatches=3),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(overlap=overlap),
-    )
+    engine = make(model, build_schedule("combined_1f1b", microbatches=3), overlap=overlap)
     for _ in range(2):
         block.scale.main_grad.zero_()
         engine.step(data[0], target=data[1])
@@ -596,7 +591,7 @@ def test_full_backward_hooks_fire_once_and_an_input_may_be_changed(overlap: Over
     _, grads = models.plain_gradients(plain, *data, 4)
     model, fired = built()
     program = build_schedule("combined_1f1b", microbatches=4)
-    engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, verify=False))
+    engine = make(model, program, overlap=overlap, verify=False)
     for _ in range(3):
         model.zero_grad()
         fired.clear()
@@ -610,7 +605,7 @@ def test_an_input_that_is_needed_again_may_not_be_changed(recompute: Recompute) 
     embedding, *rest = models.build()
     model = nn.Sequential(embedding, ChangesItsInput(), *rest)
     program = build_schedule("sequential", microbatches=2)
-    engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(recompute=recompute))
+    engine = make(model, program, recompute=recompute)
     inputs, target = models.batch(2)
     with pytest.raises(ValueError, match=r"input of block 1 \(ChangesItsInput\) was changed in place"):
         engine.step(inputs, target=target)

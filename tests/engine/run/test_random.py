@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b import Engine, NodeCosts, build_schedule
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b import NodeCosts, build_schedule
 from overlap1f1b.engine.run.random import Draws, RandomStream, generators_of
 from tests import models
+from tests.engines import make
 
 CPU = generators_of(torch.device("cpu"))
 
@@ -19,36 +19,12 @@ def draw(stream: RandomStream) -> list[float]:
         return torch.rand(3).tolist()
 
 
-def test_streams_are_not_changed_by_what_runs_between() -> None:
-    def numbers(*, between: bool) -> list[list[float]]:
-        torch.manual_seed(1)
-        a, b = RandomStream(5, CPU), RandomStream(6, CPU)
-        found = []
-        for stream in (a, b, a):
-            found.append(draw(stream))
-            if between:
-                torch.rand(7)
-        return found
-
-    assert numbers(between=True) == numbers(between=False)
-    first, other, second = numbers(between=False)
-    assert len({tuple(first), tuple(other), tuple(second)}) == 3
-
-
 def test_the_generators_go_on_as_if_no_stream_had_drawn() -> None:
     torch.manual_seed(1)
     expected = torch.rand(2).tolist()
     torch.manual_seed(1)
     draw(RandomStream(5, CPU))
     assert torch.rand(2).tolist() == expected
-
-
-def test_a_stream_repeats_itself() -> None:
-    for seed in (5, None):
-        stream = RandomStream(seed, CPU)
-        draw(stream)
-        twin = stream.again()
-        assert draw(twin) == draw(stream)
 
 
 def test_a_block_that_does_not_draw_leaves_the_generators_alone() -> None:
@@ -101,7 +77,7 @@ def test_a_block_that_begins_to_draw_has_its_streams_from_the_next_step_on(overl
         model = nn.Sequential(embedding, noises[0], *rest, noises[1])
         program = build_schedule("combined_1f1b", microbatches=4)
         costs = NodeCosts.uniform(attention=1, experts=1, dispatch=2, dense=1)
-        engine = Engine(model, program, loss_fn=models.loss_fn, options=EngineOptions(overlap=overlap, costs=costs))
+        engine = make(model, program, overlap=overlap, costs=costs)
         inputs, target = models.batch(4)
         for step in range(3):
             for noise in noises:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage, combined_forward_backward_step
+from overlap1f1b.engine import Stage, combined_forward_backward_step
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, NodeCosts, Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
@@ -29,8 +29,9 @@ from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.suspend import Stack
 from tests import models
 from tests.engine.test_engine import COSTS, Delayed, step
+from tests.engines import make
 from tests.pauses import pauses
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 from tests.transport.test_suspend import CONTEXTS, Wrapped
 
 MODES: list[Recompute] = ["experts", "attention", "block"]
@@ -151,7 +152,7 @@ class Inner(nn.Module):
 def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int) -> None:
     inner, data = Inner(), torch.randn(10, 4)
     program = build_schedule("afab", microbatches=5)
-    engine = Engine([inner], program, loss_fn=lambda y, _: y.sum(), options=EngineOptions(costs=COSTS, recompute=mode))
+    engine = make([inner], program, loss_fn=lambda y, _: y.sum(), costs=COSTS, recompute=mode)
     engine.step(data, target=data)
     assert inner.alive[:5] == [kept * earlier for earlier in range(5)]
     assert len(inner.alive) == (5 if kept else 10)
@@ -164,12 +165,7 @@ def test_only_what_exchanges_brought_is_kept() -> None:
     def peak(microbatches: int) -> int:
         model = MoETransformer(MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k))
         program = build_schedule("afab", microbatches=microbatches)
-        engine = Engine(
-            model,
-            program,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(overlap="serial", costs=COSTS, recompute="block"),
-        )
+        engine = make(model, program, overlap="serial", costs=COSTS, recompute="block")
         data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -181,12 +177,7 @@ def test_only_what_exchanges_brought_is_kept() -> None:
 
 def test_what_is_recomputed_is_measured_and_evaluation_has_none_of_it() -> None:
     data, model = models.batch(3), models.build()
-    engine = Engine(
-        model,
-        build_schedule("combined_1f1b", microbatches=3),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(recompute="block"),
-    )
+    engine = make(model, build_schedule("combined_1f1b", microbatches=3), recompute="block")
     for _ in range(3):
         engine.step(data[0], target=data[1])
     assert engine.costs is not None
@@ -213,12 +204,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
     gc.collect()
     assert not [g for g in gc.get_objects() if type(g) is Stack and not g.dead and g]
     with pytest.raises(ValueError, match=r"recompute='all'; allowed: none, experts, attention, block"):
-        Engine(
-            model,
-            build_schedule("sequential", microbatches=2),
-            loss_fn=models.loss_fn,
-            options=EngineOptions(recompute="all"),
-        )  # type: ignore[arg-type]
+        make(model, build_schedule("sequential", microbatches=2), recompute="all")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------------- several ranks
@@ -287,9 +273,7 @@ def _what_came(rank: int, size: int) -> dict[tuple[str, str], str]:
         for where in ("", "there", "back"):
             model = nn.Sequential(ChangesWhatCame(mesh.get_group("ep"), where))
             program = build_schedule("combined_1f1b", microbatches=4)
-            engine = Engine(
-                model, program, mesh=mesh, loss_fn=F.mse_loss, options=EngineOptions(recompute=mode, timeout=10)
-            )  # type: ignore[arg-type]
+            engine = make(model, program, mesh=mesh, loss_fn=F.mse_loss, recompute=mode, timeout=10)  # type: ignore[arg-type]
             x, y = torch.randn(2, 8, models.H)
             try:
                 for _ in range(2):  # its exchanges are known from the second step on
@@ -326,11 +310,8 @@ class Failing(models.Block):
 
 @pytest.mark.parametrize("mode", ["attention", "experts", "block"])
 def test_a_failed_step_leaves_no_hooks_behind(mode: Recompute) -> None:
-    engine = Engine(
-        models.build(block=Failing),
-        build_schedule("combined_1f1b", microbatches=4),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS, recompute=mode),
+    engine = make(
+        models.build(block=Failing), build_schedule("combined_1f1b", microbatches=4), costs=COSTS, recompute=mode
     )
     inputs, target = models.batch(4)
     with pytest.raises(KeyError, match="the model's own"):
@@ -407,14 +388,16 @@ def _memory(rank: int, size: int) -> dict[str, tuple[int, bool]]:
     expected: dict[str, Tensor] = {}
     for mode in ("none", "block"):
         model = MoETransformer(config, group=mesh.get_group("ep"))
-        engine = Engine(
+        engine = make(
             model,
             program,
             mesh=mesh,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(
-                weights=[0, 1, 1, 1, 1, 0], overlap=3, recompute=mode, costs=SENT, reduce=False, timeout=30
-            ),
+            weights=[0, 1, 1, 1, 1, 0],
+            overlap=3,
+            recompute=mode,
+            costs=SENT,
+            reduce=False,
+            timeout=30,
         )
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -434,7 +417,8 @@ def test_a_step_takes_at_most_two_fifths_of_the_memory(ranks4: Ranks) -> None:
     assert most <= 0.40 * without, (most, without)
 
 
-def _sharded(rank: int, size: int) -> list[str]:
+@over(2)
+def test_sharded_parameters_are_there_the_second_time(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "ep"))
     data, found = models.batch(2, seed=rank), []
     for mode in ("none", "block"):
@@ -445,10 +429,6 @@ def _sharded(rank: int, size: int) -> list[str]:
         found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None})  # type: ignore[attr-defined]
     assert found[0]
     return models.equal(*found)
-
-
-def test_sharded_parameters_are_there_the_second_time(ranks2: Ranks) -> None:
-    assert ranks2.run(_sharded) == [[], []]
 
 
 class TwoOutputs(models.Block):
@@ -505,12 +485,7 @@ class Buffered(models.Block):
 @pytest.mark.parametrize("mode", MODES)
 def test_buffers_have_the_values_of_the_first_time_and_change_once(mode: Recompute) -> None:
     plain, model = (models.build(block=Buffered, seams=2) for _ in range(2))
-    engine = Engine(
-        model,
-        build_schedule("combined_1f1b", microbatches=3),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(recompute=mode, costs=COSTS),
-    )
+    engine = make(model, build_schedule("combined_1f1b", microbatches=3), recompute=mode, costs=COSTS)
     for number, trains in enumerate((False, True, True)):
         plain[1].train(trains)
         model[1].train(trains)

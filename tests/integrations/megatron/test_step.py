@@ -30,7 +30,7 @@ from tests.integrations.megatron.chunks import (
     sum_func,
     with_config,
 )
-from tests.ranks import Ranks
+from tests.ranks import over
 
 
 def test_grad_scale_func_scales_gradients_and_no_report() -> None:
@@ -69,7 +69,8 @@ def test_loss_by_tokens(per_token: bool) -> None:
     assert len(told) == 1
 
 
-def _context_parallel(rank: int, size: int) -> list[str]:
+@over(2)
+def test_context_parallel_ranks_multiply_the_loss(rank: int, size: int) -> list[str]:
     function = get_forward_backward_func(
         pg_collection=ProcessGroups(cp=dist.group.WORLD), options=EngineOptions(costs=COSTS)
     )
@@ -77,10 +78,6 @@ def _context_parallel(rank: int, size: int) -> list[str]:
     call(function, [part], items(3))
     plain([reference], items(3), scale=float(size))
     return models.equal(grads_of(part), grads_of(reference))
-
-
-def test_context_parallel_ranks_multiply_the_loss(ranks2: Ranks) -> None:
-    assert ranks2.run(_context_parallel) == [[], []]
 
 
 @pytest.mark.parametrize("grad_sync", [False, True])

@@ -28,7 +28,7 @@ from tests import models
 from tests.campaign import hidden
 from tests.engine.run.plain import COSTS
 from tests.engine.test_engine import Delayed
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")
 SINCE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="what torch's own schedules refuse before")
@@ -154,7 +154,9 @@ class Whole(nn.Module):
         return self.part(x if shift is None else x + shift) * factor.mean()
 
 
-def _modules(rank: int, size: int) -> list[str]:
+@SINCE_2_13
+@over(4)
+def test_options_of_a_step(rank: int, size: int) -> list[str]:
     """Further arguments, a loss with options, sums of losses, no outputs, auxiliary losses, two steps."""
     mesh, group = mesh_of(size, 2)
     config = MoEConfig(vocabulary=models.V, layers=4, hidden=16, heads=2, experts=8, intermediate=12, sequence=8)
@@ -188,11 +190,6 @@ def _modules(rank: int, size: int) -> list[str]:
     return [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
 
 
-@SINCE_2_13
-def test_options_of_a_step(ranks4: Ranks) -> None:
-    assert ranks4.run(_modules) == [[]] * 4
-
-
 class Two(nn.Module):
     """Passes two tensors on; every second stage uses the second one."""
 
@@ -207,7 +204,9 @@ class Two(nn.Module):
         return x, beside.expand(*x.shape).clone() if self.stage == 0 else beside * x
 
 
-def _two_tensors(rank: int, size: int) -> list[str]:
+@SINCE_2_13
+@over(4)
+def test_two_tensors_cross_a_boundary(rank: int, size: int) -> list[str]:
     mesh, group = mesh_of(size, 2)
     parts = [Two(part, stage) for stage, part in enumerate(cut(models.build(group, layers=LAYERS)))]
     parts[0].part = nn.Sequential(nn.Linear(models.H, models.H), *list(parts[0].part)[1:])
@@ -229,12 +228,9 @@ def _two_tensors(rank: int, size: int) -> list[str]:
     return models.equal(*steps)
 
 
-@SINCE_2_13
-def test_two_tensors_cross_a_boundary(ranks4: Ranks) -> None:
-    assert ranks4.run(_two_tensors) == [[]] * 4
-
-
-def _evaluated(rank: int, size: int, name: str) -> bool:
+@pytest.mark.parametrize("name", ["ScheduleDualPipeV", "ScheduleInterleaved1F1B"])
+@over(4, gives=True)
+def test_eval_between_steps(rank: int, size: int, name: str) -> bool:
     """Whether ``eval`` between steps returns the right outputs and changes no gradient."""
     mesh, group = mesh_of(size, 2)
     model = models.build(group, layers=LAYERS)
@@ -256,11 +252,6 @@ def _evaluated(rank: int, size: int, name: str) -> bool:
     return same and (torch.equal(output, expected) if last else output is None)
 
 
-@pytest.mark.parametrize("name", ["ScheduleDualPipeV", "ScheduleInterleaved1F1B"])
-def test_eval_between_steps(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_evaluated, name) == [True] * 4
-
-
 def against_plain(
     rank: int, mesh: DeviceMesh, model: nn.Sequential, placement: tuple[tuple[int, ...], ...] = V
 ) -> list[str]:
@@ -275,7 +266,15 @@ def against_plain(
     return different + ([] if step.losses in ([], losses) else ["losses"])
 
 
-def _frozen(rank: int, size: int) -> list[str]:
+@over(2)
+def test_looped_bfs(rank: int, size: int) -> list[str]:
+    """torch adds the gradients of the last microbatch first, the engine in the order of microbatches."""
+    return against_plain(rank, mesh_of(size, 1)[0], models.build(layers=LAYERS), LOOP)
+
+
+@SINCE_2_13
+@over(2)
+def test_frozen_stages(rank: int, size: int) -> list[str]:
     """No parameter of the first stage is trained, and one block of the last is not.
 
     torch's own runtime computes no weight gradients after the BACKWARD_INPUT of a stage whose input requires none.
@@ -287,20 +286,6 @@ def _frozen(rank: int, size: int) -> list[str]:
     return against_plain(rank, mesh, model)
 
 
-def _backwards_from_the_last(rank: int, size: int) -> list[str]:
-    return against_plain(rank, mesh_of(size, 1)[0], models.build(layers=LAYERS), LOOP)
-
-
-def test_looped_bfs(ranks2: Ranks) -> None:
-    """torch adds the gradients of the last microbatch first, the engine in the order of microbatches."""
-    assert ranks2.run(_backwards_from_the_last) == [[], []]
-
-
-@SINCE_2_13
-def test_frozen_stages(ranks2: Ranks) -> None:
-    assert ranks2.run(_frozen) == [[], []]
-
-
 class Expanding(nn.Module):
     """Its input's gradient has stride 0."""
 
@@ -308,16 +293,13 @@ class Expanding(nn.Module):
         return x.sum() * torch.ones(2, 7, models.H) / x.numel()
 
 
-def _stride_0(rank: int, size: int) -> list[str]:
+@over(2)
+def test_a_gradient_of_stride_0_is_sent(rank: int, size: int) -> list[str]:
     """Send a gradient of stride 0 between stages; torch's own runtime passes it to gloo, which refuses it."""
     mesh, _ = mesh_of(size, 1)
     model = models.build(layers=LAYERS)
     model[2] = nn.Sequential(Expanding(), model[2])
     return against_plain(rank, mesh, model)
-
-
-def test_a_gradient_of_stride_0_is_sent(ranks2: Ranks) -> None:
-    assert ranks2.run(_stride_0) == [[], []]
 
 
 def _compared(rank: int, size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,18 @@ from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
 from torch import Tensor
 
+from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
+from overlap1f1b.plan import Node
 from tests.integrations.transformers import tiny
 
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+LAYOUTS = {
+    "ep 2": (2, OverlapArguments(ep=2), 4),
+    "pp 2 × ep 2": (4, OverlapArguments(pp=2), 4),
+    "pp 2, dualpipev": (2, OverlapArguments(pp=2, schedule="dualpipev"), 4),
+    "dp 2 × ep 2": (4, OverlapArguments(dp=2, ep=2), 2),
+}
 SHOWN = ("loss", "grad_norm", "learning_rate", "eval_loss")
 
 
@@ -117,6 +126,12 @@ def close(found: list[dict[str, float]], expected: list[dict[str, float]], toler
         assert one == pytest.approx(other, rel=tolerance)
 
 
+def same_logs(every: list[list[dict[str, Any]]], expected: list[dict[str, float]], tolerance: float = 5e-6) -> None:
+    """Compare the logs of ranks."""
+    for found in every:
+        close(shown(found), expected, tolerance)
+
+
 def weights(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a folder of weights."""
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
@@ -152,13 +167,11 @@ def _forget() -> None:
     GradientState._reset_state()
 
 
-def train(rank: int, size: int, spec: Spec) -> list[dict[str, Any]]:
-    """Train on this rank and save; return the history."""
+def train(rank: int, size: int, spec: Spec, look: Callable[[Any], Any] | None = None) -> Any:
+    """Train on this rank and save; return the log, or what ``look`` sees of the trainer."""
     with launched(rank, size):
-        trainer = spec.build()
-        trainer.train(resume_from_checkpoint=spec.resume)
-        trainer.save_model()
-        return list(trainer.state.log_history)
+        trainer = alone(spec)
+        return list(trainer.state.log_history) if look is None else look(trainer)
 
 
 def alone(spec: Spec) -> Any:
@@ -168,3 +181,53 @@ def alone(spec: Spec) -> Any:
     trainer.train(resume_from_checkpoint=spec.resume)
     trainer.save_model()
     return trainer
+
+
+def plain(spec: Spec, shards: int = 1, **changes: Any) -> Any:
+    """Trainer on one process, with the microbatches of all ranks."""
+    arguments = {**spec.arguments}
+    if "per_device_eval_batch_size" in arguments:
+        arguments["per_device_eval_batch_size"] *= shards
+    accumulation = spec.accumulation * shards
+    own = {"kind": transformers.Trainer, "layout": None, "arguments": arguments, "accumulation": accumulation}
+    return alone(replace(spec, folder=spec.folder / "plain", **own, **changes))
+
+
+def counted(spec: Spec, microbatches: int) -> list[int]:
+    """Return the tokens that count in each step, in the order in which Trainer reads the rows."""
+    loader = replace(spec, kind=transformers.Trainer, layout=None, accumulation=1).build().get_train_dataloader()
+    tokens: list[int] = []
+    for epoch in range(spec.steps):
+        loader.set_epoch(epoch)
+        every = [int((batch["labels"][:, 1:] != -100).sum()) for batch in loader]
+        tokens += [sum(every[start : start + microbatches]) for start in range(0, len(every), microbatches)]
+    return tokens[: spec.steps]
+
+
+def layers_of(layout: str) -> int:
+    """Return as many layers as the layout has stages, at least two."""
+    return 4 if layout == "pp 2, dualpipev" else 2
+
+
+def refused(rank: int, size: int, spec: Spec) -> str:
+    """Return the message of what is refused in training."""
+    with launched(rank, size), pytest.raises((ValueError, LostRankError)) as caught:
+        spec.build().train()
+    return str(caught.value)
+
+
+def played(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], list[tuple[float, float]], list[Node]]:
+    """Train; return the log, the exposed and the whole time of exchanges in each play, and the last plan's nodes."""
+    with launched(rank, size):
+        trainer = spec.build()
+        engine, plays = trainer.engine, []
+        play = engine.play
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            found = play(*args, **kwargs)
+            plays.append((found.result.overlap.exposed, found.result.overlap.exchange))
+            return found
+
+        engine.play = recorded
+        trainer.train()
+        return list(trainer.state.log_history), plays, list(engine.plan.ranks[engine.rank])

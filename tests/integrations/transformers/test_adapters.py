@@ -20,12 +20,11 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine, EngineOptions, consolidate, save_checkpoint
+from overlap1f1b.engine import consolidate, save_checkpoint
 from overlap1f1b.integrations.transformers import OverlapArguments, split_model
 from overlap1f1b.integrations.transformers.adapters import adapter_in
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import build_schedule
-from tests.engines import make
 from tests.integrations.transformers import loops, tiny
 from tests.ranks import Ranks
 
@@ -243,9 +242,7 @@ def _gradients(
     at, ranks = mesh.get_local_rank("ep"), size // pp
     program = build_schedule(schedule, ranks=pp, microbatches=4)
     stages = split_model(adapted(name, targets), program, mesh, grouped=grouped)
-    engine = make(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, **({"costs": tiny.COSTS, "timeout": 60} | options)
-    )
+    engine = tiny.engine(stages, program, mesh, **{"timeout": 60, **options})
     tokens, labels = tiny.batch(4, seed=at)
     engine.step(tokens, target=labels)
     worst, wrong = 0.0, []
@@ -301,9 +298,7 @@ def _exported(rank: int, size: int, folder: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     program = build_schedule("sequential", microbatches=2)
     stages = split_model(adapted("mixtral", "experts"), program, mesh)
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=60)
-    )
+    engine = tiny.engine(stages, program, mesh, timeout=60)
     trained = [p for p in stages.parameters() if p.requires_grad]
     save_checkpoint(engine, folder / "saved", 1, torch.optim.SGD(trained))
     if rank:

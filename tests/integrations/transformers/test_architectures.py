@@ -16,7 +16,6 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.plan import Overlap
@@ -78,9 +77,7 @@ def test_split_or_refused(name: str) -> None:
     assert name not in REFUSED
     tokens, labels = tiny.batch(4)
     losses, expected = tiny.own_gradients(whole, {"input_ids": tokens}, labels, 2)
-    result = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS)).step(
-        tokens, target=labels
-    )
+    result = tiny.engine(stages, program).step(tokens, target=labels)
     limit = 1e-5 if dtype is torch.float32 or name in ROUNDED else 1e-12
     for found, own in zip(result.losses, losses, strict=True):
         torch.testing.assert_close(found, own, rtol=limit, atol=0)
@@ -119,7 +116,7 @@ def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap
     )
     program = build_schedule(schedule, ranks=1, microbatches=3)
     stages = split_model(architectures.build(name, torch.float32), program)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(overlap=overlap, costs=tiny.COSTS))
+    engine = tiny.engine(stages, program, overlap=overlap)
     result = engine.step(tokens, target=labels)
     assert list(result.losses) == losses
     # The embedding is also the head: two stages sum its gradient in another order.
@@ -135,13 +132,7 @@ def _compare(rank: int, size: int, name: str, pp: int, ep: int, own: Own) -> lis
     for schedule, overlap in PLAYED[1:] if pp > 1 else PLAYED[:2]:
         program = build_schedule(schedule, ranks=pp, microbatches=4)
         stages = split_model(_model(name), program, mesh)
-        engine = Engine(
-            stages,
-            program,
-            mesh=mesh,
-            loss_fn=stages.loss_fn,
-            options=EngineOptions(overlap=overlap, costs=tiny.COSTS, timeout=30),
-        )
+        engine = tiny.engine(stages, program, mesh, overlap=overlap)
         result = engine.step(tokens, target=labels)
         found = problems_of(stages, expected, limit)
         for loss, wanted in zip(result.losses, every[ep_rank], strict=bool(result.losses)):

@@ -18,11 +18,10 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
@@ -93,9 +92,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
         finally:
             safetensors.safe_open = Reader.own  # type: ignore[misc]
         tokens, labels = tiny.batch(4)
-        engine = Engine(
-            stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-        )
+        engine = tiny.engine(stages, program, mesh)
         losses = list(engine.evaluate(tokens, target=labels).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
         results.append((losses, sum(reader.read.values()), sum(held.values())))
@@ -130,7 +127,7 @@ def test_logits_are_those_of_from_pretrained(name: str, options: dict[str, Any],
     stages.eval().save_pretrained(tmp_path / "ours")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     tokens, labels = tiny.batch(4)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS))
+    engine = tiny.engine(stages, program)
     ((_, logits),) = engine.evaluate(tokens, target=labels, return_outputs=True).outputs
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits
@@ -224,43 +221,32 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _trained(
-    rank: int, size: int, name: str, options: dict[str, Any], folder: Path, learns: bool
-) -> dict[str, tuple[Tensor, int]]:
+def _trained(rank: int, size: int, name: str, options: dict[str, Any], folder: Path) -> dict[str, tuple[Tensor, int]]:
     """Train over stages and expert ranks, and save; return this rank's tensors, each with its rank along "ep"."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     stages = split_model(tiny.build(name, **options), program, mesh)
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, program, mesh)
     optimizer = torch.optim.AdamW(stages.parameters(), lr=1e-2)
     tokens, labels = tiny.batch(4)  # one batch, again and again
-    for _ in range(60 if learns else 2):
-        loss = engine.mean_loss(engine.step(tokens, target=labels))
+    for _ in range(2):
+        engine.step(tokens, target=labels)
         optimizer.step()
         optimizer.zero_grad()
-        if loss < 0.04:
-            break
-    assert loss < 0.05 or not learns
     stages.save_pretrained(folder)
     part = mesh["ep"].get_local_rank()
     return {label: (value.clone(), part) for label, value in stages.state_dict().items()}
 
 
 @pytest.mark.parametrize(("name", "options"), SAVED, ids=[name for name, _ in SAVED])
-def test_one_batch_is_learned_and_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    learns = name == "mixtral"  # the others' gradients are compared in test_split
-    held = ranks4.run(_trained, name, options, tmp_path, learns)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    state = loaded.state_dict()
+def test_what_was_trained_is_saved(ranks4: Ranks, name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    held = ranks4.run(_trained, name, options, tmp_path)
+    state = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert {label for part in held for label in part} == state.keys()
     for part in held:
         for label, (value, rank) in part.items():
             whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
             assert torch.equal(value, whole), label
-    tokens, labels = tiny.batch(4)
-    assert float(loaded(tokens, labels=labels, use_cache=False).loss.detach()) < 0.05 or not learns
 
 
 def _of_a_part(rank: int, size: int, folder: Path) -> None:
@@ -277,7 +263,8 @@ def test_a_model_of_which_a_rank_has_a_part_is_not_saved(ranks2: Ranks, tmp_path
     assert not [*tmp_path.iterdir()]
 
 
-def _called(rank: int, size: int) -> None:
+@over(2)
+def test_a_model_of_which_a_rank_has_a_stage_is_not_called(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     model = tiny.build("mixtral")
     split_model(model, build_schedule("1f1b", ranks=size, microbatches=2), mesh)
@@ -288,10 +275,6 @@ def _called(rank: int, size: int) -> None:
     ):
         with pytest.raises(ValueError, match=f"^a call of {name}, for which other ranks have the weights; allowed: "):
             call()
-
-
-def test_a_model_of_which_a_rank_has_a_stage_is_not_called(ranks2: Ranks) -> None:
-    ranks2.run(_called)
 
 
 def _hindered(rank: int, size: int, folder: Path) -> None:

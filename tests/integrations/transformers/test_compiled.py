@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
@@ -76,13 +75,7 @@ def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, l
         counters.clear()
         program = build_schedule("combined_1f1b", microbatches=3)
         stages = split_model(change(tiny.build(name, num_hidden_layers=2)), program, mesh)
-        engine = Engine(
-            stages,
-            program,
-            mesh=mesh,
-            loss_fn=stages.loss_fn,
-            options=EngineOptions(costs=tiny.COSTS, recompute="block", timeout=100),
-        )
+        engine = tiny.engine(stages, program, mesh, recompute="block", timeout=100)
         for _ in range(2):
             for parameter in stages.parameters():
                 parameter.grad = None
@@ -121,7 +114,7 @@ def _graphs(layers: int, blocks: bool = False) -> tuple[int, dict[str, Tensor]]:
     stages = split_model(model if blocks else in_place(model), program, grouped=True)
     for block in stages[0].blocks if blocks else ():
         block.compile(backend=BACKEND)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS))
+    engine = tiny.engine(stages, program)
     tokens, labels = tiny.batch(4)
     for _ in range(2):
         engine.step(tokens, target=labels)

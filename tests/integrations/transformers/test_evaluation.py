@@ -108,14 +108,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_over_ranks(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
+def test_over_ranks(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     ranks, sizes, plays = LAYOUTS[layout]
     shards = ranks // sizes.pp
     spec = spec_of(tmp_path, max(1, 2 // shards), layout=sizes)  # 7 batches, with four shards 4
-    plain, several = replace(spec, kind=transformers.Trainer, layout=None), {2: ranks2, 4: ranks4}
-    expected = several[shards].run(evaluated, plain)[0] if shards > 1 else evaluated(0, 1, plain)
+    plain = replace(spec, kind=transformers.Trainer, layout=None)
+    expected = kept[shards].run(evaluated, plain)[0] if shards > 1 else evaluated(0, 1, plain)
     assert expected[0][1]["eval_rows"] == ROWS
-    for found in several[ranks].run(evaluated, spec) if ranks > 1 else [evaluated(0, 1, spec)]:
+    for found in kept[ranks].run(evaluated, spec) if ranks > 1 else [evaluated(0, 1, spec)]:
         same(found, expected, plays)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ pytest.importorskip("transformers")
 import transformers
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import register, split_model
 from overlap1f1b.integrations.transformers.experts import find
 from overlap1f1b.schedule import build_schedule
@@ -28,59 +28,20 @@ from tests.integrations.transformers.test_split import problems_of
 from tests.ranks import Ranks
 
 ONE = build_schedule("sequential", microbatches=1)
-LLAMA = {
-    "vocab_size": tiny.V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-}  # fmt: skip
 
 
-def refusal(model: Any, **options: Any) -> str:
-    with pytest.raises(ValueError, match=r"looked for|allowed:") as caught:
-        split_model(model, options.pop("program", ONE), **options)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_parts_are_found() -> None:
-    found = find(tiny.build("deepseek_v3"))
-    assert found.prefix == "model.layers"
-    assert len(found.layers) == 4
-    assert {name: count for name, (_, count) in found.experts.items()} == {
-        f"model.layers.{layer}.mlp.experts": 4 for layer in (1, 2, 3)
-    }
-
-
-def test_parts_with_other_names() -> None:
-    found = find(architectures.build("dbrx", torch.float32))
-    assert found.prefix == "transformer.blocks"
+@pytest.mark.parametrize(
+    ("build", "prefix", "layers", "experts"),
+    [
+        (lambda: tiny.build("deepseek_v3"), "model.layers", 4, [f"model.layers.{n}.mlp.experts" for n in (1, 2, 3)]),
+        (lambda: architectures.build("dbrx", torch.float32), "transformer.blocks", 4, None),
+    ],
+)
+def test_parts_are_found(build: Callable[[], Any], prefix: str, layers: int, experts: list[str] | None) -> None:
+    found = find(build())
+    assert (found.prefix, len(found.layers)) == (prefix, layers)
     assert {count for _, count in found.experts.values()} == {4}
-
-
-def test_a_dense_model() -> None:
-    message = refusal(transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)))
-    assert "LlamaForCausalLM: looked for a module called with (tokens, indices, weights), " in message
-    assert message.endswith("found no weights that are stacked by expert: a dense model?")
-
-
-def test_no_head() -> None:
-    message = refusal(tiny.build("mixtral").model)
-    assert message.startswith("MixtralModel returns MoeModelOutputWithPast; allowed: a causal LM with its head")
-
-
-def test_no_recognisable_experts() -> None:
-    message = refusal(architectures.build("doge", torch.float32))
-    assert message.endswith("found DogeCDMoE(hidden_states) instead")
-
-
-def test_an_encoder_decoder() -> None:
-    config = transformers.SwitchTransformersConfig(
-        vocab_size=tiny.V, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=2, num_experts=2
-    )
-    assert "encoder-decoder" in refusal(transformers.SwitchTransformersForConditionalGeneration(config))
-
-
-def test_a_wrapper() -> None:
-    """As accelerate's ``prepare`` returns it over several ranks."""
-    assert "DataParallel has no config; allowed: a causal LM" in refusal(nn.DataParallel(tiny.build("mixtral")))
+    assert experts is None or [*found.experts] == experts
 
 
 def takes_images() -> Any:
@@ -95,17 +56,122 @@ def takes_images() -> Any:
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
 
-def test_a_model_that_takes_images() -> None:
-    message = refusal(takes_images())
-    assert "model.visual.patch_embed.proj.weight belongs to Conv3d, which a call with tokens alone does not" in message
+def dense() -> Any:
+    sizes = {"vocab_size": tiny.V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=4))
 
 
-def test_a_model_whose_own_forward_fails() -> None:
-    """As transformers 5.24's Llama 4 that takes images does with every input."""
+def encoder_decoder() -> Any:
+    sizes = {"vocab_size": tiny.V, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(**sizes, num_experts=2)
+    )
+
+
+def with_layers(change: Callable[[Any], nn.ModuleList]) -> Any:
+    """Return a model whose own forward has other layers than the model."""
     model = tiny.build("mixtral")
+    own = model.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        layers = model.model.layers
+        model.model._modules["layers"] = change(layers)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            model.model._modules["layers"] = layers
+
+    model.model.forward = forward
+    return model
+
+
+class Doubling(nn.ModuleList):
+    """Doubles what each layer returns."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [lambda x, layer=layer, **given: 2 * layer(x, **given) for layer in self]
+
+
+def changed(change: Callable[[Any], object]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = tiny.build("mixtral")
+        change(model)
+        return model
+
+    return build
+
+
+def in_float8(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.q_proj
+    weight.weight = nn.Parameter(weight.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def fails(model: Any) -> None:
+    """As transformers 5.24's Llama 4 that takes images does with every input."""
     model.model.rotary_emb.forward = lambda *_, **__: model.model.image_outputs
-    message = refusal(model)
-    assert message.startswith("MixtralForCausalLM's own forward fails with input_ids alone (AttributeError: 'Mixtral")
+
+
+DEVICES = {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, "lm_head": "cpu"}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "dense": (
+        dense,
+        r"LlamaForCausalLM: looked for a module called with \(tokens, indices, weights\), .*found no weights that are "
+        r"stacked by expert: a dense model\?$",
+    ),
+    "no head": (lambda: tiny.build("mixtral").model, "^MixtralModel returns MoeModelOutputWithPast; allowed: a causal"),
+    "other experts": (lambda: architectures.build("doge", torch.float32), r"found DogeCDMoE\(hidden_states\) instead$"),
+    "encoder and decoder": (encoder_decoder, "encoder-decoder"),
+    # As accelerate's ``prepare`` returns it over several ranks.
+    "a wrapper": (lambda: nn.DataParallel(tiny.build("mixtral")), "DataParallel has no config; allowed: a causal LM"),
+    "images": (takes_images, r"model\.visual\.patch_embed\.proj\.weight belongs to Conv3d, which a call with tokens"),
+    "a forward that fails": (
+        changed(fails),
+        r"^MixtralForCausalLM's own forward fails with input_ids alone \(AttributeError: 'Mixtral",
+    ),
+    "quantised": (
+        changed(in_float8),
+        r"quantised weights \(model\.layers\.1\.self_attn\.q_proj\.weight of float8_e4m3fn\)",
+    ),
+    "a quantizer": (
+        changed(lambda model: setattr(model, "hf_quantizer", type("Int4Quantizer", (), {})())),
+        r"quantised weights \(Int4Quantizer\)",
+    ),
+    "devices": (
+        changed(lambda model: setattr(model, "hf_device_map", DEVICES)),
+        "has device_map over 0, 1, cpu; allowed: one device",
+    ),
+    "split before": (changed(lambda model: split_model(model, ONE, grouped=True)), "has been split before"),
+    "another order": (
+        lambda: with_layers(lambda layers: nn.ModuleList(reversed(list(layers)))),
+        "^MixtralModel calls its layer 3 after 0 others; allowed: each once, in order$",
+    ),
+    "something between": (lambda: with_layers(Doubling), "gives its layer 1 another tensor than layer 0 returned"),
+    "a parameter beside": (
+        changed(lambda model: model.model.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+        r"parameter model\.scale belongs to MixtralModel, which holds the layers",
+    ),
+    "a module beside": (
+        changed(lambda model: model.model.add_module("unused", nn.Linear(2, 2))),
+        r"model\.unused\.weight belongs to Linear, which a call with tokens alone does not use",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_models_that_are_refused(case: str) -> None:
+    build, message = REFUSED[case]
+    model = build()
+    with pytest.raises(ValueError, match=message) as caught:
+        split_model(model, ONE)
+    assert "\n" not in str(caught.value)
+
+
+def test_programs_and_inputs_that_are_refused() -> None:
+    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=5)
+    with pytest.raises(ValueError, match="4 layers for 5 stages"):
+        split_model(tiny.build("mixtral"), program)
+    with pytest.raises(ValueError, match=r"^inputs \['attention_mask'\]"):
+        split_model(tiny.build("mixtral"), ONE, inputs=["attention_mask"])
 
 
 def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
@@ -121,9 +187,7 @@ def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
     stages.load_pretrained(folder)
     shards = [tiny.batch(8, seed=seed) for seed in range(ep)]
     every = [tiny.own_gradients(whole, {"input_ids": x}, y, 4, 1 / ep) for x, y in shards]
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, program, mesh)
     at = mesh["ep"].get_local_rank()
     result = engine.step(shards[at][0], target=shards[at][1])
     torch.testing.assert_close(list(result.losses), every[at][0] if result.losses else [], rtol=1e-5, atol=0)
@@ -134,86 +198,6 @@ def _text(rank: int, size: int, pp: int, ep: int, folder: Path) -> list[str]:
 def test_text_of_a_model_that_takes_images(ranks2: Ranks, tmp_path: Path, pp: int, ep: int) -> None:
     save_file(takes_images().state_dict(), tmp_path / "model.safetensors")
     assert ranks2.run(_text, pp, ep, tmp_path) == [[]] * 2
-
-
-def test_quantised_weights() -> None:
-    model = tiny.build("mixtral")
-    weight = model.model.layers[1].self_attn.q_proj
-    weight.weight = nn.Parameter(weight.weight.to(torch.float8_e4m3fn), requires_grad=False)
-    assert "quantised weights (model.layers.1.self_attn.q_proj.weight of float8_e4m3fn)" in refusal(model)
-
-
-def test_a_quantizer() -> None:
-    model = tiny.build("mixtral")
-    model.hf_quantizer = type("Int4Quantizer", (), {})()
-    assert "quantised weights (Int4Quantizer)" in refusal(model)
-
-
-def test_a_device_map() -> None:
-    model = tiny.build("mixtral")
-    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, "lm_head": "cpu"}
-    assert "has device_map over 0, 1, cpu; allowed: one device" in refusal(model)
-
-
-def test_more_stages_than_layers() -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=2, chunks=5)
-    assert refusal(tiny.build("mixtral"), program=program).startswith("4 layers for 5 stages")
-
-
-def test_inputs_without_tokens() -> None:
-    assert refusal(tiny.build("mixtral"), inputs=["attention_mask"]).startswith("inputs ['attention_mask']")
-
-
-def test_a_model_that_was_split() -> None:
-    model = tiny.build("mixtral")
-    split_model(model, ONE, grouped=True)
-    assert "has been split before" in refusal(model)
-
-
-def test_layers_in_another_order() -> None:
-    model = tiny.build("mixtral")
-    own = model.model.forward
-
-    def reversed_layers(*args: Any, **kwargs: Any) -> Any:
-        layers = model.model.layers
-        model.model.layers = nn.ModuleList(reversed(list(layers)))
-        try:
-            return own(*args, **kwargs)
-        finally:
-            model.model.layers = layers
-
-    model.model.forward = reversed_layers
-    assert refusal(model) == "MixtralModel calls its layer 3 after 0 others; allowed: each once, in order"
-
-
-def test_layers_with_something_between() -> None:
-    model = tiny.build("mixtral")
-
-    class Doubling(nn.ModuleList):
-        def __getitem__(self, index: Any) -> Any:
-            return [lambda x, layer=layer, **given: 2 * layer(x, **given) for layer in self]
-
-    own = model.model.forward
-
-    def doubled(*args: Any, **kwargs: Any) -> Any:
-        layers = model.model.layers
-        model.model._modules["layers"] = Doubling(layers)
-        try:
-            return own(*args, **kwargs)
-        finally:
-            model.model._modules["layers"] = layers
-
-    model.model.forward = doubled
-    assert "gives its layer 1 another tensor than layer 0 returned" in refusal(model)
-
-
-def test_parameters_beside_the_layers() -> None:
-    model = tiny.build("mixtral")
-    model.model.scale = nn.Parameter(torch.ones(1))
-    assert "parameter model.scale belongs to MixtralModel, which holds the layers" in refusal(model)
-    del model.model.scale
-    model.model.unused = nn.Linear(2, 2)
-    assert "model.unused.weight belongs to Linear, which a call with tokens alone does not use" in refusal(model)
 
 
 def _gradients(rank: int, size: int, folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
@@ -47,9 +46,7 @@ def _tied(rank: int, size: int, folder: Path, device: str, expected: dict[str, T
     stages = split_model(hooked(device), STAGES, mesh)
     if device == "meta":
         stages.load_pretrained(folder)
-    engine = Engine(
-        stages, STAGES, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, STAGES, mesh)
     tokens, labels = tiny.batch(4)
     engine.step(tokens, target=labels)
     marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
@@ -129,9 +126,7 @@ def _on_parts(rank: int, size: int, expected: dict[str, Tensor]) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     stages = split_model(tiny.build("mixtral", num_hidden_layers=2), EXPERTS, mesh)
     _clamp(stages)
-    engine = Engine(
-        stages, EXPERTS, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, EXPERTS, mesh)
     tokens, labels = tiny.batch(4)  # the same on both ranks
     engine.step(tokens, target=labels)
     return problems_of(stages, expected, 1e-5)
@@ -181,9 +176,7 @@ def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
     if folder is not None:
         optimizer = torch.optim.SGD(stages.parameters())
         stages.load_pretrained(folder)
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=30)
-    )
+    engine = tiny.engine(stages, program, mesh)
     tokens, labels = tiny.batch(4)
     engine.step(tokens, target=labels)
     with pytest.raises(ValueError, match=REFUSED) as caught:

@@ -139,45 +139,44 @@ LAYOUTS = {"one rank": OverlapArguments(), "ep 2": OverlapArguments(ep=2), "pp 2
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
-def test_another_loss(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
+def test_another_loss(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     """SFTTrainer on one process has all microbatches; the tests below have its default loss."""
-    compare(ranks2, ranks4, Case(tmp_path, loss="dft", even=layout != "one rank", layout=LAYOUTS[layout]))
+    compare(kept, Case(tmp_path, loss="dft", even=layout != "one rank", layout=LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "ep 2"), ("mixtral", "pp 2 × ep 2")])
-def test_rows_of_uneven_lengths(ranks2: Ranks, ranks4: Ranks, layout: str, model: str, tmp_path: Path) -> None:
+def test_rows_of_uneven_lengths(kept: dict[int, Ranks], layout: str, model: str, tmp_path: Path) -> None:
     """With padding, other counts of tokens on each rank and the router's loss, beside SFTTrainer over the same data."""
-    compare(ranks2, ranks4, Case(tmp_path, model, layout=LAYOUTS[layout], checkpoints=layout == "ep 2"))
+    compare(kept, Case(tmp_path, model, layout=LAYOUTS[layout], checkpoints=layout == "ep 2"))
 
 
-def test_sft_goes_on(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+def test_sft_goes_on(kept: dict[int, Ranks], tmp_path: Path) -> None:
     """From stages on ranks without; TRL counts the tokens of a run since its start."""
     case = Case(tmp_path, "mixtral", layout=LAYOUTS["pp 2 × ep 2"], saves=True)
-    unbroken = ranks4.run(trained, case)[0]
+    unbroken = kept[4].run(trained, case)[0]
     final = weights(tmp_path)
     resume = str(tmp_path / "checkpoint-2")
     for file in tmp_path.glob("model*.safetensors"):
         file.unlink()
-    for found in ranks2.run(trained, replace(case, layout=LAYOUTS["ep 2"], saves=False, resume=resume)):
+    for found in kept[2].run(trained, replace(case, layout=LAYOUTS["ep 2"], saves=False, resume=resume)):
         same(found, unbroken, [name for name in (*SHOWN, *METRICS) if name != "num_tokens"])
     same_weights(tmp_path, final)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
-def test_sft_of_adapters(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
+def test_sft_of_adapters(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     """SFTTrainer puts the adapters around the model; the adapters alone are saved."""
     pytest.importorskip("peft")
     even = layout != "one rank"
-    compare(ranks2, ranks4, Case(tmp_path, even=even, lora=True, checkpoints=even, layout=LAYOUTS[layout]))
+    compare(kept, Case(tmp_path, even=even, lora=True, checkpoints=even, layout=LAYOUTS[layout]))
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
-def compare(ranks2: Ranks, ranks4: Ranks, case: Case) -> None:
+def compare(kept: dict[int, Ranks], case: Case) -> None:
     assert case.layout is not None
-    several: dict[int, Ranks] = {2: ranks2, 4: ranks4}
 
     def run(case: Case, ranks: int) -> list[list[dict[str, float]]]:
-        return several[ranks].run(trained, case) if ranks > 1 else [trained(0, 1, case)]
+        return kept[ranks].run(trained, case) if ranks > 1 else [trained(0, 1, case)]
 
     shards, plain = max(1, case.layout.ep), replace(case, folder=case.folder / "plain", layout=None)
     if case.even:  # one process has the microbatches of all ranks

@@ -13,15 +13,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.transport.exchange import build_exchange
 from tests import models
-from tests.engine.run.test_recompute import Counted
-from tests.engines import make
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
 
@@ -62,7 +58,7 @@ def test_one_rank_is_bit_equal(name: str, schedule: str, overlap: Overlap) -> No
     losses, expected = tiny.own_gradients(tiny.build(name, **options), {"input_ids": tokens}, labels, MICROBATCHES)
     program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
     stages = split_model(tiny.build(name, **options), program)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(overlap=overlap, costs=tiny.COSTS))
+    engine = tiny.engine(stages, program, overlap=overlap)
     result = engine.step(tokens, target=labels)
     assert list(result.losses) == losses
     limit = 0.0 if len(stages) == 1 else 1e-6  # copies of stages: sums over router logits have another order
@@ -79,37 +75,10 @@ def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
     modes: list[Recompute] = ["none", "block", "experts", "attention"]
     for mode in modes:
         stages = split_model(tiny.build(name), program, grouped=True)
-        Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, recompute=mode)).step(
-            tokens, target=labels
-        )
+        tiny.engine(stages, program, recompute=mode).step(tokens, target=labels)
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         expected = expected or found
         assert models.equal(found, expected) == [], mode
-
-
-def _recomputed(rank: int, size: int) -> list[tuple[list[str], int]]:
-    """Return, for each mode, the gradients that differ from mode none's, and the number of exchanges."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-    program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
-    tokens, labels = tiny.batch(8, seed=mesh["ep"].get_local_rank())
-    found: list[tuple[list[str], int]] = []
-    expected: dict[str, Tensor] = {}
-    modes: list[Recompute] = ["none", "block"]
-    for mode in modes:
-        exchange = Counted(build_exchange(mesh.get_group("ep")), seed=rank)
-        stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program, mesh)
-        options: dict[str, Any] = {"recompute": mode, "exchange": exchange, "costs": tiny.COSTS, "timeout": 30}
-        make(stages, program, mesh=mesh, loss_fn=stages.loss_fn, **options).step(tokens, target=labels)
-        grads = {name: p.grad for name, p in stages.named_parameters() if p.grad is not None}
-        expected = expected or grads
-        found.append((models.equal(grads, expected), exchange.counted))
-    return found
-
-
-def test_recompute_exchanges_nothing_twice(ranks4: Ranks) -> None:
-    for without, recomputed in ranks4.run(_recomputed):
-        assert without == recomputed
-        assert without[1] > 0
 
 
 Own = tuple[list[list[Tensor]], dict[str, Tensor]]
@@ -141,13 +110,7 @@ def _compare(
     for schedule, overlap in played:
         program = build_schedule(schedule, ranks=pp, microbatches=MICROBATCHES)
         stages = split_model(tiny.build(name, double=double, **options), program, mesh)
-        engine = Engine(
-            stages,
-            program,
-            mesh=mesh,
-            loss_fn=stages.loss_fn,
-            options=EngineOptions(overlap=overlap, costs=tiny.COSTS, timeout=30, parts=2 if overlap == 3 else 1),
-        )
+        engine = tiny.engine(stages, program, mesh, overlap=overlap, parts=2 if overlap == 3 else 1)
         result = engine.step(tokens, target=labels)
         found = problems_of(stages, expected, limit)
         for loss, wanted in zip(result.losses, every[ep_rank], strict=bool(result.losses)):
@@ -211,9 +174,7 @@ def test_masks_and_positions(name: str, case: str) -> None:
     assert unseen or losses[1:] != without[1:]
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=3, chunks=2)
     stages = split_model(tiny.build(name, **options), program, inputs=["input_ids", *more], grouped=True)
-    result = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS)).step(
-        (tokens, *more.values()), target=labels
-    )
+    result = tiny.engine(stages, program).step((tokens, *more.values()), target=labels)
     torch.testing.assert_close(torch.stack(result.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert problems_of(stages, expected, 1e-5) == []
 
@@ -224,9 +185,7 @@ def test_the_routers_loss_asked_for_after_the_split() -> None:
     stages = split_model(tiny.build("qwen3_moe"), program)
     stages.model.config.output_router_logits = True
     with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
-        Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS)).step(
-            tokens, target=labels
-        )
+        tiny.engine(stages, program).step(tokens, target=labels)
 
 
 def test_a_model_on_one_rank_is_called_as_before() -> None:
@@ -234,9 +193,7 @@ def test_a_model_on_one_rank_is_called_as_before() -> None:
     tokens, labels = tiny.batch(2)
     program = build_schedule("sequential", microbatches=1)
     stages = split_model(tiny.build("qwen3_moe", **AUXILIARY), program)
-    Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS)).evaluate(
-        tokens, target=labels
-    )
+    tiny.engine(stages, program).evaluate(tokens, target=labels)
     with torch.no_grad():
         found, expected = stages.model(tokens), tiny.build("qwen3_moe", **AUXILIARY)(tokens)
     assert torch.equal(found.aux_loss, expected.aux_loss)
@@ -256,9 +213,7 @@ def test_outputs_of_layers_are_refused(name: str) -> None:
     stages = split_model(tiny.build("qwen3_moe", attn_implementation="eager"), program)
     setattr(stages.model.config, name, True)
     with pytest.raises(ValueError, match=message):
-        Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS)).step(
-            tokens, target=labels
-        )
+        tiny.engine(stages, program).step(tokens, target=labels)
 
 
 def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
@@ -271,12 +226,7 @@ def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
     loss.backward()
     program = build_schedule("combined_1f1b", microbatches=3)
     stages = split_model(model, program).train()
-    engine = Engine(
-        stages,
-        program,
-        loss_fn=stages.loss_fn,
-        options=EngineOptions(count_tokens=stages.count_tokens, costs=tiny.COSTS),
-    )
+    engine = tiny.engine(stages, program, count_tokens=stages.count_tokens)
     result = engine.step(tokens, target=labels)
     torch.testing.assert_close(result.loss, loss.detach())
     assert problems_of(stages, tiny.gradients(plain), 1e-5) == []
@@ -296,8 +246,8 @@ def test_labels_that_are_not_next_tokens_are_refused(head: str, labels: Any) -> 
     message = rf"^MixtralFor{head}Classification, whose labels are not next tokens; allowed: a causal LM, or a loss_fn"
     for options in ({"loss_fn": stages.loss_fn}, {"loss_fn": _own, "count_tokens": stages.count_tokens}):
         with pytest.raises(ValueError, match=message):
-            make(stages, program, costs=tiny.COSTS, **options).step(tokens, target=target)
-    engine = Engine(stages, program, loss_fn=_own, options=EngineOptions(costs=tiny.COSTS))
+            tiny.engine(stages, program, **options).step(tokens, target=target)
+    engine = tiny.engine(stages, program, loss_fn=_own)
     assert engine.step(tokens, target=target).loss > 0
 
 
@@ -314,7 +264,7 @@ def _without_labels(rank: int, size: int, counts: bool) -> tuple[list[float], li
     program = build_schedule("combined_1f1b", ranks=2, microbatches=2)
     stages = split_model(tiny.build("mixtral"), program, mesh)
     options: dict[str, Any] = {"count_tokens": stages.count_tokens} if counts else {}
-    engine = make(stages, program, mesh=mesh, loss_fn=stages.loss_fn, costs=tiny.COSTS, timeout=30, **options)
+    engine = tiny.engine(stages, program, mesh, **options)
     if mesh["ep"].get_local_rank() == 1:
         tokens, labels = tiny.batch(4, seed=6)[0], torch.full_like(labels, -100)
     result = engine.step(tokens, target=labels)
@@ -340,9 +290,7 @@ def test_a_loss_of_ones_own_sees_the_logits() -> None:
         assert logits.shape == (*target.shape, tiny.V)
         return own + logits.square().mean()
 
-    result = Engine(stages, program, loss_fn=loss_fn, options=EngineOptions(costs=tiny.COSTS)).step(
-        tokens, target=labels, return_outputs=True
-    )
+    result = tiny.engine(stages, program, loss_fn=loss_fn).step(tokens, target=labels, return_outputs=True)
     model = tiny.build("qwen3_moe")
     for loss, (own, logits), x, y in zip(result.losses, result.outputs, tokens.chunk(2), labels.chunk(2), strict=True):
         output = model(x, labels=y, use_cache=False)
@@ -358,9 +306,7 @@ def test_dropout_and_jitter_have_a_stream_of_their_own() -> None:
     for overlap in ("serial", "pairs", 3):
         program = build_schedule("combined_1f1b", microbatches=3)
         stages = split_model(tiny.build("mixtral", **options).train(), program, grouped=True)
-        engine = Engine(
-            stages, program, loss_fn=stages.loss_fn, options=EngineOptions(overlap=overlap, costs=tiny.COSTS)
-        )
+        engine = tiny.engine(stages, program, overlap=overlap)
         torch.manual_seed(7)
         result = engine.step(tokens, target=labels)
         found.append((result.losses, {n: p.grad for n, p in stages.named_parameters()}))

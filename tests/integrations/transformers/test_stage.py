@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 
 from transformers import BatchEncoding
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -64,7 +63,7 @@ def test_every_form_gives_the_models_own_gradients(left_out: tuple[str, ...]) ->
     losses, expected = tiny.own_gradients(tiny.build("qwen3_moe", num_hidden_layers=2), own, labels, MICROBATCHES)
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = split_model(tiny.build("qwen3_moe", num_hidden_layers=2), program, inputs=NAMES, grouped=True)
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, recompute="block"))
+    engine = tiny.engine(stages, program, recompute="block")
     for inputs in forms(given, left_out).values():
         for parameter in stages.parameters():
             parameter.grad = None
@@ -101,8 +100,7 @@ def _pipeline(
     mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
     program = build_schedule("combined_1f1b", ranks=pp, microbatches=MICROBATCHES)
     stages = split_model(tiny.build("mixtral", num_hidden_layers=2), program, mesh, inputs=NAMES)
-    options: dict[str, Any] = {"costs": tiny.COSTS, "timeout": 30, "dynamic_shapes": dynamic}
-    engine = make(stages, program, mesh=mesh, loss_fn=stages.loss_fn, **options)
+    engine = tiny.engine(stages, program, mesh, dynamic_shapes=dynamic)
     given, labels = given_of()
     problems = []
     for left_out in own if dynamic else [*own] * 3:
@@ -135,9 +133,7 @@ def _changing(rank: int, size: int) -> str:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program = build_schedule("1f1b", ranks=size, microbatches=MICROBATCHES)
     stages = split_model(tiny.build("mixtral"), program, mesh, inputs=NAMES[:2])
-    engine = Engine(
-        stages, program, mesh=mesh, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS, timeout=20)
-    )
+    engine = tiny.engine(stages, program, mesh, timeout=20)
     given, labels = given_of()
     del given["position_ids"]
     engine.step(given, target=labels)
@@ -182,7 +178,7 @@ REFUSED: list[tuple[Any, str]] = [
 def test_other_names_are_refused(inputs: Any, said: str) -> None:
     program = build_schedule("1f1b", microbatches=MICROBATCHES)
     stages = split_model(tiny.build("mixtral"), program, inputs=NAMES[:2])
-    engine = Engine(stages, program, loss_fn=stages.loss_fn, options=EngineOptions(costs=tiny.COSTS))
+    engine = tiny.engine(stages, program)
     tokens, labels = tiny.batch(6)
     for call in (engine.step, engine.evaluate):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
@@ -201,12 +197,7 @@ def test_other_names_are_refused(inputs: Any, said: str) -> None:
     ],
 )
 def test_a_model_without_names_takes_tensors_alone(inputs: Any, found: str) -> None:
-    engine = Engine(
-        models.build(),
-        build_schedule("1f1b", microbatches=2),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=tiny.COSTS),
-    )
+    engine = make(models.build(), build_schedule("1f1b", microbatches=2), loss_fn=models.loss_fn)
     x, y = models.batch(2)
     with pytest.raises(ValueError, match="inputs") as caught:
         engine.step(inputs(x), target=y)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
-import multiprocessing
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -19,24 +18,28 @@ from torch.distributed.checkpoint import FileSystemReader
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import tokenizers
 import transformers
 
-from overlap1f1b.engine import LostRankError
 from overlap1f1b.engine.tuner import State
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
-from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_arguments
-from overlap1f1b.plan import RECOMPUTES, Node, Op
-from overlap1f1b.plan.node import MOST_PARTS
+from overlap1f1b.plan import RECOMPUTES, Op
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import (
+    EVALUATES,
+    LAYOUTS,
     Sentences,
     Spec,
     alone,
     close,
+    counted,
     history,
     launched,
+    layers_of,
     pad,
+    plain,
+    played,
+    refused,
+    same_logs,
     same_weights,
     shown,
     train,
@@ -44,32 +47,10 @@ from tests.integrations.transformers.loops import (
 )
 from tests.ranks import Ranks
 
-EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"tie_word_embeddings": True},
     "mixtral": {"output_router_logits": True},
 }
-
-
-def plain(spec: Spec, shards: int = 1, **changes: Any) -> Any:
-    """Trainer on one process, with the microbatches of all ranks."""
-    arguments = {**spec.arguments}
-    if "per_device_eval_batch_size" in arguments:
-        arguments["per_device_eval_batch_size"] *= shards
-    accumulation = spec.accumulation * shards
-    own = {"kind": transformers.Trainer, "layout": None, "arguments": arguments, "accumulation": accumulation}
-    return alone(replace(spec, folder=spec.folder / "plain", **own, **changes))
-
-
-def counted(spec: Spec, microbatches: int) -> list[int]:
-    """Return the tokens that count in each step, in the order in which Trainer reads the rows."""
-    loader = replace(spec, kind=transformers.Trainer, layout=None, accumulation=1).build().get_train_dataloader()
-    tokens: list[int] = []
-    for epoch in range(spec.steps):
-        loader.set_epoch(epoch)
-        every = [int((batch["labels"][:, 1:] != -100).sum()) for batch in loader]
-        tokens += [sum(every[start : start + microbatches]) for start in range(0, len(every), microbatches)]
-    return tokens[: spec.steps]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -84,19 +65,6 @@ def test_on_one_rank(model: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in trainer.stages.state_dict().items())
 
 
-LAYOUTS = {
-    "ep 2": (2, OverlapArguments(ep=2), 4),
-    "pp 2 × ep 2": (4, OverlapArguments(pp=2), 4),
-    "pp 2, dualpipev": (2, OverlapArguments(pp=2, schedule="dualpipev"), 4),
-    "dp 2 × ep 2": (4, OverlapArguments(dp=2, ep=2), 2),
-}
-
-
-def layers_of(layout: str) -> int:
-    """Return as many layers as the layout has stages, at least two."""
-    return 4 if layout == "pp 2, dualpipev" else 2
-
-
 @pytest.mark.parametrize(
     ("layout", "model", "config"),
     [
@@ -106,9 +74,7 @@ def layers_of(layout: str) -> int:
         ("dp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
     ],
 )
-def test_over_ranks(
-    ranks2: Ranks, ranks4: Ranks, layout: str, model: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_over_ranks(kept: dict[int, Ranks], layout: str, model: str, config: dict[str, Any], tmp_path: Path) -> None:
     """All ranks log what one process logs; rows, their lengths and the tokens that count differ from rank to rank."""
     ranks, sizes, accumulation = LAYOUTS[layout]
     spec = Spec(tmp_path, model, config, rows=40, accumulation=accumulation, layout=sizes, layers=layers_of(layout))
@@ -116,7 +82,7 @@ def test_over_ranks(
         spec = replace(spec, arguments=EVALUATES)
     expected = history(plain(spec, ranks // sizes.pp))
     tokens = counted(spec, spec.accumulation * ranks // sizes.pp)
-    for found in {2: ranks2, 4: ranks4}[ranks].run(train, spec):
+    for found in kept[ranks].run(train, spec):
         close(shown(found), expected)
         logged = [line for line in found if "loss" in line]
         if layout == "pp 2, dualpipev":  # no ranks share experts
@@ -140,8 +106,7 @@ def test_experts_without_tokens(ranks2: Ranks, tmp_path: Path) -> None:
     """Those of one rank are updated as in the whole model, where others of the same tensor had tokens."""
     spec = Spec(tmp_path, model=None, trainer={"model_init": unbalanced}, layout=OverlapArguments(), rows=40)
     expected = history(plain(spec, 2))
-    for found in ranks2.run(train, spec):
-        close(shown(found), expected)
+    same_logs(ranks2.run(train, spec), expected)
     same_weights(tmp_path, tmp_path / "plain")
 
 
@@ -151,8 +116,7 @@ def test_the_routers_loss_of_an_evaluation(ranks2: Ranks, ranks4: Ranks, tmp_pat
     spec = Spec(tmp_path, "mixtral", MODELS["mixtral"], rows=40, accumulation=accumulation, arguments=EVALUATES)
     expected = shown(ranks2.run(train, replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer))[0])
     assert sum("eval_loss" in line for line in expected) == 2
-    for found in ranks4.run(train, replace(spec, layout=sizes)):
-        close(shown(found), expected)
+    same_logs(ranks4.run(train, replace(spec, layout=sizes)), expected)
 
 
 def classifying() -> Any:
@@ -188,7 +152,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_resume(ranks2: Ranks, ranks4: Ranks, case: str, tmp_path: Path) -> None:
+def test_resume(kept: dict[int, Ranks], case: str, tmp_path: Path) -> None:
     """A run that stopped after the second of four steps goes on in the middle of an epoch, as if it had not stopped."""
 
     def run(where: str, **changes: Any) -> list[dict[str, float]]:
@@ -198,7 +162,7 @@ def test_resume(ranks2: Ranks, ranks4: Ranks, case: str, tmp_path: Path) -> None
         spec = Spec(tmp_path, "mixtral", config, **given, **changes)
         if ranks == 1:
             return history(alone(spec))
-        return shown({2: ranks2, 4: ranks4}[ranks].run(train, spec)[0])
+        return shown(kept[ranks].run(train, spec)[0])
 
     first, *places = RESUMED[case]
     unbroken = run(first, arguments={"save_strategy": "steps", "save_steps": 2})
@@ -301,436 +265,6 @@ def test_the_best_weights_are_loaded_at_the_end(ranks2: Ranks, tmp_path: Path) -
     same_weights(tmp_path, tmp_path / "checkpoint-2", 0.0)
 
 
-# ------------------------------------------------------------------------------------------------- losses, evaluation
-
-
-class Own(transformers.Trainer):
-    """A subclass with code of its own for the loss and for a step: it counts tokens over all ranks."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls = getattr(self, "calls", 0) + 1  # once a microbatch, as in Trainer
-        return super().training_step(*args, **kwargs)
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        labels, ranks = inputs["labels"], self.accelerator.num_processes
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **more)
-        right = (outputs.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum()
-        logits = outputs.logits[labels != -100]
-        self.right = getattr(self, "right", 0) + int(self.accelerator.gather_for_metrics(right).sum())
-        assert model.config.model_type == "qwen3_moe"
-        loss = loss + 1e-3 * ranks * logits.logsumexp(-1).square().sum() / more["num_items_in_batch"]
-        return (loss, outputs) if return_outputs else loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        super().log({**logs, "right": getattr(self, "right", -1), "calls": getattr(self, "calls", -1)}, start_time)
-
-
-class OverlappedOwn(Overlapped, Own):
-    pass
-
-
-def smoothed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, targets, label_smoothing=0.2, reduction="sum") / num_items_in_batch
-
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
-    "compute_loss_func": {"trainer": {"compute_loss_func": smoothed}},
-}
-
-
-@pytest.mark.parametrize("case", LOSSES)
-def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path) -> None:
-    changes = LOSSES[case]
-    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=changes.get("trainer", {}))
-    spec = replace(spec, arguments={**EVALUATES, **changes.get("arguments", {})})
-    expected = history(plain(spec))
-    default = plain(replace(spec, folder=tmp_path / "default", trainer={}, arguments={}, steps=1))
-    assert expected[0]["loss"] != history(default)[0]["loss"]
-    for found in ranks2.run(train, spec):
-        close(shown(found), expected)
-    same_weights(tmp_path, tmp_path / "plain")
-
-
-def adapted() -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(
-        tiny.build("qwen3_moe", num_hidden_layers=2), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    )
-
-
-def test_label_smoothing_of_a_model_with_adapters(tmp_path: Path) -> None:
-    """Trainer shifts the labels of a causal LM inside PEFT's model, too."""
-    pytest.importorskip("peft")
-    arguments = {"label_smoothing_factor": 0.1}
-    spec = Spec(tmp_path, None, steps=2, trainer={"model_init": adapted}, arguments=arguments)
-    close(history(alone(spec)), history(plain(spec)))
-
-
-def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
-    """As Trainer over two processes."""
-    spec = Spec(tmp_path, rows=40, arguments={**EVALUATES, "average_tokens_across_devices": False})
-    expected = ranks2.run(train, replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer))
-    found = ranks2.run(train, replace(spec, layout=OverlapArguments()))
-    close(shown(found[0]), shown(expected[0]))
-    assert [line["tokens"] for line in found[1] if "loss" in line] == counted(spec, 8)
-
-
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_a_subclass_keeps_its_own_code(ranks4: Ranks, recompute: Any, tmp_path: Path) -> None:
-    """It runs once for each microbatch, also where layers are computed again."""
-    spec = Spec(tmp_path, kind=OverlappedOwn, arguments=EVALUATES, rows=40, layers=4)
-    spec = replace(spec, layout=OverlapArguments(pp=2, recompute=recompute))
-    alone_spec = replace(spec, folder=tmp_path / "plain", layout=None, kind=Own, accumulation=8)
-    alone_spec = replace(alone_spec, arguments={**EVALUATES, "per_device_eval_batch_size": 8})
-    expected = alone(alone_spec)
-    every = ranks4.run(_played, spec)
-    for found, _, nodes in every:
-        close(shown(found), history(expected))
-        assert any(node.op in RECOMPUTES for node in nodes) == (recompute != "none")
-    own = [(line["right"], line["calls"]) for line in expected.state.log_history]
-    for found, _, _ in every:  # the last stage's own code has run there alone
-        seen = [(line["right"], line["calls"]) for line in found]
-        assert [right for right, _ in seen] == [right for right, _ in own]
-        assert [2 * calls for _, calls in seen] == [calls for _, calls in own]  # of two ranks with data
-    assert own[-1][0] > 0
-
-
-def test_evaluation_and_prediction_without_training(tmp_path: Path) -> None:
-    spec = Spec(tmp_path, arguments={"per_device_eval_batch_size": 3})
-    expected = replace(spec, kind=transformers.Trainer).build()
-    trainer = spec.build()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.evaluate()["eval_loss"], rel=5e-6)
-    found, wanted = trainer.predict(trainer.eval_dataset), expected.predict(expected.eval_dataset)
-    assert found.predictions == pytest.approx(wanted.predictions, abs=1e-5)
-    assert trainer.model.training is False
-    rows = [{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]
-    for one in (trainer, expected):
-        one.data_collator = lambda rows: {"input_ids": torch.stack([row["input_ids"][:3] for row in rows])}
-    found, wanted = trainer.predict(rows), expected.predict(rows)
-    assert found.predictions == pytest.approx(wanted.predictions, abs=1e-5)
-    assert "test_loss" not in found.metrics
-
-
-class Regularised(OverlapTrainer):
-    """Adds a term of all parameters to the loss, after other requests of the same kind."""
-
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        loss = super().compute_loss(model, *args, **kwargs)
-        for asked in (model.parameters, model.state_dict, model.modules, model.named_modules, model.children):
-            with pytest.raises(ValueError, match="parameters or modules of the model in a loss"):
-                asked()
-        return loss + 1e-3 * sum(p.square().sum() for _, p in model.named_parameters())
-
-
-def test_a_loss_of_parameters_is_refused(tmp_path: Path) -> None:
-    """The model that a loss gets has none: the term would vanish."""
-    trainer = Spec(tmp_path, kind=Regularised, steps=1).build()
-    with pytest.raises(ValueError, match=r"parameters or modules of the model in a loss, .*; allowed: ") as caught:
-        trainer.train()
-    assert "\n" not in str(caught.value)
-
-
-class Reducing(transformers.Trainer):
-    """Reduces figures of each microbatch over the ranks with data."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        rows, reduce = torch.tensor(float(len(inputs["input_ids"]))), self.accelerator.reduce
-        longest = reduce(torch.tensor(float(inputs["input_ids"].shape[1])), "max")
-        own = torch.arange(4 + self.accelerator.process_index)
-        padded = [
-            self.accelerator.pad_across_processes({"own": own}, pad_index=-1, pad_first=first)["own"]
-            for first in (False, True)
-        ]
-        self.reduced = [float(figure) for figure in (reduce(rows), reduce({"rows": rows}, "mean")["rows"], longest)]
-        self.reduced += [*padded[0].tolist(), *padded[1].tolist()]
-        self.reduced += self.accelerator.gather_for_metrics([self.accelerator.process_index], use_gather_object=True)
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-class OverlappedReducing(Overlapped, Reducing):
-    pass
-
-
-def _reduced(rank: int, size: int, spec: Spec) -> list[float]:
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train()
-        return list(getattr(trainer, "reduced", []))
-
-
-def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
-    """The ranks of a first stage compute no loss, and are not waited for."""
-    spec = Spec(tmp_path, kind=Reducing, steps=1)
-    expected = ranks2.run(_reduced, spec)
-    assert expected[0][:2] == [4.0, 2.0]
-    assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3, 0, 1]
-    layout = OverlapArguments(pp=2, timeout=20.0)
-    assert ranks4.run(_reduced, replace(spec, kind=OverlappedReducing, layout=layout)) == [[], [], *expected]
-
-
-class Telling(OverlapTrainer):
-    """Logs while it computes a loss, also what a line of Trainer has."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.log({"rows": len(inputs["input_ids"]), "loss": -1.0})
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-@pytest.mark.parametrize("layout", ["pp 2, dualpipev", "ep 2"])
-def test_a_loss_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
-    """Its entries come with the next line, on all ranks: a line of its own would wait for ranks without a loss."""
-    _, sizes, accumulation = LAYOUTS[layout]
-    sizes = replace(sizes, timeout=20.0)
-    spec = Spec(tmp_path, kind=Telling, rows=40, accumulation=accumulation, layout=sizes, arguments=EVALUATES)
-    spec = replace(spec, layers=layers_of(layout))
-    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
-    for found in ranks2.run(train, spec):
-        own = [line for line in found if line.get("loss") == -1.0]  # where Trainer's line has none
-        assert [line.pop("loss") for line in own if "eval_loss" in line] == [-1.0] * 2
-        close(shown(found), expected)
-        assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
-
-
-class TellingAlone(OverlapTrainer):
-    """Logs on the first rank alone, in a loss and around a step."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_world_process_zero():
-            self.log({"rows": len(inputs["input_ids"])})
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
-        if self.is_world_process_zero() and self.accelerator.sync_gradients:
-            self.log({"own_loss": 1.0, "own_runtime": 1.0})
-        return loss
-
-
-@pytest.mark.parametrize("layout", ["pp 2, dualpipev", "ep 2"])
-def test_a_first_rank_that_logs(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
-    """No other rank is waited for, and an entry of a loss reaches the first rank, which computes none."""
-    _, sizes, accumulation = LAYOUTS[layout]
-    sizes = replace(sizes, timeout=20.0)
-    spec = Spec(tmp_path, kind=TellingAlone, rows=40, accumulation=accumulation, layout=sizes)
-    spec = replace(spec, layers=layers_of(layout))
-    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
-    found = ranks2.run(train, spec)
-    for one in found:
-        close(shown(one), expected)
-    assert [line.get("own_loss") for line in found[0]] == [1.0, None] * 4 + [None]
-    assert [line.get("rows") for line in found[0]] == [None, 2] * 4 + [None]
-
-
-class Noting(OverlapTrainer):
-    """Keeps the tokens of its batches."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.read = [*getattr(self, "read", []), inputs["input_ids"].tolist()]
-        return super().training_step(model, inputs, *args, **kwargs)
-
-
-class DrawnRows(Sentences):
-    """Rows with a token that is drawn."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = super().__getitem__(index)
-        ids = row["input_ids"].clone()
-        ids[-1] = torch.randint(3, tiny.V, ())
-        return {**row, "input_ids": ids}
-
-
-def _read(rank: int, size: int, spec: Spec) -> list[Any]:
-    vars(multiprocessing.current_process())["_config"]["daemon"] = False  # else there may be no workers
-    multiprocessing.set_start_method("fork", force=True)  # else each worker imports everything anew
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train(resume_from_checkpoint=spec.resume)
-        return list(trainer.read)
-
-
-def test_workers_that_draw(ranks2: Ranks, tmp_path: Path) -> None:
-    """The workers of a pipeline's ranks draw the same random numbers."""
-    data = {"train_dataset": DrawnRows(40)}
-    arguments = {"dataloader_num_workers": 2}
-    spec = Spec(tmp_path, kind=Noting, steps=2, layout=OverlapArguments(pp=2), arguments=arguments, trainer=data)
-    first, second = ranks2.run(_read, spec)
-    assert first == second
-    assert len(first) == 8
-
-
-@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
-def test_resuming_on_more_stages_reads_the_same_rows(
-    ranks2: Ranks, ranks4: Ranks, strategy: str, tmp_path: Path
-) -> None:
-    """Ranks without random numbers of their own in the checkpoint get those of their pipeline's first rank."""
-    arguments = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 3}
-    spec = Spec(tmp_path, rows=32, kind=Noting, steps=3, layout=OverlapArguments(ep=2), arguments=arguments)
-    spec = replace(spec, trainer={"train_dataset": DrawnRows(32)})  # two steps an epoch
-    ranks2.run(_read, spec)
-    resume = str(tmp_path / "checkpoint-3")
-    found = ranks4.run(_read, replace(spec, steps=6, layout=OverlapArguments(pp=2, ep=2), resume=resume))
-    assert found[0] == found[2] != found[1] == found[3]
-    assert len(found[0]) == 12
-
-
-class RankRows(Sentences):
-    """Rows of equal length, on the last rank in another order of tokens."""
-
-    def __init__(self, rows: int) -> None:
-        super().__init__(rows)
-        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-        self.rows = [row[:3].flip(0) if last else row[:3] for row in self.rows]
-
-
-@pytest.mark.parametrize(("dp", "evaluates"), [(2, False), (1, True)])
-def test_other_rows_along_a_pipeline_are_refused(ranks4: Ranks, dp: int, evaluates: bool, tmp_path: Path) -> None:
-    """The ranks of the other pipeline learn of it at once."""
-    spec = Spec(tmp_path, steps=2, layout=OverlapArguments(pp=2, dp=dp, ep=2 // dp, timeout=30.0))
-    for rank, (found, took) in enumerate(ranks4.run(_refused_rows, spec, evaluates)):
-        assert found.startswith("ranks of a pipeline have read different" if rank % 2 else "LostRankError: "), found
-        assert "ranks of a pipeline have read different batches; allowed: the same rows" in found
-        assert took < 15.0
-
-
-def _refused_rows(rank: int, size: int, spec: Spec, evaluates: bool) -> tuple[str, float]:
-    with launched(rank, size):
-        trainer = replace(spec, trainer={"train_dataset": RankRows(40), "eval_dataset": RankRows(40)}).build()
-        begin = time.monotonic()
-        with pytest.raises((ValueError, LostRankError)) as caught:
-            trainer.evaluate() if evaluates else trainer.train()
-        name = "" if caught.type is ValueError else "LostRankError: "
-        return name + str(caught.value), time.monotonic() - begin
-
-
-class Sampling(OverlapTrainer):
-    """Makes lists of rows of its own, as trainers by reinforcement do."""
-
-    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().training_step(model, [inputs], *args, **kwargs)
-
-
-def test_batches_that_are_lists_are_refused(tmp_path: Path) -> None:
-    trainer = Spec(tmp_path, kind=Sampling).build()
-    with pytest.raises(ValueError, match=r"^Sampling, a Trainer, has a batch of type list; allowed: trainers whose "):
-        trainer.train()
-
-
-def test_batches_without_tokens_are_refused(tmp_path: Path) -> None:
-    """As of losses that join columns of their own."""
-    batch = {"data_collator": lambda rows: {"chosen_input_ids": torch.ones(len(rows), 3, dtype=torch.int64)}}
-    trainer = Spec(tmp_path, trainer=batch).build()
-    with pytest.raises(ValueError, match=r"^OverlapTrainer, a Trainer, has a batch of chosen_input_ids; allowed: "):
-        trainer.train()
-
-
-class Weighing(transformers.Trainer):
-    """Weighs the loss by a column of its own, and calls the model by position."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
-        weight, labels = inputs.pop("weights").mean(), inputs["labels"]
-        output = model(inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels)
-        loss = weight * output.loss / self.args.gradient_accumulation_steps
-        return (loss, output) if return_outputs else loss
-
-
-class OverlappedWeighing(Overlapped, Weighing):
-    pass
-
-
-def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    batch = pad(rows)
-    return {**batch, "weights": 1.0 + batch["input_ids"][:, 0] / tiny.V}
-
-
-def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
-    arguments, more = {"remove_unused_columns": False, **EVALUATES}, {"data_collator": pad_with_weights}
-    spec = Spec(tmp_path, rows=40, kind=OverlappedWeighing, arguments=arguments, trainer=more)
-    spec = replace(spec, layout=OverlapArguments(pp=2))
-    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=Weighing, layout=None)))
-    for found in ranks2.run(train, spec):
-        close(shown(found), expected)
-
-
-class ByToken(transformers.Trainer):
-    """Weighs tokens by numbers on the model's device."""
-
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        labels = inputs.pop("labels")
-        output = model(**inputs)
-        weight = torch.linspace(0.5, 1.5, tiny.V, device=model.device)
-        logits, targets = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        loss = torch.nn.functional.cross_entropy(logits, targets, weight) / self.args.gradient_accumulation_steps
-        return (loss, output) if return_outputs else loss
-
-
-class OverlappedByToken(Overlapped, ByToken):
-    pass
-
-
-def test_a_loss_on_the_models_device(ranks2: Ranks, tmp_path: Path) -> None:
-    """The last stage has no embedding, whose device would be the model's."""
-    spec = Spec(tmp_path, kind=OverlappedByToken, steps=2, layout=OverlapArguments(pp=2))
-    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=ByToken, layout=None)))
-    for found in ranks2.run(train, spec):
-        close(shown(found), expected)
-
-
-class Calling(OverlapTrainer):
-    """Calls the model in an evaluation by itself."""
-
-    def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model(**inputs).loss, None, None
-
-
-def test_an_evaluation_that_calls_the_model_is_refused(tmp_path: Path) -> None:
-    trainer = Spec(tmp_path, kind=Calling).build()
-    with pytest.raises(ValueError, match=r"as a whole model; allowed: super\(\).prediction_step") as caught:
-        trainer.evaluate()
-    assert "\n" not in str(caught.value)
-
-
-class Asking(OverlapTrainer):
-    """Calls the model with one more argument."""
-
-    more: dict[str, Any]
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, **self.more}, *args, **kwargs)
-
-
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_a_loss_of_outputs_of_layers_is_refused(name: str, tmp_path: Path) -> None:
-    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
-    trainer.more = {name: True}
-    with pytest.raises(ValueError, match=f"{name}=True of a model in stages; allowed: False"):
-        trainer.train()
-
-
-def test_router_logits_that_only_the_loss_asks_for(tmp_path: Path) -> None:
-    trainer = Spec(tmp_path, kind=Asking, steps=1).build()
-    trainer.more = {"output_router_logits": True}
-    with pytest.raises(RuntimeError, match="allowed: set it in the config before split_model"):
-        trainer.train()
-
-
-class Modes(OverlapTrainer):
-    """Keeps the mode of the model that each loss is computed with."""
-
-    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.modes = [*getattr(self, "modes", []), model.training]
-        return super().compute_loss(model, *args, **kwargs)
-
-
-def test_an_evaluation_is_no_training(tmp_path: Path) -> None:
-    trainer = Spec(tmp_path, kind=Modes, steps=1).build()
-    trainer.evaluate()
-    assert trainer.modes == [False, False]
-    trainer.train()
-    assert trainer.modes == [False, False, *[True] * 4]
-
-
 # --------------------------------------------------------------------------------------------------------- the rest
 
 
@@ -742,7 +276,7 @@ def one_expert_after_another() -> Any:
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
-def test_bf16(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None:
+def test_bf16(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
     """Autocast around the model alone: weights stay float32. After two steps, rounding changes a token's experts."""
     ranks, sizes, _ = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
     arguments, model = {**EVALUATES, "bf16": True}, {"model_init": one_expert_after_another}
@@ -750,18 +284,10 @@ def test_bf16(ranks2: Ranks, ranks4: Ranks, layout: str, tmp_path: Path) -> None
     expected = history(plain(spec, ranks // sizes.pp))
     exact = history(plain(replace(spec, arguments=EVALUATES, steps=1), ranks // sizes.pp))
     assert expected[0]["grad_norm"] != pytest.approx(exact[0]["grad_norm"], rel=5e-4)
-    every = [_in_bf16(0, 1, spec)] if ranks == 1 else {2: ranks2, 4: ranks4}[ranks].run(_in_bf16, spec)
-    for lines, types in every:
+    for lines in [alone(spec).state.log_history] if ranks == 1 else ranks4.run(train, spec):
         close(shown(lines)[:3], expected[:3], 1e-3)  # two steps, and the evaluation after them
         close(shown(lines), expected, 5e-2)
-        assert types == {torch.float32}
-
-
-def _in_bf16(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], set[torch.dtype]]:
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train()
-        return list(trainer.state.log_history), {parameter.dtype for parameter in trainer.stages.parameters()}
+    assert {value.dtype for value in weights(tmp_path).values()} == {torch.float32}
 
 
 def pad_with_masks(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -791,8 +317,7 @@ def test_rows_without_a_length(ranks4: Ranks, tmp_path: Path) -> None:
     arguments = {"train_dataset": Stream()}
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), steps=2, trainer=arguments)
     expected = history(plain(spec, 2))
-    for found in ranks4.run(train, spec):
-        close(shown(found), expected)
+    same_logs(ranks4.run(train, spec), expected)
 
 
 def test_callbacks_and_reports(ranks2: Ranks, tmp_path: Path) -> None:
@@ -800,9 +325,8 @@ def test_callbacks_and_reports(ranks2: Ranks, tmp_path: Path) -> None:
     arguments = {"report_to": ["tensorboard"], "include_num_input_tokens_seen": "all", "logging_steps": 2}
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), steps=4, arguments=arguments, trainer={"callbacks": [Events]})
     expected = plain(spec)
-    names = ranks2.run(_events, spec)
-    own = next(one for one in expected.callback_handler.callbacks if isinstance(one, Events)).names
-    assert names == [own, own]
+    own = _events(expected)
+    assert ranks2.run(train, spec, _events) == [own, own]
     assert own.count("substep_end") == 12
     for name, folder in (("ours", tmp_path), ("plain", tmp_path / "plain")):
         lines = [line for line in expected.state.log_history if "loss" in line]
@@ -844,11 +368,8 @@ class Events(transformers.TrainerCallback):
         self.names.append(f"log {state.num_input_tokens_seen}")
 
 
-def _events(rank: int, size: int, spec: Spec) -> list[str]:
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train()
-        return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Events)).names
+def _events(trainer: Any) -> list[str]:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Events)).names
 
 
 class Averages(transformers.TrainerCallback):
@@ -875,8 +396,7 @@ def test_a_model_without_memory_is_read_from_its_folder(ranks2: Ranks, tmp_path:
     spec = Spec(tmp_path, "mixtral", steps=2)
     expected = history(plain(spec))
     layout = OverlapArguments(pp=2, pretrained=str(tmp_path / "start"))
-    for found in ranks2.run(train, replace(spec, layout=layout, on_meta=True)):
-        close(shown(found), expected)
+    same_logs(ranks2.run(train, replace(spec, layout=layout, on_meta=True)), expected)
     with pytest.raises(ValueError, match="a model on the meta device; allowed: with pretrained= a folder"):
         replace(spec, on_meta=True).build()
 
@@ -896,32 +416,6 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     trainer.train()
     assert history(trainer) == first
     assert trainer.engine is not engine
-
-
-class OwnOptimizer(transformers.Trainer):
-    """Makes its optimizer of the parameters of its model."""
-
-    def create_optimizer(self, model: Any = None) -> Any:
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.args.learning_rate)
-        return self.optimizer
-
-
-class OverlappedOwnOptimizer(OwnOptimizer, OverlapTrainer):
-    pass
-
-
-def new_model() -> Any:
-    return tiny.build("qwen3_moe", tie_word_embeddings=True, num_hidden_layers=2)
-
-
-def test_a_new_model_is_split_before_its_optimizer_is_made(ranks4: Ranks, tmp_path: Path) -> None:
-    """Experts and heads of the whole model were in the optimizer, in place of this rank's."""
-    spec = Spec(tmp_path, None, rows=40, trainer={"model_init": new_model}, kind=OverlappedOwnOptimizer)
-    alone_spec = replace(spec, folder=tmp_path / "plain", kind=OwnOptimizer, accumulation=8)
-    expected = history(alone(alone_spec))
-    for found in ranks4.run(train, replace(spec, layout=OverlapArguments(pp=2))):
-        close(shown(found), expected)
-    same_weights(tmp_path, tmp_path / "plain")
 
 
 def _with_more_batches(rank: int, size: int, spec: Spec) -> list[dict[str, float]]:
@@ -962,18 +456,11 @@ class WithModes(torch.optim.SGD):
         return super().step(*args, **kwargs)
 
 
-def _modes_of_steps(rank: int, size: int, spec: Spec) -> list[bool]:
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train()
-        return list(trainer.optimizer.optimizer.modes)
-
-
 def test_an_optimizer_with_a_mode(ranks2: Ranks, tmp_path: Path) -> None:
     """An evaluation lies between the steps; the first stage never runs Trainer's own step."""
     trainer = {"optimizer_cls_and_kwargs": (WithModes, {"lr": 1e-3})}
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=trainer, arguments=EVALUATES)
-    assert ranks2.run(_modes_of_steps, spec) == [[True] * 4] * 2
+    assert ranks2.run(train, spec, attrgetter("optimizer.optimizer.modes")) == [[True] * 4] * 2
 
 
 class Grouped(transformers.Trainer):
@@ -1012,22 +499,27 @@ def grouped(model: Any) -> list[dict[str, Any]]:
     return [{"params": experts, "lr": 1e-4, "eps": 1e-5}, {"params": rest, "lr": 3e-3, "eps": 1e-5}]
 
 
-@pytest.mark.parametrize("kind", [OverlappedGrouped, GroupedAfter])
-def test_an_optimizer_of_groups(ranks4: Ranks, kind: Any, tmp_path: Path) -> None:
-    """Stages and experts are divided, and checkpoints are saved."""
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    spec = Spec(tmp_path, rows=40, layout=OverlapArguments(pp=2, ep=2), kind=kind, arguments=saving)
-    one = replace(spec, folder=tmp_path / "plain", kind=Grouped, layout=None, accumulation=8, arguments={})
-    expected = history(alone(one))
-    for found in ranks4.run(train, spec):
-        close(shown(found), expected)
-    same_weights(tmp_path, tmp_path / "plain")
+def new_model() -> Any:
+    return tiny.build("qwen3_moe", tie_word_embeddings=True, num_hidden_layers=2)
+
+
+def test_an_optimizer_of_groups(ranks4: Ranks, tmp_path: Path) -> None:
+    """Stages and experts are divided, checkpoints are saved, and a new model is split before its optimizer is made."""
+    spec = Spec(
+        tmp_path, rows=40, layout=OverlapArguments(pp=2, ep=2), arguments={"save_strategy": "steps", "save_steps": 2}
+    )
+    anew = replace(spec, kind=GroupedAfter, model=None, arguments={}, trainer={"model_init": new_model})
+    for one in (replace(spec, kind=OverlappedGrouped), anew):
+        own = replace(one, folder=tmp_path / "plain", kind=Grouped, layout=None, accumulation=8, arguments={})
+        expected = history(alone(own))
+        same_logs(ranks4.run(train, one), expected)
+        same_weights(tmp_path, tmp_path / "plain")
 
 
 def test_an_optimizer_of_the_whole_model_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
     """Before the first step, not at the first checkpoint."""
     spec = Spec(tmp_path, kind=GroupedBefore, layout=OverlapArguments(pp=2))
-    for found in ranks2.run(_of_a_part, spec):
+    for found in ranks2.run(refused, spec):
         assert re.match(r"model\.layers\.[01]\S+ of the whole model, .* in an optimizer; allowed: parameters", found)
         assert "\n" not in found
 
@@ -1036,234 +528,10 @@ def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, layout=OverlapArguments(ep=2, parts="auto"))
     expected = history(plain(spec, 2))
-    for found, chosen in ranks2.run(_with_parts, spec):
+    look = attrgetter("state.log_history", "engine.tuner.predicted", "engine.tuner.state")
+    for found, chosen, state in ranks2.run(train, spec, look):
         close(shown(found), expected)
-        assert chosen == [1, 2, 4]
-
-
-def _with_parts(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], list[int]]:
-    with launched(rank, size):
-        trainer = spec.build()
-        trainer.train()
-        tuner = trainer.engine.tuner
-        assert tuner.state is not State.MEASURING
-        return list(trainer.state.log_history), list(tuner.predicted)
-
-
-def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = transformers.HfArgumentParser((transformers.TrainingArguments, OverlapArguments))
-    words = ["--output_dir", "x", "--use_cpu", "--pp", "2", "--overlap", "pairs", "--parts"]
-    for text, value in (("3", 3), ("auto", "auto")):
-        _, found = parser.parse_args_into_dataclasses([*words, text])
-        assert found == OverlapArguments(pp=2, overlap="pairs", parts=value)  # type: ignore[arg-type]
-    with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses([*words, "9"])
-    assert "argument --parts: invalid choice: '9' (choose from 1, 2, 3, 4, 5, 6, 7, 8, auto)" in (
-        capsys.readouterr().err.replace("'auto'", "auto")
-    )
-    (read,) = transformers.HfArgumentParser(OverlapArguments).parse_dict({"parts": "auto", "overlap": 2})
-    assert read.parts == "auto"
-    assert get_args(get_type_hints(OverlapArguments)["parts"]) == (*range(1, MOST_PARTS + 1), "auto")
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "fp16": (True, "bf16=True, or neither"),
-    "fp16_full_eval": (True, "bf16=True, or neither"),
-    "bf16_full_eval": (True, "bf16=True, or neither"),
-    "torch_compile": (True, "compiled layers inside the model"),
-    "auto_find_batch_size": (True, "a per_device_train_batch_size that fits"),
-    "neftune_noise_alpha": (5.0, "None"),
-    "use_liger_kernel": (True, "False"),
-    "eval_use_gather_object": (True, "False"),
-    "save_on_each_node": (True, "False, and an output_dir that all ranks see"),
-    "ddp_find_unused_parameters": (False, "None, the engine sums gradients"),
-    "ddp_bucket_cap_mb": (25, "None, the engine sums gradients"),
-    "ddp_broadcast_buffers": (False, "None, the engine sums gradients"),
-    "ddp_static_graph": (False, "None, the engine sums gradients"),
-    "debug": ("underflow_overflow", "none"),
-}
-REFUSED_WHEN_SET = {
-    "fsdp": "full_shard",
-    "deepspeed": {"zero_optimization": {"stage": 3}},
-    "parallelism_config": "tp_size=2",
-}
-"""Trainer's own arguments would start them when they are made."""
-REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
-    "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
-    "lomo": ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
-    "checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
-        "_checkpointing_kwargs with every_n_layers; allowed: use_reentrant, or recompute of OverlapArguments",
-    ),
-    "layerwise": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
-    if name not in transformers.TrainingArguments.__dataclass_fields__:
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    value, allowed = REFUSED[name]
-    with pytest.raises(ValueError, match=f"^{name}=.* under an overlapped trainer; allowed: ") as caught:
-        Spec(tmp_path, arguments={name: value}).build()
-    assert str(caught.value).endswith(f"allowed: {allowed}")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("case", REFUSED_BY_VALUE)
-def test_values_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
-    arguments, message = REFUSED_BY_VALUE[case]
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        Spec(tmp_path, arguments=arguments).build()
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), ("experts", "experts")])
-def test_gradient_checkpointing_is_recomputation(
-    recompute: Any, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of whole layers, if nothing else is asked for; what was given is as before."""
-    spec = Spec(tmp_path, arguments={"gradient_checkpointing": True}, layout=OverlapArguments(recompute=recompute))
-    trainer = alone(spec)
-    said = "gradient_checkpointing=True is taken as recompute='block' of OverlapArguments: "
-    assert caplog.text.count(said) == (taken == "block")
-    assert trainer.overlap_args == OverlapArguments(recompute=taken)  # type: ignore[arg-type]
-    assert spec.layout == OverlapArguments(recompute=recompute)
-    assert not trainer.model.is_activation_checkpointing
-    close(history(trainer), history(plain(spec)))
-
-
-def test_arguments_that_are_set_later(tmp_path: Path) -> None:
-    args = Spec(tmp_path).build().args
-    for name, value in REFUSED_WHEN_SET.items():
-        setattr(args, name, value)
-        with pytest.raises(ValueError, match=f"{name}=.* under an overlapped trainer; allowed: pp, dp and ep"):
-            check_arguments(args, OverlapArguments())
-        setattr(args, name, None)
-    check_arguments(args, OverlapArguments())
-
-
-def test_strategies_that_differ_along_a_pipeline(tmp_path: Path) -> None:
-    args = Spec(tmp_path, arguments={"train_sampling_strategy": "batch_rebalance"}).build().args
-    check_arguments(args, OverlapArguments())
-    with pytest.raises(ValueError, match=r"='batch_rebalance' with pp > 1; allowed: another strategy, or pp=1$"):
-        check_arguments(args, OverlapArguments(pp=2))
-
-
-def test_every_refused_argument_has_a_case() -> None:
-    """Those of TRL are in test_sft."""
-    assert {*REFUSED, *REFUSED_WHEN_SET, "activation_offloading", "padding_free"} == _REFUSED.keys()
-
-
-@pytest.mark.parametrize(
-    ("layout", "accumulation", "message"),
-    [
-        ({"schedule": "gpipe"}, 4, "schedule='gpipe' with pp=1 and gradient_accumulation_steps=4: "),
-        ({"schedule": "dualpipe"}, 1, "schedule='dualpipe' with pp=1 and gradient_accumulation_steps=1: "),
-        ({"pp": 2}, 4, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
-        ({"ep": -1}, 4, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
-        ({"overlap": "much"}, 4, "overlap='much'; allowed: serial, pairs"),
-        ({"parts": 0}, 4, "parts=0; allowed: 1 to 8, or auto"),
-        ({"parts": "2"}, 4, "parts='2'; allowed: 1 to 8, or auto"),
-        ({"recompute": "all"}, 4, "recompute='all'; allowed: none, experts, attention, block"),
-    ],
-)
-def test_layouts_that_cannot_be_played(layout: Any, accumulation: int, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        Spec(tmp_path, accumulation=accumulation, layout=OverlapArguments(**layout)).build()
-    assert "allowed: " in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def untokenized(**special: str) -> Any:
-    """Return a tokenizer of words, without a token for padding if none is given."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}, "a"))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="c", **special)
-
-
-def test_a_tokenizer_without_a_token_for_padding(tmp_path: Path) -> None:
-    spec, tokenizer = Spec(tmp_path), untokenized()
-    for collator in (
-        transformers.DataCollatorWithPadding(tokenizer),
-        transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        transformers.DataCollatorForSeq2Seq(tokenizer),
-    ):
-        with pytest.raises(
-            ValueError, match=f"pad_token=None of .* of a {type(collator).__name__}; allowed: "
-        ) as caught:
-            replace(spec, trainer={"data_collator": collator}).build()
-        assert "\n" not in str(caught.value)
-        with pytest.raises(ValueError, match="have a padding token"):  # as the first batch would be
-            collator([{"input_ids": [1, 2]}, {"input_ids": [1]}])
-    allowed = [
-        {"processing_class": tokenizer},  # with a collator that does not ask it
-        {"data_collator": transformers.DataCollatorWithPadding(tokenizer, padding=False)},
-        {"data_collator": transformers.DataCollatorWithPadding(untokenized(pad_token="b"))},
-    ]
-    for trainer in allowed:
-        replace(spec, trainer=trainer).build()
-
-
-def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
-    spec = Spec(tmp_path)
-    optimizer = torch.optim.SGD(tiny.build("qwen3_moe").parameters(), lr=1e-3)
-    with pytest.raises(ValueError, match="optimizers with a SGD of the whole model; allowed: optimizer_cls_and_kwargs"):
-        replace(spec, trainer={"optimizers": (optimizer, None)}).build()
-    trainer = replace(spec, arguments={"remove_unused_columns": False}).build()
-    collate = trainer.data_collator
-    trainer.data_collator = lambda rows: {**collate(rows), "weights": torch.ones(len(rows))}
-    with pytest.raises(
-        ValueError, match="a batch with weights, given to the model; allowed: input_ids, attention_mask, position_ids"
-    ):
-        trainer.train()
-
-
-class Twice(OverlapTrainer):
-    """Calls the model with other inputs than the batch's."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, "input_ids": inputs["input_ids"] + 1}, *args, **kwargs)
-
-
-class Corrupting(OverlapTrainer):
-    """Changes the inputs of the batch itself."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs["input_ids"][:, 1] = 3
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Twice, Corrupting])
-def test_a_loss_of_other_inputs_is_refused(kind: Any, tmp_path: Path) -> None:
-    """The layers have run with what the batch had before."""
-    trainer = replace(Spec(tmp_path), kind=kind).build()
-    with pytest.raises(
-        ValueError, match=f"{kind.__name__} calls the model with another input_ids than the batch has; allowed: "
-    ):
-        trainer.train()
-
-
-class Inside(OverlapTrainer):
-    """Calls the body of the model for its hidden states."""
-
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return model.model(input_ids=inputs["input_ids"]).last_hidden_state.square().mean()
-
-
-def _of_a_part(rank: int, size: int, spec: Spec) -> str:
-    with launched(rank, size), pytest.raises((ValueError, LostRankError)) as caught:
-        spec.build().train()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
-def test_a_loss_that_calls_a_part_of_the_model_is_refused(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
-    sizes = OverlapArguments(pp=2 if layout == "pp 2" else 1, timeout=20.0)
-    for found in ranks2.run(_of_a_part, Spec(tmp_path, kind=Inside, layout=sizes)):
-        assert "Inside calls its own model in a loss, of which a rank has a part; allowed: " in found
-        assert "\n" not in found
+        assert (list(chosen), state == State.MEASURING) == ([1, 2, 4], False)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
@@ -1272,7 +540,7 @@ def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
     sizes = OverlapArguments(pp=1 if layout == "one rank" else 2, recompute="block", overlap="pairs", parts=2)
     spec = Spec(tmp_path, layout=sizes, rows=40)
     expected = history(plain(spec, 1 if sizes.pp == 1 else 2))
-    every = ranks4.run(_played, spec) if sizes.pp > 1 else [_played(0, 1, spec)]
+    every = ranks4.run(played, spec) if sizes.pp > 1 else [played(0, 1, spec)]
     for lines, plays, nodes in every:
         close(shown(lines), expected)
         assert len(plays) == spec.steps
@@ -1284,20 +552,3 @@ def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
             assert line["exchange_exposed_s"] == max(exposed for exposed, _ in measured) > 0
             assert line["exchange_hidden"] == min(1 - exposed / exchange for exposed, exchange in measured)
         assert sum("exchange_hidden" in line for line in lines) == (spec.steps if sizes.pp > 1 else 0)
-
-
-def _played(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], list[tuple[float, float]], list[Node]]:
-    """Train; return the log, the exposed and the whole time of exchanges in each play, and the last plan's nodes."""
-    with launched(rank, size):
-        trainer = spec.build()
-        engine, plays = trainer.engine, []
-        play = engine.play
-
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            found = play(*args, **kwargs)
-            plays.append((found.result.overlap.exposed, found.result.overlap.exchange))
-            return found
-
-        engine.play = recorded
-        trainer.train()
-        return list(trainer.state.log_history), plays, list(engine.plan.ranks[engine.rank])

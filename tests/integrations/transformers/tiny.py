@@ -9,7 +9,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from overlap1f1b.engine import Engine
 from overlap1f1b.plan import NodeCosts
+from overlap1f1b.schedule import Program
+from tests.engines import make
 
 V, S = 37, 8
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
@@ -52,6 +55,11 @@ def build(name: str, *, double: bool = False, seed: int = 3, **options: Any) -> 
     if double:
         model.double().set_experts_implementation("eager")  # torch's grouped product refuses float64
     return model
+
+
+def engine(stages: Any, program: Program, mesh: Any = None, **given: Any) -> Engine:
+    """Return an engine of a split model; ``given`` are its other arguments and options."""
+    return make(stages, program, mesh=mesh, **{"loss_fn": stages.loss_fn, "costs": COSTS, "timeout": 30, **given})
 
 
 def batch(rows: int, *, seed: int = 5) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,192 @@
+"""Arguments of an overlapped trainer: what stands on a command line, and what cannot be honoured."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import tokenizers
+import transformers
+
+from overlap1f1b.integrations.transformers import OverlapArguments
+from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_arguments
+from overlap1f1b.plan.node import MOST_PARTS
+from tests.integrations.transformers import tiny
+from tests.integrations.transformers.loops import (
+    Spec,
+    alone,
+    close,
+    history,
+    plain,
+)
+
+
+def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = transformers.HfArgumentParser((transformers.TrainingArguments, OverlapArguments))
+    words = ["--output_dir", "x", "--use_cpu", "--pp", "2", "--overlap", "pairs", "--parts"]
+    for text, value in (("3", 3), ("auto", "auto")):
+        _, found = parser.parse_args_into_dataclasses([*words, text])
+        assert found == OverlapArguments(pp=2, overlap="pairs", parts=value)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses([*words, "9"])
+    assert "argument --parts: invalid choice: '9' (choose from 1, 2, 3, 4, 5, 6, 7, 8, auto)" in (
+        capsys.readouterr().err.replace("'auto'", "auto")
+    )
+    (read,) = transformers.HfArgumentParser(OverlapArguments).parse_dict({"parts": "auto", "overlap": 2})
+    assert read.parts == "auto"
+    assert get_args(get_type_hints(OverlapArguments)["parts"]) == (*range(1, MOST_PARTS + 1), "auto")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "fp16": (True, "bf16=True, or neither"),
+    "fp16_full_eval": (True, "bf16=True, or neither"),
+    "bf16_full_eval": (True, "bf16=True, or neither"),
+    "torch_compile": (True, "compiled layers inside the model"),
+    "auto_find_batch_size": (True, "a per_device_train_batch_size that fits"),
+    "neftune_noise_alpha": (5.0, "None"),
+    "use_liger_kernel": (True, "False"),
+    "eval_use_gather_object": (True, "False"),
+    "save_on_each_node": (True, "False, and an output_dir that all ranks see"),
+    "ddp_find_unused_parameters": (False, "None, the engine sums gradients"),
+    "ddp_bucket_cap_mb": (25, "None, the engine sums gradients"),
+    "ddp_broadcast_buffers": (False, "None, the engine sums gradients"),
+    "ddp_static_graph": (False, "None, the engine sums gradients"),
+    "debug": ("underflow_overflow", "none"),
+}
+REFUSED_WHEN_SET = {
+    "fsdp": "full_shard",
+    "deepspeed": {"zero_optimization": {"stage": 3}},
+    "parallelism_config": "tp_size=2",
+}
+"""Trainer's own arguments would start them when they are made."""
+REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
+    "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
+    "lomo": ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
+    "checkpointing": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+        "_checkpointing_kwargs with every_n_layers; allowed: use_reentrant, or recompute of OverlapArguments",
+    ),
+    "layerwise": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
+    if name not in transformers.TrainingArguments.__dataclass_fields__:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    value, allowed = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{name}=.* under an overlapped trainer; allowed: ") as caught:
+        Spec(tmp_path, arguments={name: value}).build()
+    assert str(caught.value).endswith(f"allowed: {allowed}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("case", REFUSED_BY_VALUE)
+def test_values_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
+    arguments, message = REFUSED_BY_VALUE[case]
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Spec(tmp_path, arguments=arguments).build()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), ("experts", "experts")])
+def test_gradient_checkpointing_is_recomputation(
+    recompute: Any, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of whole layers, if nothing else is asked for; what was given is as before."""
+    spec = Spec(tmp_path, arguments={"gradient_checkpointing": True}, layout=OverlapArguments(recompute=recompute))
+    trainer = alone(spec)
+    said = "gradient_checkpointing=True is taken as recompute='block' of OverlapArguments: "
+    assert caplog.text.count(said) == (taken == "block")
+    assert trainer.overlap_args == OverlapArguments(recompute=taken)  # type: ignore[arg-type]
+    assert spec.layout == OverlapArguments(recompute=recompute)
+    assert not trainer.model.is_activation_checkpointing
+    close(history(trainer), history(plain(spec)))
+
+
+def test_arguments_that_are_set_later(tmp_path: Path) -> None:
+    args = Spec(tmp_path).build().args
+    for name, value in REFUSED_WHEN_SET.items():
+        setattr(args, name, value)
+        with pytest.raises(ValueError, match=f"{name}=.* under an overlapped trainer; allowed: pp, dp and ep"):
+            check_arguments(args, OverlapArguments())
+        setattr(args, name, None)
+    check_arguments(args, OverlapArguments())
+
+
+def test_strategies_that_differ_along_a_pipeline(tmp_path: Path) -> None:
+    args = Spec(tmp_path, arguments={"train_sampling_strategy": "batch_rebalance"}).build().args
+    check_arguments(args, OverlapArguments())
+    with pytest.raises(ValueError, match=r"='batch_rebalance' with pp > 1; allowed: another strategy, or pp=1$"):
+        check_arguments(args, OverlapArguments(pp=2))
+
+
+def test_every_refused_argument_has_a_case() -> None:
+    """Those of TRL are in test_sft."""
+    assert {*REFUSED, *REFUSED_WHEN_SET, "activation_offloading", "padding_free"} == _REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "message"),
+    [
+        ({"schedule": "gpipe"}, 4, "schedule='gpipe' with pp=1 and gradient_accumulation_steps=4: "),
+        ({"schedule": "dualpipe"}, 1, "schedule='dualpipe' with pp=1 and gradient_accumulation_steps=1: "),
+        ({"pp": 2}, 4, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
+        ({"ep": -1}, 4, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
+        ({"overlap": "much"}, 4, "overlap='much'; allowed: serial, pairs"),
+        ({"parts": 0}, 4, "parts=0; allowed: 1 to 8, or auto"),
+        ({"parts": "2"}, 4, "parts='2'; allowed: 1 to 8, or auto"),
+        ({"recompute": "all"}, 4, "recompute='all'; allowed: none, experts, attention, block"),
+    ],
+)
+def test_layouts_that_cannot_be_played(layout: Any, accumulation: int, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Spec(tmp_path, accumulation=accumulation, layout=OverlapArguments(**layout)).build()
+    assert "allowed: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def untokenized(**special: str) -> Any:
+    """Return a tokenizer of words, without a token for padding if none is given."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "c": 2}, "a"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="c", **special)
+
+
+def test_a_tokenizer_without_a_token_for_padding(tmp_path: Path) -> None:
+    spec, tokenizer = Spec(tmp_path), untokenized()
+    for collator in (
+        transformers.DataCollatorWithPadding(tokenizer),
+        transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        transformers.DataCollatorForSeq2Seq(tokenizer),
+    ):
+        with pytest.raises(
+            ValueError, match=f"pad_token=None of .* of a {type(collator).__name__}; allowed: "
+        ) as caught:
+            replace(spec, trainer={"data_collator": collator}).build()
+        assert "\n" not in str(caught.value)
+        with pytest.raises(ValueError, match="have a padding token"):  # as the first batch would be
+            collator([{"input_ids": [1, 2]}, {"input_ids": [1]}])
+    allowed = [
+        {"processing_class": tokenizer},  # with a collator that does not ask it
+        {"data_collator": transformers.DataCollatorWithPadding(tokenizer, padding=False)},
+        {"data_collator": transformers.DataCollatorWithPadding(untokenized(pad_token="b"))},
+    ]
+    for trainer in allowed:
+        replace(spec, trainer=trainer).build()
+
+
+def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
+    spec = Spec(tmp_path)
+    optimizer = torch.optim.SGD(tiny.build("qwen3_moe").parameters(), lr=1e-3)
+    with pytest.raises(ValueError, match="optimizers with a SGD of the whole model; allowed: optimizer_cls_and_kwargs"):
+        replace(spec, trainer={"optimizers": (optimizer, None)}).build()
