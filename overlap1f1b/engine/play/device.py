@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,12 +45,8 @@ def watch_of(device: torch.device) -> Watch | None:
         event.record(gpu.current_stream(device))
         return event
 
-    return Watch(
-        stamp,
-        lambda a, b: a.elapsed_time(b) / 1e3,
-        lambda: devices.settle(device),
-        lambda: devices.sleep(device, HOLD_CYCLES),
-    )
+    wait, hold = partial(devices.settle, device), partial(devices.sleep, device, HOLD_CYCLES)
+    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, wait, hold)
 
 
 class StepTimes:
