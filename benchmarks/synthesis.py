@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 from time import process_time
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, check, compile
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, bound, check, compile, found_orders, pipeline_bound
 from overlap1f1b.schedule import Kind, Placement
-from overlap1f1b.simulation import bound, candidates, found_orders, pipeline_bound
+from overlap1f1b.simulation import candidates
 
 PARTS, LAYERS = 2, 4
 ROWS = (
@@ -71,11 +71,11 @@ def costs_of(ratio: float, slow: int | None, blocks: int) -> NodeCosts:
     if slow is None:
         return costs
     slower = {
-        (op, kind, slow, block, seam): 1.3 * cost
+        (op, kind, slow, block, 0, part): 1.3 * cost
         for (op, kind), cost in costs.by_op.items()
         if op in (Op.ATTENTION, Op.EXPERTS)
         for block in range(blocks)
-        for seam in range(PARTS if op is Op.EXPERTS and kind is not Kind.W else 1)
+        for part in range(PARTS if op is Op.EXPERTS and kind is not Kind.W else 1)
     }
     return NodeCosts(costs.by_op, slower)
 

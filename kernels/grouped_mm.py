@@ -11,7 +11,6 @@ read 2 each in bfloat16, read and write 4 each).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, overload
 
@@ -24,18 +23,18 @@ class ExpertRows(Sequence[int]):
     """Number of rows of each expert. The host reads them only if needed, since on CUDA the read waits for the device.
 
     Args:
-        counts: ``[E]`` int64.
-        host: The same numbers, if the host knows them already.
+        ends: ``[E]`` int32, the end of each expert's rows.
+        host: The numbers, if the host knows them already.
         padded: Whether further rows, which belong to no expert, follow.
     """
 
-    def __init__(self, counts: Tensor, host: Sequence[int] | None = None, *, padded: bool = False) -> None:
-        self.counts, self._host, self.padded = counts, host, padded
+    def __init__(self, ends: Tensor, host: Sequence[int] | None = None, *, padded: bool = False) -> None:
+        self.ends, self._host, self.padded = ends, host, padded
 
-    @cached_property
-    def ends(self) -> Tensor:
-        """``[E]`` int32, the end of each expert's rows."""
-        return self.counts.cumsum(0, dtype=torch.int32)
+    @property
+    def counts(self) -> Tensor:
+        """``[E]`` int32, the numbers on the device."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
 
     @property
     def total(self) -> Tensor | None:
@@ -55,11 +54,11 @@ class ExpertRows(Sequence[int]):
 
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
         if self._host is None:
-            self._host = self.counts.tolist()
+            self._host = [end - start for start, end in pairwise([0, *self.ends.tolist()])]
         return self._host[index]
 
     def __len__(self) -> int:
-        return len(self.counts)
+        return len(self.ends)
 
 
 class KnownRows(list[int]):

@@ -95,8 +95,3 @@ def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
     if not rows.shape[0]:
         return rows.new_zeros(index.shape[0], rows.shape[1])
     return rows.index_select(0, index.clamp(min=0)).masked_fill_((index < 0).unsqueeze(1), 0)
-
-
-def put_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Invert :func:`take_rows` for an index that is a permutation: ``out[index] = rows``."""
-    return rows.new_empty(rows.shape).index_copy_(0, index, rows)

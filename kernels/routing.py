@@ -1,14 +1,16 @@
-"""Router: scores of all experts, choice of the K best, and their weights.
+"""Router: logits, scores of all experts, choice of the K best, their weights, and how often each expert is chosen.
 
 Triton handles each token in one pass, so its cost is one launch; torch needs about 3·K + 10 launches.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 
@@ -39,13 +41,54 @@ class Rule(NamedTuple):
         return 1 if self.softmax else min(2, experts // self.groups)
 
 
-def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def gate_logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Return ``tokens [T, H] @ weight [E, H].T`` in float32 (float64 of float64), under autocast too."""
+    kind, dtype = tokens.device.type, tokens.dtype
+    casts, plain = torch.is_autocast_enabled(kind), type(weight) in (Tensor, nn.Parameter)
+    narrow = tokens.is_cuda and dtype == weight.dtype in (torch.bfloat16, torch.float16)
+    if narrow and plain and not casts and not torch.compiler.is_dynamo_compiling():
+        return WideProduct.apply(tokens, weight)
+    wide = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(kind, enabled=False) if casts else nullcontext():
+        return F.linear(tokens.to(wide), weight.to(wide))
+
+
+class WideProduct(torch.autograd.Function):
+    """``tokens @ weight.T`` of 16 bits, multiplied and kept in float32 without float32 copies of both.
+
+    Products of two such numbers are exact in float32, so only the sum rounds. The backward multiplies in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return torch.mm(tokens, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (grad,), (tokens, weight), (of_tokens, of_weight) = grads, ctx.saved_tensors, ctx.needs_input_grad
+        return (
+            (grad @ weight.float()).to(tokens.dtype) if of_tokens else None,
+            (grad.t() @ tokens.float()).to(weight.dtype) if of_weight else None,
+        )
+
+
+def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
+    """Add to ``load [E]`` int64 how often each expert occurs; ``bincount`` would wait for a CUDA device."""
+    flat = indices.reshape(-1)
+    return load.scatter_add_(0, flat, flat.new_ones(1).expand(len(flat)))
+
+
+def route_tokens(
+    logits: Tensor, bias: Tensor, rule: Rule, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose experts.
 
     Args:
         logits: ``[T, E]``, float32 or wider.
         bias: ``[E]`` float32, added to the scores for the choice but not to the weights.
         rule: See :class:`Rule`.
+        dtype: Dtype of the weights; by default the logits'.
 
     Returns:
         Indices ``[T, K]`` int64, best first, among equal scores the lower index first; their weights ``[T, K]``; all
@@ -53,7 +96,7 @@ def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tens
     """
     scores = _score(logits, rule)
     indices = _choose(scores.detach() + bias, rule)
-    return indices, _weigh(scores, indices, rule), scores
+    return indices, _weigh(scores, indices, rule).to(dtype or logits.dtype), scores
 
 
 def route_in_turn(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +127,7 @@ def route_tokens_backward(
     grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
 ) -> Tensor:
     """Return the logits' gradient ``[T, E]`` from gradients (or None) of weights ``[T, K]`` and scores ``[T, E]``."""
-    grad = grad_weights * rule.scaling
+    grad = grad_weights.to(scores.dtype) * rule.scaling
     if rule.normalize:
         chosen = scores.gather(1, indices)
         total = chosen.sum(-1, keepdim=True) + TINY
@@ -124,8 +167,10 @@ class RouteTokens(torch.autograd.Function):
     """:func:`route_tokens` with its own backward."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
-        indices, weights, scores = kernels(route_tokens, logits, bias, rule)
+    def forward(
+        ctx: Any, logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        indices, weights, scores = kernels(route_tokens, logits, bias, rule, dtype)
         ctx.save_for_backward(scores, indices)
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)
@@ -133,17 +178,19 @@ class RouteTokens(torch.autograd.Function):
         return indices, weights, scores
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
         scores, indices = ctx.saved_tensors
         _, grad_weights, grad_scores = grads
         if grad_weights is None:
             grad_weights = scores.new_zeros(indices.shape)
-        args = (grad_weights.contiguous(), None if grad_scores is None else grad_scores.contiguous())
-        return ctx.kernels(route_tokens_backward, *args, scores, indices, ctx.rule), None, None, None
+        args = grad_weights.contiguous(), grad_scores, scores, indices, ctx.rule
+        return ctx.kernels(route_tokens_backward, *args), None, None, None, None
 
 
-def route(logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor, rule: Rule, kernels: Kernels, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`route_tokens` in autograd: by Triton if ``kernels`` choose it, else by torch's own ops."""
-    if kernels.uses_triton(route_tokens, logits, bias, rule):
-        return RouteTokens.apply(logits, bias, rule, kernels)
-    return route_tokens(logits, bias, rule)
+    if kernels.uses_triton(route_tokens, logits, bias, rule, dtype):
+        return RouteTokens.apply(logits, bias, rule, kernels, dtype)
+    return route_tokens(logits, bias, rule, dtype)

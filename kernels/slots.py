@@ -4,7 +4,8 @@ A *slot* is one (token, choice): slot ``t·K + k`` is the k-th expert of token `
 order: rows of one expert are contiguous, so rows for one rank are too; within an expert slots keep their order.
 
 :func:`pack_slots` gives each of D destinations, ranks or experts, room for C rows, so the host needs no sizes. Free
-room holds zeros. Rows without room are left out and counted in ``dropped``. Nothing is copied to the host.
+room holds zeros. Rows without room are left out and counted in ``dropped``. :func:`group_places` groups received rows
+by expert. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -74,6 +75,49 @@ def place_slots(indices: Tensor, experts: int) -> Slots:
     inverse = torch.empty_like(row)
     inverse[order] = row.masked_fill(lost, -1)
     return Slots(order.masked_fill_(lost, -1), inverse, counts)
+
+
+class Groups(NamedTuple):
+    """Maps between rows as they are received, by source and then by expert, and rows grouped by expert.
+
+    Args:
+        order: ``[R]`` int64, the received position of each grouped row; −1 behind the last expert's rows.
+        inverse: ``[R]`` int64, the grouped position of each received row; −1 for padding.
+        ends: ``[E_local]`` int32, the end of each expert's grouped rows.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    ends: Tensor
+
+
+def group_places(arrived: Tensor, rows: int, padded: bool = False) -> Groups:
+    """Return the maps of received rows; within an expert they keep the order of their sources.
+
+    >>> order, inverse, ends = group_places(torch.tensor([[1, 2], [1, 0]]), 4)
+    >>> order.tolist(), inverse.tolist(), ends.tolist()
+    ([0, 3, 1, 2], [0, 2, 3, 1], [2, 4])
+
+    Args:
+        arrived: ``[ranks, E_local]`` int64, rows of each source and expert.
+        rows: R.
+        padded: Whether every source has equal room, R / ranks, with padding behind its rows.
+    """
+    (ranks, local), sizes = arrived.shape, arrived
+    if padded:  # of one more expert, the last
+        sizes = torch.cat([arrived, rows // ranks - arrived.sum(1, keepdim=True)], 1)
+    by_source, by_expert = sizes.reshape(-1), sizes.t().reshape(-1)
+    ends = by_expert.cumsum(0)
+    begins = (by_source.cumsum(0) - by_source).view(sizes.shape).t().reshape(-1)
+    row = torch.arange(rows, device=arrived.device)
+    order = row + (begins - (ends - by_expert)).repeat_interleave(by_expert, output_size=rows)
+    inverse = torch.empty_like(order)
+    inverse[order] = row
+    ends = ends.view(-1, ranks)[:local, -1].to(torch.int32)
+    if padded:
+        order.masked_fill_(row >= ends[-1], -1)
+        inverse.masked_fill_(inverse >= ends[-1], -1)
+    return Groups(order, inverse, ends)
 
 
 def invert(order: Tensor) -> Tensor:

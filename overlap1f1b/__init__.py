@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "Engine EngineOptions Profile Stage StepResult carried combined_forward_backward_step consolidate "
-        "declare load_checkpoint save_checkpoint",
-        "plan": "NodeCosts Plan compile",
+        "engine": "DeviceOptions Engine EngineOptions Profile Stage StepResult carried "
+        "combined_forward_backward_step consolidate declare load_checkpoint save_checkpoint",
+        "plan": "NodeCosts Plan compile found_orders",
         "schedule": "Action Pair Placement Program build_schedule",
-        "simulation": "Costs PlanTimeline ProgramTimeline Timeline found_orders simulate",
+        "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate",
         "transport.calls": "exchange",
     }.items()
     for name in names.split()
@@ -26,6 +26,7 @@ _HOME = {
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
     from overlap1f1b.engine import (
+        DeviceOptions,
         Engine,
         EngineOptions,
         Profile,
@@ -38,14 +39,15 @@ if TYPE_CHECKING:
         load_checkpoint,
         save_checkpoint,
     )
-    from overlap1f1b.plan import NodeCosts, Plan, compile
+    from overlap1f1b.plan import NodeCosts, Plan, compile, found_orders
     from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, found_orders, simulate
+    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
     from overlap1f1b.transport.calls import exchange
 
 __all__ = [
     "Action",
     "Costs",
+    "DeviceOptions",
     "Engine",
     "EngineOptions",
     "NodeCosts",

@@ -63,9 +63,9 @@ def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]
     assert {name: entry["status"] for name, entry in sections.items()} == dict.fromkeys(
-        ("ceilings", "compiles", "checks", "kernels", "layer", "steps", "overhead", "trace", "nccl"), "ok"
+        ("ceilings", "contention", "compiles", "checks", "kernels", "layer", "steps", "overhead", "trace", "nccl"), "ok"
     ), sections
-    assert len(sections["compiles"]["result"]["rows"]) == 5 * 11  # shapes, kernels
+    assert len(sections["compiles"]["result"]["rows"]) == 5 * 12  # shapes, kernels
     assert not sections["compiles"]["result"]["skipped"]
     assert sections["nccl"]["result"]["skipped"] == ["NCCL, which a single GPU cannot show: it needs two or more"]
     assert status == 0
@@ -142,7 +142,7 @@ compiles.cases = slowly
     assert sections["ceilings"]["result"]["copy_gb_s"] > 0
     compiled, left = (sections["compiles"]["result"][name] for name in ("rows", "skipped"))
     assert compiled
-    assert len(compiled) + len(left) == 5 * 11
+    assert len(compiled) + len(left) == 5 * 12
     assert f"Did not fit the 26 s: {len(left)} of compiles; kernels." in text
     assert "## kernels\n\nNot measured: no time left." in text
 

@@ -16,7 +16,7 @@ from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import opened, spread_rows, spread_weighted, take_rows
 from overlap1f1b.kernels.routing import Rule, route_tokens
-from overlap1f1b.kernels.slots import pack_places, place_slots
+from overlap1f1b.kernels.slots import group_places, pack_places, place_slots
 from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
 
 
@@ -73,6 +73,7 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
     order, inverse = slots.order, slots.inverse
     yield Case(place_slots, 3 * R * 8, (indices, s.E))
     yield Case(pack_places, 4 * R * 8, (order, inverse, slots.counts, 1, R))
+    yield Case(group_places, 2 * R * 8, (slots.counts.view(8, -1) if s.E % 8 == 0 else slots.counts[None], R))
     yield Case(route_tokens, 2 * s.T * s.E * 4 + s.T * s.K * 12, (logits, bias, rule))
     yield Case(spread_rows, (1 + s.K) * s.T * s.H * width, (tokens, order, inverse, s.K), "permute")
     carried = (1 + s.K) * s.T * s.H * width + R * 16

@@ -108,7 +108,7 @@ def held(context: Context, forward: Callable[[], Tensor]) -> int | None:
 
 def gemms(context: Context, s: Shape, indices: Tensor, gate_up: Tensor, down: Tensor) -> float:
     """The six grouped products of forward and backward alone."""
-    counts = ExpertRows(torch.bincount(indices.flatten(), minlength=s.E))
+    counts = ExpertRows(torch.bincount(indices.flatten(), minlength=s.E).cumsum(0, dtype=torch.int32))
     R = s.T * s.K
     rows, wide, narrow = context.randn(R, s.H), context.randn(R, 2 * s.I, seed=1), context.randn(R, s.I, seed=2)
 

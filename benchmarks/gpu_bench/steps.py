@@ -26,14 +26,15 @@ ROWS: tuple[tuple[str, int, Overlap], ...] = (
     ("combined_1f1b", 1, 2),
     ("combined_1f1b", 1, 3),  # the default
 )
-CASES: tuple[tuple[int, Routing, tuple[float, ...]], ...] = (
-    (4, "balanced", (1.0,)),
-    (4, "real", (1.0,)),
-    (4, "balanced", (2.0,)),
-    (8, "balanced", (1.0,)),
-    (8, "real", (1.0,)),
+CASES: tuple[tuple[int, Routing, float, bool], ...] = (
+    (4, "real", 1.0, False),
+    (4, "balanced", 0.5, True),
+    (4, "balanced", 2.0, False),
+    (4, "balanced", 1.0, False),
+    (8, "real", 1.0, False),
 )
-TINY: tuple[tuple[int, Routing, tuple[float, ...]], ...] = ((2, "real", (1.0,)),)
+"""Layers, routing, exchange : compute, and whether experts are wide."""
+TINY: tuple[tuple[int, Routing, float, bool], ...] = ((2, "real", 1.0, False),)
 LAYER_S = 5.0  # a table may take as long for each layer, until one has been measured
 DEPTH = 4  # exchanges in flight when they are measured alone
 
@@ -44,13 +45,13 @@ def run(context: Context) -> dict[str, Any]:
     if context.cuda:  # of torch's attentions the one that has a deterministic backward
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
-    for layers, routing, ratios in TINY if context.tiny else CASES:
-        name = f"{layers} layers, {routing}"
+    for layers, routing, ratio, wide in TINY if context.tiny else CASES:
+        name = f"{layers} layers, {routing}, {ratio:g}"
         if context.left < layers * found["layer_s"]:
             found["skipped"].append(f"{name}: no time left")
             continue
         try:
-            measure(context, found, layers, routing, ratios)
+            measure(context, found, layers, routing, ratio, wide=wide)
         except Exception as error:  # one that does not fit in memory leaves the others
             found["problems"].append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
             context.keep(found)
@@ -58,45 +59,32 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def measure(context: Context, found: dict[str, Any], layers: int, routing: Routing, ratios: Iterable[float]) -> None:
-    """One model: what it computes and exchanges, then every ratio that the loopback can reach."""
-    work = build(context, layers, routing=routing)
+def measure(
+    context: Context, found: dict[str, Any], layers: int, routing: Routing, wanted: float, *, wide: bool
+) -> None:
+    """One model: what it computes and exchanges, at a ratio, or the least that the loopback can reach."""
+    begun = time.monotonic()
+    work = build(context, layers, routing=routing, wide=wide)
     full = LoopbackExchange(context.device)
-    serial = Steps(context, work, ROWS[0], full)
-    serial.step()
-    sent = full.bytes_sent
-    serial.step()  # the second measures
-    sent = full.bytes_sent - sent
+    sent = Alone(context, work, full).bytes_sent
+    serial = Steps(context, work, ROWS[0], LocalExchange())
     compute = Steps(context, work, ROWS[0], LocalExchange(), plan=serial.engine.plan)
     compute_s = median(compute.step()[0] for _ in range(3))
     full_gbps = full.full_rate((16 if context.tiny else 256) << 20)
-    reached: list[float] = []
-    for wanted in ratios:
-        ratio = max(wanted, sent / 1e9 / full_gbps / compute_s)
-        if any(abs(ratio / other - 1) < 0.1 for other in reached):
-            found["skipped"].append(
-                f"{layers} layers, {routing}, {wanted:g}: the loopback is no faster than {ratio:.2f}"
-            )
-            continue
-        if reached and context.left < layers * found["layer_s"]:
-            found["skipped"].append(f"{layers} layers, {routing}, {wanted:g}: no time left")
-            continue
-        reached.append(ratio)
-        begun = time.monotonic()
-        exchange = LoopbackExchange(context.device, sent / 1e9 / ratio / compute_s if ratio == wanted else None)
-        table = {
-            "layers": layers, "routing": routing, "ratio": ratio, "gbps": exchange.gbps or full_gbps,
-            "bytes": sent, "workload": work.options,
-        }  # fmt: skip
-        found["tables"].append(table | rows(context, work, exchange))
-        last = found["tables"][-1]
-        found["problems"] += [
-            f"{layers} layers, {routing}, {ratio:.2f}: gradients of {row['name']} differ"
-            for row in last["rows"]
-            if not row["grads_equal"]
-        ]
-        found["layer_s"] = max(found["layer_s"], (time.monotonic() - begun) / layers)
-        context.keep(found)
+    ratio = max(wanted, sent / 1e9 / full_gbps / compute_s)
+    exchange = LoopbackExchange(context.device, sent / 1e9 / ratio / compute_s if ratio == wanted else None)
+    table = {
+        "layers": layers, "routing": routing, "ratio": ratio, "gbps": exchange.gbps or full_gbps,
+        "bytes": sent, "workload": work.options,
+    } | rows(context, work, exchange)  # fmt: skip
+    found["tables"].append(table)
+    found["problems"] += [
+        f"{layers} layers, {routing}, {ratio:.2f}: gradients of {row['name']} differ"
+        for row in table["rows"]
+        if not row["grads_equal"]
+    ]
+    found["layer_s"] = max(found["layer_s"], (time.monotonic() - begun) / layers)
+    context.keep(found)
 
 
 def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[str, Any]:
@@ -220,6 +208,11 @@ class Alone:
         self.context, self.exchange = context, exchange
         self.count = 4 * config.layers * work.microbatches  # dispatch and combine, forward and backward
         self.rows = context.randn(tokens * config.top_k, config.hidden)
+
+    @property
+    def bytes_sent(self) -> int:
+        """In all."""
+        return self.count * self.rows.numel() * self.rows.element_size()
 
     def run(self) -> float:
         """Seconds from the first launch to the last byte."""

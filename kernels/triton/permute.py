@@ -87,15 +87,6 @@ def taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor | None = None) 
     return out
 
 
-def put_rows(rows: Tensor, index: Tensor) -> Tensor:
-    rows, index = rows.contiguous(), index.contiguous()
-    out = rows.new_empty(rows.shape)
-    R, H = out.shape
-    BR, BH = tile(H, 2 * TILE)
-    _put((-(-R // BR), -(-H // BH)), (rows, index, out), (R,), (H, BR, BH))
-    return out
-
-
 @kernel("count")
 def _take(
     rows,
@@ -116,14 +107,3 @@ def _take(
     source = tl.where(source >= 0, source, 0) // DIVISOR
     value = tl.load(rows + source[:, None] * width + column[None, :], mask=there, other=0.0)
     tl.store(out + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across[None, :])
-
-
-@kernel("count")
-def _put(rows, index, out, count, width: tl.constexpr, BR: tl.constexpr, BH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    column = tl.program_id(1) * BH + tl.arange(0, BH)
-    here, across = row < count, column < width
-    target = tl.load(index + row, mask=here, other=0)
-    inside = here[:, None] & across[None, :]
-    value = tl.load(rows + row[:, None] * width + column[None, :], mask=inside, other=0.0)
-    tl.store(out + target[:, None] * width + column[None, :], value, mask=inside)

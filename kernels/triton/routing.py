@@ -9,9 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from overlap1f1b.kernels.routing import TINY, Rule
-from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
+from overlap1f1b.kernels.triton.launch import beside, interpreted, kernel, wide
 
 CELLS = 2048  # tokens times experts of a program
+COUNTED_CELLS = 16_384  # choices times experts of a program
 
 
 @cache
@@ -20,11 +21,23 @@ def _tile(experts: int) -> tuple[int, int]:
     return 1024 if interpreted() else max(CELLS // wide(experts), 1), wide(experts)
 
 
-def route_tokens(logits: Tensor, bias: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
+    assert load.is_contiguous()
+    flat = indices.reshape(-1)
+    _, BE = _tile(len(load))
+    BLOCK = max((1 << 19 if interpreted() else COUNTED_CELLS) // BE, 16)
+    _add_choices((-(-len(flat) // BLOCK), 1), (load, flat), (len(flat),), (len(load), BLOCK, BE), num_warps=8)
+    torch.autograd.graph.increment_version(load)
+    return load
+
+
+def route_tokens(
+    logits: Tensor, bias: Tensor, rule: Rule, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.contiguous()
     T, E = logits.shape
     indices = torch.empty(T, rule.top_k, dtype=torch.int64, device=logits.device)
-    weights, scores = logits.new_empty(T, rule.top_k), torch.empty_like(logits)
+    weights, scores = logits.new_empty(T, rule.top_k, dtype=dtype), torch.empty_like(logits)
     BT, BE = _tile(E)
     groups = rule.groups, wide(rule.groups), rule.top_groups, rule.best(E)
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *groups, rule.softmax, rule.normalize, TINY, BT, BE
@@ -39,11 +52,21 @@ def route_tokens_backward(
     T, E = scores.shape
     out = torch.empty_like(scores)
     BT, BE = _tile(E)
-    tensors = grad_weights, out if grad_scores is None else grad_scores.contiguous(), scores, indices.contiguous(), out
-    flags = rule.softmax, rule.normalize, grad_scores is not None
+    dense = out if grad_scores is None else beside(grad_scores)
+    tensors = grad_weights, dense, scores, indices.contiguous(), out
+    flags = rule.softmax, rule.normalize, grad_scores is not None, dense.stride(0)
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *flags, TINY, BT, BE
     _route_backward((-(-T // BT), 1), tensors, (T,), constants)
     return out
+
+
+@kernel("choices")
+def _add_choices(load, indices, choices, experts: tl.constexpr, BLOCK: tl.constexpr, BE: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(indices + place, mask=place < choices, other=-1)
+    every = tl.arange(0, BE)
+    count = tl.sum((chosen[:, None] == every[None, :]).to(tl.int32), 0)
+    tl.atomic_add(load + every, count.to(tl.int64), mask=(every < experts) & (count > 0), sem="relaxed")
 
 
 @kernel("T")
@@ -118,7 +141,7 @@ def _route(
     out = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
     tl.store(indices + out, picked.to(tl.int64), mask=mask)
-    tl.store(weights + out, weight * scaling, mask=mask)
+    tl.store(weights + out, (weight * scaling).to(weights.dtype.element_ty), mask=mask)
 
 
 @kernel("T")
@@ -136,6 +159,7 @@ def _route_backward(
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DENSE: tl.constexpr,
+    DENSE_STRIDE: tl.constexpr,
     TINY: tl.constexpr,
     BT: tl.constexpr,
     BE: tl.constexpr,
@@ -148,7 +172,7 @@ def _route_backward(
     score = tl.load(scores + place, mask=inside, other=0.0)
     there = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
-    grad = tl.load(grad_weights + there, mask=mask, other=0.0) * scaling
+    grad = tl.load(grad_weights + there, mask=mask, other=0.0).to(tl.float32) * scaling
     if NORMALIZE:
         picked = tl.load(indices + there, mask=mask, other=0)
         chosen = tl.load(scores + token[:, None] * E + picked, mask=mask, other=0.0)
@@ -156,7 +180,8 @@ def _route_backward(
         grad = grad / total - (tl.sum(grad * chosen, 1)[:, None] / total) / total
     whole = tl.zeros([BT, BE], dtype=tl.float32)
     if DENSE:
-        whole = tl.load(grad_scores + place, mask=inside, other=0.0)
+        of_scores = grad_scores + token[:, None] * DENSE_STRIDE + expert[None, :]  # 0: one row for all tokens
+        whole = tl.load(of_scores, mask=inside, other=0.0)
     for k in tl.static_range(K):
         expert_k = tl.load(indices + token * K + k, mask=here, other=-1)
         grad_k = tl.sum(tl.where(column[None, :] == k, grad, 0.0), 1)

@@ -6,11 +6,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.slots import Slots
+from overlap1f1b.kernels.slots import Groups, Slots
 from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 16_384  # of a program: slots times experts, or slots times slots
 PACKED_CELLS = 2048  # of a program: rows times destinations
+GROUPED_CELLS = 4096  # of a program: rows times sources times experts
 
 
 def place_slots(indices: Tensor, experts: int) -> Slots:
@@ -114,3 +115,58 @@ def _pack(
     place = destination * capacity + within
     tl.store(packed + place, slot, mask=kept)
     tl.store(placed + slot, place, mask=kept)
+
+
+def group_places(arrived: Tensor, rows: int, padded: bool = False) -> Groups:
+    arrived = arrived.contiguous()
+    ranks, local = arrived.shape
+    order, inverse, ends = arrived.new_empty(rows), arrived.new_empty(rows), arrived.new_empty(local, dtype=torch.int32)
+    WIDE_R, WIDE_L = max(wide(ranks), 8), max(wide(local), 16)  # a number for each thread at least
+    BLOCK = max((1 << 19 if interpreted() else GROUPED_CELLS) // (WIDE_R * WIDE_L), 16)
+    constants = ranks, local, padded, BLOCK, WIDE_R, WIDE_L
+    _group((max(-(-rows // BLOCK), 1), 1), (arrived, order, inverse, ends), (rows,), constants)
+    return Groups(order, inverse, ends)
+
+
+@kernel("rows")
+def _group(
+    arrived,
+    order,
+    inverse,
+    ends,
+    rows,
+    ranks: tl.constexpr,
+    local: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE_R: tl.constexpr,
+    WIDE_L: tl.constexpr,
+):
+    source, expert = tl.arange(0, WIDE_R)[:, None], tl.arange(0, WIDE_L)[None, :]
+    real = (source < ranks) & (expert < local)
+    size = tl.load(arrived + source * local + expert, mask=real, other=0).to(tl.int32)
+    # Where the rows of each (source, expert) begin among received rows, and where they start among grouped ones.
+    if PADDED:
+        begin = source * (rows // ranks) + tl.cumsum(size, 1) - size
+    else:
+        flat = tl.reshape(size, [WIDE_R * WIDE_L])
+        begin = tl.reshape(tl.cumsum(flat, 0) - flat, [WIDE_R, WIDE_L])
+    total = tl.sum(size, 0)
+    end = tl.cumsum(total, 0)
+    start = (end - total)[None, :] + tl.cumsum(size, 0) - size
+    if tl.program_id(0) == 0:
+        every = tl.arange(0, WIDE_L)
+        tl.store(ends + every, end, mask=every < local)
+    size = tl.reshape(size, [1, WIDE_R * WIDE_L])
+    begin = tl.reshape(begin, [1, WIDE_R * WIDE_L])
+    start = tl.reshape(start, [1, WIDE_R * WIDE_L])
+    # Each row is in one part at most, so that sums over all parts find it.
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    grouped = (row[:, None] >= start) & (row[:, None] < start + size)
+    received = (row[:, None] >= begin) & (row[:, None] < begin + size)
+    place = row + tl.sum(tl.where(grouped, begin - start, 0), 1)
+    back = row + tl.sum(tl.where(received, start - begin, 0), 1)
+    there = tl.sum(grouped.to(tl.int32), 1) > 0
+    came = tl.sum(received.to(tl.int32), 1) > 0
+    tl.store(order + row, tl.where(there, place, -1).to(tl.int64), mask=row < rows)
+    tl.store(inverse + row, tl.where(came, back, -1).to(tl.int64), mask=row < rows)

@@ -134,9 +134,9 @@ def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Findin
 
 def streams() -> Finding:
     """Compare two streams that wait on the GPU with one."""
-    import torch
+    from overlap1f1b.transport import devices
 
-    if not torch.cuda.is_available():
+    if devices.of(devices.present()) is None:
         return Finding("streams", "ok", "no GPU: exchanges travel on threads")
     one, two = (_waiting(count) for count in (1, 2))
     value = f"two streams take {two / one:.2f} times as long as one"
@@ -148,19 +148,20 @@ def streams() -> Finding:
 
 def _waiting(count: int) -> float:
     """Return the milliseconds that ``count`` streams take together if each waits for the same number of cycles."""
-    import torch
+    from overlap1f1b.transport import devices
 
-    took = []
-    for _ in range(3):  # the first one includes CUDA's start
-        main = torch.cuda.current_stream()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
+    device, took = devices.present(), []
+    gpu = devices.of(device)
+    for _ in range(3):  # the first one includes the driver's start
+        main = gpu.current_stream()
+        begin, end = (gpu.Event(enable_timing=True) for _ in range(2))
+        devices.settle(device)
         begin.record(main)
         for _ in range(count):
-            stream = torch.cuda.Stream()
+            stream = gpu.Stream()
             stream.wait_event(begin)
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(CYCLES)
+            with gpu.stream(stream):
+                devices.sleep(device, CYCLES)
             main.wait_stream(stream)
         end.record(main)
         end.synchronize()
@@ -201,7 +202,8 @@ def measure(found: Path, timeout: float) -> None:
     import torch
     import torch.distributed as dist
 
-    from overlap1f1b.running.ranks import joined, settle
+    from overlap1f1b.running.ranks import joined
+    from overlap1f1b.transport import devices
 
     with joined((1, 1, 2), timeout) as rank:
 
@@ -211,7 +213,7 @@ def measure(found: Path, timeout: float) -> None:
             both = ((dist.isend, tensor), (dist.irecv, into))
             for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
                 work.wait()
-            settle(rank.device)
+            devices.settle(rank.device)
             return time.perf_counter() - start
 
         small, large = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for size in (8, SIZE))
@@ -245,11 +247,11 @@ def doctor(options: DoctorOptions) -> int:
     screen = console(options.json)
     findings: list[Finding] = []
     with showing(screen, "starting") as say:
-        import torch
+        from overlap1f1b.transport import devices
 
         checks: dict[str, Callable[[], Iterable[Finding]]] = {
             "versions": versions,
-            "connections": lambda: [connections(gpu=torch.cuda.is_available())],
+            "connections": lambda: [connections(gpu=devices.of(devices.present()) is not None)],
             "streams": lambda: [streams()],
             f"link between ranks, at most {options.timeout:g} s": lambda: [link(options.timeout)],
             "shaped wire": lambda: [wire()],

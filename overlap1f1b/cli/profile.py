@@ -144,6 +144,6 @@ def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, say:
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
     indices = count(0 if checkpoint is None else trainer.load(checkpoint))
     say(f"measuring nodes, then {options.profile_steps} steps")
-    while trainer.engine.settling:
+    while trainer.engine.tuner.settling:
         trainer.step(next(indices))
     yield trainer.engine, lambda: trainer.step(next(indices))

@@ -23,10 +23,12 @@ from overlap1f1b.engine.run.model import MicrobatchBlock, blocks_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.engine.verify import VerificationError
+from overlap1f1b.transport.communicators import DeviceOptions
 from overlap1f1b.transport.failures import LostRankError
 
 __all__ = [
     "CapacityOverflowError",
+    "DeviceOptions",
     "Engine",
     "EngineOptions",
     "Feed",

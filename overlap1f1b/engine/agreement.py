@@ -136,9 +136,9 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
 def calls(stages: Mapping[int, Blocks]) -> Facts:
     """Return the sizes with which experts were called, which are equal on all ranks."""
     return {
-        f"call {seam} of experts in {stage.names[block]} of stage {number}": text
+        f"call {call} of experts in {stage.names[block]} of stage {number}": text
         for number, stage in stages.items()
-        for (block, seam), text in stage.calls.items()
+        for (block, call), text in stage.calls.items()
     }
 
 

@@ -104,12 +104,12 @@ class Feed(NamedTuple):
         given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
             ``loss_scale``, ``keep_outputs``) by the numbers of stage and microbatch.
         shares: Part of each microbatch in the mean loss over all ranks, by its number.
-        auxiliary: Scale of auxiliary losses; None for the scale that each router has.
+        aux_scale: Scale of auxiliary losses; None for the scale that each router has.
     """
 
     given: Callable[[int, int], Mapping[str, Any]]
     shares: Mapping[int, float]
-    auxiliary: float | None
+    aux_scale: float | None
 
 
 class Loss(NamedTuple):
@@ -118,12 +118,12 @@ class Loss(NamedTuple):
     Args:
         function: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.
         count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
-        scale: Factor of all gradients.
+        loss_scale: Factor of all gradients.
     """
 
     function: LossFunction | None
     count_tokens: Callable[..., int | Tensor] | None
-    scale: float
+    loss_scale: float
 
 
 def feed_batch(
@@ -158,12 +158,12 @@ def feed_batch(
             arguments |= {
                 "target": target_of(microbatch),
                 "loss_fn": loss.function if shares[microbatch] else _of_no_token,
-                "loss_scale": shares[microbatch] * loss.scale,
+                "loss_scale": shares[microbatch] * loss.loss_scale,
                 "keep_outputs": keep,
             }
         return arguments
 
-    return Feed(given, shares, loss.scale / (count * mesh.token_ranks))
+    return Feed(given, shares, loss.loss_scale / (count * mesh.token_ranks))
 
 
 def _nothing(index: int) -> Tensors:

@@ -92,7 +92,7 @@ def combined_forward_backward_step(
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
     watch = watch_of(stages[0].device)
-    player = Player(timedelta(seconds=timeout), Failures(), exchange=stages[0].exchange, watch=watch)
+    player = Player(Failures(limit=timedelta(seconds=timeout)), exchange=stages[0].exchange, watch=watch)
     with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
         for stage in stages:
             changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -28,15 +27,11 @@ from overlap1f1b.engine.agreement import (
 from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
-from overlap1f1b.engine.foreign.exchanges import shown_by_all
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import Watch, watch_of
-from overlap1f1b.engine.play.measure import BackToBack, measured_costs
-from overlap1f1b.engine.play.parts import PartsChoice
-from overlap1f1b.engine.play.plans import Plans
+from overlap1f1b.engine.play.device import Watch, carved_out, watch_of
+from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.player import Player
-from overlap1f1b.engine.play.trials import Tried, milliseconds
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
@@ -47,24 +42,21 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.run.model import refuse_graphs
-from overlap1f1b.engine.stages import Model, all_shapes, cut_alike, stages_of, tensor_mesh_of
+from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
+from overlap1f1b.engine.tuner import State, Tuner
 from overlap1f1b.engine.verify import Verification
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.plan import NodeCosts, Plan, Span, parse_overlap
+from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
-from overlap1f1b.transport.communicators import Budget, Communicators
+from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
-from overlap1f1b.transport.groups import Group, collectives_begun, gathered
+from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.suspend import Forward, Kept
 
-WARM_STEPS = 3
-"""Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
-LONE_STEPS = 4
-"""Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 Failing = type[BaseException] | tuple[type[BaseException], ...]
 
 
@@ -77,8 +69,8 @@ class Engine:
     >>> result = engine.step(inputs, target=labels)  # gradients are in .grad
     >>> engine.clip_gradients(1.0); optimizer.step(); optimizer.zero_grad()
 
-    The first two steps, on a GPU four, run serially and measure every node; with a single microbatch there are three
-    more. Then plans are compiled, the same on all ranks, and the fastest are tried. In the first step,
+    The first two steps, on a GPU four, run serially, and the last of them measures every node; with a single microbatch
+    three more do. Then plans are compiled, the same on all ranks, and the fastest are tried. In the first step,
     whose times are not used, ``kernels="auto"`` compiles and chooses.
 
     Args:
@@ -106,10 +98,6 @@ class Engine:
 
     saving: Saving | None = None
     """The checkpoint that is written in the background, or the last one."""
-    share: Callable[[Any], Any] = staticmethod(lambda measured: measured)
-    """Makes what was measured the same on ranks outside of the mesh that must play the same plan."""
-    _measured: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
-    _cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
 
     def __init__(
         self,
@@ -123,19 +111,15 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self._limit = limit = timedelta(seconds=float(options.timeout))
         self.program, self.loss_fn, self.options = program, loss_fn, options
-        self.mesh = Mesh(mesh, limit, options.experts_over)
+        self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self.model, placement, ep = model, program.placement, self.mesh.exchanging
-        self._communicators = Communicators(self, self.mesh, limit, Budget(options.ctas), exchange)
-        self._steps = self._warm = 0  # all, and all with the present number of parts
-        self.parts_choice = PartsChoice(options.parts, known=options.costs is not None or options.plan is not None)
+        self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._telling(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             _check_trains(program)
-            self.overlap = parse_overlap(options.overlap)
             shared = None if exchange is None else type(exchange).__name__
             self.mesh.agree(
                 {"program": described(program), "exchange": shared}
@@ -158,53 +142,53 @@ class Engine:
                 reduce_own=own is not None,
                 reduce_experts=experts is not None,
                 recompute=options.recompute,
-                parts=self.parts_choice.parts,
+                parts=options.numbers_of_parts[0],
             )
-            self.sharding.limit(limit)
+            self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
             self.mesh.agree(structure(self.stages))
             self._capacity = Capacity(options.capacity, options.overflow, self.stages.values(), self.mesh)
-            self.shapes = all_shapes(self.stages, placement, self.mesh)
-            self.parts_choice.look_at(self.shapes)
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             # 4. Transfers between stages, and sums of gradients.
             device = self._device = next(iter(self.stages.values())).device
             watch = watch_of(device)
-            stamp, self._queued = None if watch is None else watch.stamp, watch is not None
+            stamp = None if watch is None else watch.stamp
             self._communicators.use(device, stamp)
             self.boundary = Boundary(
                 self.mesh,
                 placement,
                 device=device,
-                timeout=limit,
                 dynamic=options.dynamic_shapes,
                 stamp=stamp,
                 between=None if watch is None else watch.between,
-                ctas=self._communicators.budget.link,
+                ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._lanes = [
-                Lane("reduce", limit, self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
-                Lane("shards", limit, self.failures, background=watch is None, abort=self.sharding.abort),
+                Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
+                Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
             ]
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
             self.reductions = self._new_reductions(own, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
-            # 5. The player, the plans that it plays, and their comparison with a plain loop.
+            # 5. The player, what decides about its plans, and their comparison with a plain loop.
             self.player = self._new_player(watch)
-            self._plans = self._new_plans(options.costs)
-            compared = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.verification = compared if options.verify else None
-            compared.tables = partial(_tables_of, loss_fn)
-            # 6. Blocks may exchange rows by themselves: the first step shows where.
-            self._looks = ep is not None
-            if options.plan is not None:
-                self.plan = options.plan
-            for stage in self.stages.values():
+            self.tuner = Tuner(
+                program,
+                self.stages,
+                self.mesh,
+                options,
+                self.player,
+                self.boundary,
+                counts_block=not self.exchange.background and options.capacity is None,
+            )
+            self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
+            self.verification.tables = partial(_tables_of, loss_fn)
+            for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _new_player(self, watch: Watch | None) -> Player:
@@ -212,14 +196,12 @@ class Engine:
         # or context group run collectives inside blocks, so they keep one order.
         placed = self.program.splits(self.rank) or self.program.search_seconds > 0
         return Player(
-            self._limit,
             self.failures,
             exchange=self.exchange,
             boundary=self.boundary,
             reductions=self.reductions,
             watch=watch,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-            carveout=self.options.carveout,
         )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
@@ -238,116 +220,6 @@ class Engine:
         found: list[Reduction] = [one for one in (self._tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
         return found + ([own] if own.reduces else [])
-
-    def _new_plans(self, costs: NodeCosts | None, plan: Plan | None = None) -> Plans:
-        return Plans(
-            self.program,
-            self.shapes,
-            self.overlap,
-            counts_block=not self.exchange.background and self._capacity.factor is None,
-            rendezvous=not self.boundary.posts_ahead,
-            mesh=self.mesh,
-            costs=costs,
-            plan=plan,
-            tries=self.options.tries,
-        )
-
-    def close(self) -> None:
-        """Release communicators and threads; all ranks must call this. The engine cannot be used again.
-
-        On gloo the connections of the exchange end when the engine is dropped.
-        """
-        if self._closed:
-            return
-        try:
-            self.wait_for_checkpoint()
-        except (OSError, RuntimeError):
-            if not self._failed:
-                raise
-        finally:
-            self._closed = True
-            try:
-                self._communicators.close(failed=self._failed)
-            finally:
-                for lane in self.lanes:
-                    lane.close()
-                self.boundary.close()
-
-    def wait_for_checkpoint(self) -> None:
-        """Wait until no checkpoint is written in the background.
-
-        Raises:
-            OSError: It cannot be written, and nobody has asked for its result.
-            RuntimeError: A rank failed meanwhile, in the same case.
-        """
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.settle()
-
-    @property
-    def lanes(self) -> list[Lane]:
-        """All lanes on which this rank's transfers and sums travel."""
-        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._failed |= kind is not None and self.mesh.several  # the other ranks may not come here
-        self.close()
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Return the parameters of this rank's stages, each once."""
-        every = (block.parameters() for stage in self.stages.values() for block in stage.blocks)
-        return iter(dict.fromkeys(chain.from_iterable(every)))
-
-    @property
-    def costs(self) -> NodeCosts | None:
-        """Seconds of every node. May be set between steps, on all ranks alike; with None they are measured anew."""
-        return self._plans.costs
-
-    @costs.setter
-    def costs(self, costs: NodeCosts | None) -> None:
-        check_kind("costs", costs, NodeCosts, None)
-        self._plans.costs, self._measured = costs, ()
-
-    @property
-    def tried(self) -> Sequence[Tried]:
-        """The plans that were tried, with the seconds of their steps, the fastest first; empty before."""
-        return self._plans.tried
-
-    @property
-    def choice(self) -> str:
-        """Name of the plan of the next step, and the times by which it was chosen."""
-        name = f"{self.plan.program.name} {self.plan.order}"
-        if self.tried:
-            return f"{name} (measured step: {', '.join(map(str, self.tried))})"
-        if self._plans.measuring:
-            return f"{name} (measures the nodes)"
-        return f"{name} ({'given' if self._plans.given else f'predicted step: {milliseconds(self.plan.predicted)}'})"
-
-    @property
-    def settling(self) -> bool:
-        """Whether the next step still measures nodes or tries a plan."""
-        return self._plans.measuring or self._plans.trying
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the next step. Another may be set between steps, on all ranks alike; it stays until costs are set.
-
-        One that is set before the first step decides whether blocks are cut at the exchanges that they make by
-        themselves; if they are, it is played from the second step on.
-        """
-        return self._plans.of_step
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        check_kind("plan", plan, Plan)
-        if self._looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
-            self._cut_plan = plan
-            return
-        self._plans.of_step = plan
-        self._looks = False
 
     def step(
         self,
@@ -376,7 +248,7 @@ class Engine:
             ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
-        if not self._steps and self._compares:
+        if not self.tuner.steps and self._compares:
             first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
             with self.guarded(lambda: "before its first step"):
                 facts = shared_batch("inputs", inputs if first else None, self.mesh)
@@ -424,8 +296,9 @@ class Engine:
             return self._play_forwards(play_nodes)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        plan, measuring, first = self.plan, self._plans.measuring, not self._steps
-        self.mesh.same = {"the number of steps so far": self._steps, "loss_scale": loss_scale}
+        tuner = self.tuner
+        plan, measuring, first = tuner.plan, tuner.state is State.MEASURING, not tuner.steps
+        self.mesh.same = {"the number of steps so far": tuner.steps, "loss_scale": loss_scale}
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
         with (
             self.guarded(lambda: self._at(plan)),
@@ -433,18 +306,16 @@ class Engine:
         ):
             # 1. All ranks have the same plan and the same parameters.
             self.player.position = None
-            self._plans.agree(plan)
+            tuner.agree(plan)
             self._check_parameters(first=first)
-            begun = collectives_begun() if first and "share" not in vars(self) else None
             # 2. Forwards, backwards, exchanges, reductions.
-            if measuring:
-                self._measure(True)
             same = self.mesh.compared(loss_scale)
-            if self._is_new(plan):
-                played = self._verified(plan, play_nodes)
-            else:
-                with self.player.recorded_step():
-                    played = play_nodes(plan)
+            with self._one_after_another() if measuring else contextlib.nullcontext():
+                if tuner.must_verify(plan):
+                    played = self._play_verified(plan, play_nodes)
+                else:
+                    with self.player.recorded_step():
+                        played = play_nodes(plan)
             # 3. All ranks have scaled alike, and called experts alike.
             if not same():  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
@@ -452,20 +323,79 @@ class Engine:
                 self.mesh.agree(calls(self.stages))
                 if self._compares:
                     check_tensor_group(self.stages, self.mesh)
-            if begun is not None:
-                self._share_with_others(begun)
             # 4. What the step has shown decides how the next ones are played.
-            self._learn(plan, played.result, measuring)
-            self._steps += 1
+            tuner.learn(plan, played.result)
         return played
 
+    def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
+        if not self.tuner.steps:
+            self._check_devices()
+        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
+        check_feed(feed, self.program, self.rank)
+        for stage in self.stages.values() if grad and self.tuner.looks else ():
+            stage.look_for_exchanges()
+        # 1. Set gradients of earlier steps aside; post the first receives.
+        reductions = self.reductions if grad else []
+        for reduction in reductions:
+            reduction.begin(plan.ranks[self._replicas[0]])
+        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
+        self.boundary.begin(nodes, remember=grad)
+        # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
+        # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
+        here = torch.autograd.set_multithreading_enabled(False)
+        with here, Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
+            installed.enter_context(carved_out(self.exchange.sms if self.options.device.carveout else 0))
+            for stage in self.stages.values():
+                installed.enter_context(stage.installed(feed.aux_scale))
+            self.player.play(nodes, microbatches)
+        ended = microbatches.of_stage(placement.stages - 1)
+        result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)
+        # 3. Wait for the reductions, the last to set gradients aside first.
+        for reduction in reversed(reductions):
+            reduction.finish()
+        # 4. A device that waits for a lost rank would let the caller wait for ever, in a call that cannot be ended.
+        self._communicators.settle(self._pending)
+        return PlayedStep(result, microbatches)
+
+    def _pending(self) -> str:
+        node = self.player.first_pending()
+        return f"{'the end of the step' if node is None else node} has not ended on the device"
+
     def _play_forwards(self, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        plan = self._plans.of_evaluation
+        plan = self.tuner.of_evaluation
         with self.guarded(lambda: self._at(plan)):
             self.player.position = None
-            self._plans.agree(plan)
+            self.tuner.agree(plan)
             with self.sharding.gathered():
-                return self._verified(plan, play_nodes) if self._is_new(plan) else play_nodes(plan)
+                return self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+
+    def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+        """Play a step of a plan that was not played before, and compare it with a plain loop."""
+        played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+        self.tuner.verified.add(plan.fingerprint)
+        return played
+
+    @contextlib.contextmanager
+    def _one_after_another(self) -> Iterator[None]:
+        """Let ranks meet before every exchange, send each twice, and announce transfers: nodes are measured."""
+        travels = not isinstance(self.exchange, LocalExchange)
+
+        def meet() -> None:
+            for reduction in self.reductions:
+                reduction.settle()
+            self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
+            self.mesh.meet()
+
+        try:
+            self.boundary.announced = True
+            self.player.before_launch = meet if travels or self.player.watch is not None else None
+            for stage in self.stages.values():
+                stage.exchange = BackToBack(self.exchange) if travels else self.exchange
+            yield
+        finally:
+            self.boundary.announced, self.player.before_launch = False, None
+            for stage in self.stages.values():
+                stage.exchange = self.exchange
 
     def _check_parameters(self, *, first: bool) -> None:
         """Check that parameters can be trained, and in the first step that ranks hold the same."""
@@ -478,96 +408,6 @@ class Engine:
             self.mesh.agree(facts, f", or {marks}")
             for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                 stage.first_rows = {}
-
-    def _share_with_others(self, begun: Mapping[tuple[int, ...], int]) -> None:
-        """Measure alike with ranks outside of the mesh that blocks have met in collectives: they must play one plan.
-
-        ``begun`` are the collectives that were begun before the step.
-        """
-        beside = [
-            ranks
-            for ranks, number in collectives_begun().items()
-            if number != begun.get(ranks) and not set(ranks) <= self.mesh.labels.keys()
-        ]
-
-        def share(measured: Any) -> Any:
-            for ranks in beside:
-                measured = gathered(ranks, measured, self._limit)[0]
-            return measured
-
-        if beside:
-            self.share = share
-
-    def _learn(self, plan: Plan, result: StepResult, measuring: bool) -> None:
-        """Adopt what a step has shown: exchanges that blocks make by themselves, costs, the time of a plan.
-
-        The times of the second step, on a device of the fourth, are the costs of the plan to come; with a single
-        microbatch three more steps count, too.
-        """
-        if self._looks:
-            self._adopt_exchanges()
-        self._warm += 1
-        if measuring and self._warm > (WARM_STEPS if self._queued and self._steps < WARM_STEPS else 1):
-            self._adopt_costs(plan, result.overlap.spans)
-        elif self._plans.trying:
-            self._plans.note(result.overlap.makespan, self.share)
-
-    def _adopt_costs(self, plan: Plan, spans: Sequence[Span]) -> None:
-        """Play by measured costs from the next step on, unless other steps or numbers of parts are measured first."""
-        self._measured += (spans,)
-        if self.program.microbatches == 1 and len(self._measured) < LONE_STEPS:
-            return
-        costs = self.share(
-            measured_costs(
-                plan.ranks[self.rank],
-                chain.from_iterable(self._measured),
-                self.mesh,
-                shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
-                launches=self.player.launches,
-                transfers=self.boundary.timed(),
-            )
-        )
-        self.costs, choice = costs, self.parts_choice
-        if not choice.open:
-            self._plans.try_plans()
-            return
-        before, best = choice.parts, choice.note(self._plans)
-        if choice.parts != before:
-            for stage in self.stages.values():
-                stage.cut_into(choice.parts)
-            self.shapes, self._warm = all_shapes(self.stages, self.program.placement, self.mesh), 0
-        self._plans = best or self._new_plans(None)
-        if best is not None:
-            best.try_plans()
-
-    def _adopt_exchanges(self) -> None:
-        """Cut blocks at the exchanges that they have made by themselves. All ranks must call this."""
-        self._looks = False
-        foreign = {number: stage.foreign for number, stage in self.stages.items()}
-        shown = shown_by_all(foreign, self.mesh)
-        for stage in self.stages.values():
-            stage.adopt_exchanges(shown)
-        shapes = all_shapes(self.stages, self.program.placement, self.mesh)
-        if shapes != self.shapes or self._cut_plan is not None:
-            self.shapes = shapes
-            self._plans = self._new_plans(self._plans.costs, self._cut_plan)
-
-    def _verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        """Play a step of a plan that was not played before, and compare it with a plain loop."""
-        assert self.verification is not None
-        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        plain = plan.program.placement.ranks == 1 or not self.verification.plans
-        return self.verification.play(plan, self._plans.serial(plan, plain=plain), play_nodes, self.lanes)
-
-    def rehearses(self, *, grad: bool = True) -> bool:
-        """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        return self._is_new(self.plan if grad else self._plans.of_evaluation)
-
-    def _is_new(self, plan: Plan) -> bool:
-        """Return whether a plan has to be compared: not while nodes are measured, nor if it is the loop's."""
-        if self.verification is None or self._plans.measuring or plan.fingerprint in self.verification.plans:
-            return False
-        return self._plans.serial(plan, plain=True).fingerprint != plan.fingerprint
 
     def _check_devices(self) -> None:
         for stage in self.stages.values():
@@ -586,52 +426,34 @@ class Engine:
                             f"{str(self._device)!r}; allowed: a model that is on one device before its Engine is made"
                         )
 
-    def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
-        if not self._steps:
-            self._check_devices()
-        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
-        check_feed(feed, self.program, self.rank)
-        for stage in self.stages.values() if grad and self._looks else ():
-            stage.look_for_exchanges()
-        # 1. Set gradients of earlier steps aside; post the first receives.
-        reductions = self.reductions if grad else []
-        for reduction in reductions:
-            reduction.begin(plan.ranks[self._replicas[0]])
-        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
-        self.boundary.begin(nodes, remember=grad)
-        # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
-        # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
-        here = torch.autograd.set_multithreading_enabled(False)
-        with here, Kept(self._device), contextlib.ExitStack() as installed, torch.no_grad():
-            for stage in self.stages.values():
-                installed.enter_context(stage.installed(feed.auxiliary))
-            self.player.play(nodes, microbatches)
-        ended = microbatches.of_stage(placement.stages - 1)
-        result = result_of(ended, [feed.shares[m.index] for m in ended], self.player)
-        # 3. Wait for the reductions, the last to set gradients aside first.
-        for reduction in reversed(reductions):
-            reduction.finish()
-        # 4. A device that waits for a lost rank would let the caller wait for ever, in a call that cannot be ended.
-        self._communicators.settle(self._pending)
-        return PlayedStep(result, microbatches)
+    @property
+    def costs(self) -> NodeCosts | None:
+        """Seconds of every node. May be set between steps, on all ranks alike; with None they are measured anew."""
+        return self.tuner.costs
 
-    def _pending(self) -> str:
-        node = self.player.first_pending()
-        return f"{'the end of the step' if node is None else node} has not ended on the device"
+    @costs.setter
+    def costs(self, costs: NodeCosts | None) -> None:
+        check_kind("costs", costs, NodeCosts, None)
+        self.tuner.costs = costs
 
-    def _measure(self, on: bool) -> None:
-        """While nodes are measured, ranks meet before every exchange, send each twice, and announce transfers."""
-        self.boundary.announced = on
-        travels = not isinstance(self.exchange, LocalExchange)
-        self.player.before_launch = self._meet if on and (travels or self._queued) else None
-        for stage in self.stages.values():
-            stage.exchange = BackToBack(self.exchange) if on and travels else self.exchange
+    @property
+    def plan(self) -> Plan:
+        """Plan of the next step. Another may be set between steps, on all ranks alike; it stays until costs are set.
 
-    def _meet(self) -> None:
-        for reduction in self.reductions:
-            reduction.settle()
-        self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
-        self.mesh.meet()
+        One that is set before the first step decides whether blocks are cut at the exchanges that they make by
+        themselves; if they are, it is played from the second step on.
+        """
+        return self.tuner.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        check_kind("plan", plan, Plan)
+        self.tuner.plan = plan
+
+    @property
+    def shapes(self) -> tuple[StageShape, ...]:
+        """Shapes of the blocks of all stages, for which a plan of the next step is made."""
+        return self.tuner.shapes
 
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
@@ -646,6 +468,11 @@ class Engine:
         max_norm, norm_type = check_norm("max_norm", max_norm), check_norm("norm_type", norm_type)
         with self.guarded(lambda: "in clip_gradients"):
             return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, self._tied.repeated)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the parameters of this rank's stages, each once."""
+        every = (block.parameters() for stage in self.stages.values() for block in stage.blocks)
+        return iter(dict.fromkeys(chain.from_iterable(every)))
 
     @contextlib.contextmanager
     def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
@@ -678,7 +505,6 @@ class Engine:
             raise
         finally:
             self._entered = False
-            self._measure(False)
 
     @contextlib.contextmanager
     def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
@@ -700,6 +526,50 @@ class Engine:
         if position is None:
             return "before the first node of its plan"
         return f"at {plan.ranks[self.rank][position]}, position {position} of its plan"
+
+    def close(self) -> None:
+        """Release communicators and threads; all ranks must call this. The engine cannot be used again.
+
+        On gloo the connections of the exchange end when the engine is dropped.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait_for_checkpoint()
+        except (OSError, RuntimeError):
+            if not self._failed:
+                raise
+        finally:
+            self._closed = True
+            try:
+                self._communicators.close(failed=self._failed)
+            finally:
+                for lane in self.lanes:
+                    lane.close()
+                self.boundary.close()
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until no checkpoint is written in the background.
+
+        Raises:
+            OSError: It cannot be written, and nobody has asked for its result.
+            RuntimeError: A rank failed meanwhile, in the same case.
+        """
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.settle()
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """All lanes on which this rank's transfers and sums travel."""
+        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._failed |= kind is not None and self.mesh.several  # the other ranks may not come here
+        self.close()
 
 
 def _tables_of(loss_fn: object) -> list[MutableMapping[Any, Any]]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, SupportsFloat
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal, SupportsFloat
 
 from torch import Tensor
 
 from overlap1f1b.engine.capacity import Overflow
-from overlap1f1b.engine.play.parts import Parts
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
-from overlap1f1b.transport.exchange import DEFAULT_CTAS
+from overlap1f1b.transport.communicators import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
+Parts = int | Literal["auto"]
+AUTO_PARTS = (1, 2, 4)
+"""Numbers of parts whose costs ``auto`` measures."""
 TRIES = 3
 """Steps in which each of the fastest plans is tried."""
 
@@ -37,15 +40,16 @@ class EngineOptions:
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
             experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
             in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
-            1, 2 and 4 parts, two steps each, and keeps the number whose plan is the fastest.
+            1, 2 and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the
+            fastest.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         costs: Seconds of every node, instead of measuring them.
         plan: A compiled plan to play, instead of compiling one.
         tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
-            and the one whose steps were the fastest is kept, see ``Engine.tried``. Gradients do not depend on it. With
-            0, and with costs that are given, the predicted fastest is kept.
+            and the one whose steps were the fastest is kept, see ``Engine.tuner.tried``. Gradients do not depend on it.
+            With 0, and with costs that are given, the predicted fastest is kept.
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
             :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
@@ -59,9 +63,7 @@ class EngineOptions:
         experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
             tensor group before the experts. Ranks along other dimensions have copies of them.
         weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
-        ctas: Thread blocks that all transfers may occupy together on a GPU, see :class:`Budget`.
-        carveout: Whether torch's persistent kernels on a GPU leave the exchange's multiprocessors alone while one is in
-            flight. Libraries may then choose other algorithms, so gradients are close to the serial run's, not equal.
+        device: How transfers and compute share a GPU.
 
     Raises:
         ValueError: A value of another kind, or out of range. What depends on model or program, its Engine refuses.
@@ -82,25 +84,42 @@ class EngineOptions:
     timeout: float = DEFAULT_LIMIT_S
     experts_over: Sequence[str] = ("ep",)
     weights: Sequence[float] | None = None
-    ctas: int = 2 * DEFAULT_CTAS
-    carveout: bool = False
+    device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
+        check_kind("device", self.device, DeviceOptions)
         check_size("tries", self.tries, 0)
+        if self.parts != "auto":
+            try:
+                parse_parts(self.parts)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto") from None
+        elif self.costs is not None or self.plan is not None:
+            raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-        for name in ("verify", "reduce", "dynamic_shapes", "carveout"):
+        for name in ("verify", "reduce", "dynamic_shapes"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):
             raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
 
     @property
+    def limit(self) -> timedelta:
+        """Limit of every wait for another rank."""
+        return timedelta(seconds=float(self.timeout))
+
+    @property
+    def numbers_of_parts(self) -> tuple[int, ...]:
+        """Numbers of parts of a call of experts whose costs are measured, in their order."""
+        return AUTO_PARTS if self.parts == "auto" else (self.parts,)
+
+    @property
     def facts(self) -> dict[str, object]:
         """All options by their names, to be compared over ranks: limits may differ, functions have no value."""
-        every: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        every: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         del every["timeout"]
         return every | {
             "plan": None if self.plan is None else self.plan.fingerprint,

@@ -43,7 +43,7 @@ class StepResult:
     def overlap(self) -> Timeline:
         """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
 
-        On CUDA it has the device's times, and the first access waits for the device.
+        On a GPU it has the device's times, and the first access waits for the device.
         """
         return Timeline(self.measured())
 

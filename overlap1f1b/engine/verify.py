@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 
 
 class Verification:
-    """Compares a step with a plain loop, once for each plan.
+    """Compares a step with a plain loop.
 
     Args:
         stages: The stages of this rank.
@@ -68,13 +68,11 @@ class Verification:
         sharding: FSDP2 around modules of the stages.
 
     Attributes:
-        plans: Fingerprints of the plans that were compared, and were equal.
         tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
     """
 
     def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, player: Player, sharding: Sharding) -> None:
         self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
-        self.plans: set[str] = set()
         self.tables: Tables = tuple
 
     def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, lanes: Sequence[Lane]) -> PlayedStep:
@@ -116,7 +114,6 @@ class Verification:
             played = anew(play)
         elif summed_outside:
             played = anew(play)
-        self.plans.add(plan.fingerprint)
         return played
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 
 class AuxiliaryCarrier(nn.Module):
-    """A module that attaches auxiliary losses, multiplied by ``loss_scale``.
+    """A module that attaches auxiliary losses, multiplied by ``aux_scale``.
 
-    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``loss_scale`` is
+    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``aux_scale`` is
     1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The engine
     sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a later
     change does not affect microbatches that still wait for their backward.
     """
 
-    loss_scale: float = 1.0
+    aux_scale: float = 1.0
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """Set ``loss_scale`` of every router in ``model``.
+    """Set ``aux_scale`` of every router in ``model``.
 
     >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
     >>> for tokens, labels in batch:
@@ -29,13 +29,13 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
     """
     for module in model.modules():
         if isinstance(module, AuxiliaryCarrier):
-            module.loss_scale = scale
+            module.aux_scale = scale
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
     """Return ``weights`` unchanged; their backward also starts the backward of ``loss``, with gradient ``scale``.
 
-    >>> weights = attach(weights, balance_loss(probabilities, counts), scale=0.01)
+    >>> weights = attach(weights, z_loss(logits), scale=0.01)
 
     The result is the gradient of *total loss + scale · loss*, on any stage and in any schedule, and nothing travels to
     the last stage. The value of the total loss does not contain ``loss``.
@@ -59,23 +59,35 @@ class _Attach(torch.autograd.Function):
         return grads[0], grads[0].new_full((), ctx.scale, dtype=ctx.loss_dtype), None
 
 
-def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
-    """Load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4): ``E · Σ_e f_e · P_e``.
+def attach_balance(weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float) -> Tensor:
+    """:func:`attach` the load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4), ``E · Σ_e f_e · P_e``.
 
     ``f_e`` is the fraction of all choices that chose expert ``e``, so balanced routing gives 1 for every K; ``P_e`` is
-    the mean probability of ``e``. Only ``P`` has a gradient.
+    the mean probability of ``e``. Only ``P`` has a gradient, which is the same for all tokens, ``E · f / T``: nothing
+    is computed but it.
 
     Args:
+        weights: ``[T, K]``.
         probabilities: ``[T, E]``, summing to one for each token.
         counts: ``[E]`` int64, choices of each expert, summing to T·K.
-
-    Returns:
-        A scalar; 0 without tokens.
+        scale: Gradient of the loss.
     """
-    T, E = probabilities.shape
-    f = counts.to(probabilities.dtype) / counts.sum().clamp(min=1)
-    P = probabilities.sum(0) / max(T, 1)
-    return E * torch.dot(f, P)
+    return _AttachBalance.apply(weights, probabilities, counts, scale)
+
+
+class _AttachBalance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.scale, ctx.shape, ctx.dtype = scale, probabilities.shape, probabilities.dtype
+        return weights.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (counts,), (T, E) = ctx.saved_tensors, ctx.shape
+        fraction = counts.to(ctx.dtype).div_(max(grads[0].numel(), 1))
+        factor = torch.full((), ctx.scale, dtype=ctx.dtype, device="cpu") * E
+        return grads[0], fraction.mul_(factor).div_(max(T, 1)).expand(T, E), None, None
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
-from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows, spread_weighted, take_rows
-from overlap1f1b.kernels.slots import invert, pack_slots, place_slots, sort_slots
+from overlap1f1b.kernels.permute import OpenRows, opened, spread_rows, spread_weighted, take_rows
+from overlap1f1b.kernels.slots import Groups, group_places, invert, pack_slots, place_slots, sort_slots
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
 from overlap1f1b.transport.streams import Failed, nobody_failed
@@ -46,7 +46,7 @@ class Route(Splits):
         dropped: ``[E]`` int64, rows without room; None without a capacity.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert. On CUDA a device-side assertion fails instead.
+        ValueError: ``indices`` name an unknown expert. On a GPU a device-side assertion fails instead.
     """
 
     keeps_returned = True
@@ -67,7 +67,7 @@ class Route(Splits):
         self.dropped: Tensor | None = None
         self._arrived: Tensor | None = None  # rows by source and local expert
         self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
-        if not indices.is_cuda:
+        if indices.is_cpu:
             _check(indices, experts)
         if capacity is not None:
             room = min(math.ceil(capacity * indices.numel() / ranks), indices.numel())
@@ -75,7 +75,7 @@ class Route(Splits):
             self.order, self.inverse, self.counts, self.dropped = packing
             self.send = self.receive = EqualSplits([room] * ranks)
             self.counts_first = False
-        elif not indices.is_cuda and not kernels.uses_triton(place_slots, indices, experts):
+        elif indices.is_cpu and not kernels.uses_triton(place_slots, indices, experts):
             self.order, self.counts = sort_slots(indices, experts)
             self.inverse = invert(self.order)
         else:
@@ -89,7 +89,7 @@ class Route(Splits):
     @property
     def told(self) -> Tensor:
         """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
-        if not self.padded or self.counts.is_cuda:
+        if not self.padded or not self.counts.is_cpu:
             return self.counts
         each = self.counts.view(self.ranks, -1)
         return torch.cat([each, each.new_full((self.ranks, 1), self.tokens)], 1)
@@ -100,15 +100,15 @@ class Route(Splits):
         Raises:
             ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
         """
-        if self.padded and not counts.is_cuda:
+        if self.padded and counts.is_cpu:
             self.check_tokens(counts[:, -1].tolist())
             counts = counts[:, :-1]
         self._arrived = counts
         if self.padded:
             return
         if self.ranks == 1 and self.host is None:
-            if counts.is_cuda:  # the device checks, and the host does not wait
-                torch._assert_async(self.counts.sum() == self.order.shape[0], "indices name an expert that is none")
+            if self.tokens and not counts.is_cpu:  # the device looks if the last row has a slot: no wait of the host
+                torch._assert_async(self.order[-1] >= 0, "indices name an expert that is none")
             self.send = self.receive = [self.order.shape[0]]
             return
         sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout, failed)
@@ -130,48 +130,26 @@ class Route(Splits):
     @property
     def expert_rows(self) -> ExpertRows:
         """Number of received rows of each local expert."""
-        assert self._arrived is not None
-        counted = self._counted
+        arrived, counted = self._arrived, self._counted
+        assert arrived is not None
         host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
-        return ExpertRows(self._arrived.sum(0), host, padded=self.padded)
+        if self._groups is not None:
+            return ExpertRows(self._groups.ends, host, padded=self.padded)
+        counts = arrived[0] if len(arrived) == 1 else arrived.sum(0)
+        return ExpertRows(counts.cumsum(0, dtype=torch.int32), host)
 
     @property
     def regroups(self) -> bool:
         """Whether rows are received in another order than by expert, or with padding."""
-        return self._regroup is not None
+        return self._groups is not None
 
     @cached_property
-    def _regroup(self) -> Tensor | None:
-        """Received position of each grouped row, or −1: from order (source, expert) to order (expert, source)."""
-        assert self._arrived is not None
-        ranks, local = self._arrived.shape
-        if (ranks == 1 or local == 1) and not self.padded:
+    def _groups(self) -> Groups | None:
+        arrived = self._arrived
+        assert arrived is not None
+        if 1 in arrived.shape and not self.padded:
             return None
-        rows = sum(self.receive)
-        # Starts of each (source, expert) among received rows, and ends of each (expert, source) among grouped rows.
-        within = self._arrived.cumsum(1) - self._arrived
-        if self.padded:
-            first = torch.arange(ranks, device=within.device) * self.receive[0]
-        else:
-            each = self._arrived.sum(1)
-            first = each.cumsum(0) - each
-        begins, ends = (within + first.unsqueeze(1)).t().reshape(-1), self._arrived.t().reshape(-1).cumsum(0)
-        sizes = self._arrived.t().reshape(-1)
-        row = torch.arange(rows, device=ends.device)
-        part = torch.searchsorted(ends, row, right=True)
-        lost = part == len(ends)
-        part = part.clamp_(max=len(ends) - 1)
-        return (begins[part] + row - (ends - sizes)[part]).masked_fill_(lost, -1)
-
-    @cached_property
-    def _ungroup(self) -> Tensor:
-        """Grouped position of each received row of a padded route, or −1."""
-        index = self._regroup
-        assert index is not None
-        rows = len(index)
-        places = index.new_full((rows + 1,), -1)  # the last entry takes rows without a source
-        places[index.masked_fill(index < 0, rows)] = torch.arange(rows, device=index.device)
-        return places[:rows]
+        return self.kernels(group_places, arrived, sum(self.receive), self.padded)
 
     def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows to send ``[rows, H]`` of ``tokens [T, H]``."""
@@ -183,15 +161,11 @@ class Route(Splits):
 
     def group(self, rows: Tensor) -> Tensor:
         """Group received rows ``[R, H]`` by expert."""
-        return rows if self._regroup is None else self.kernels(take_rows, rows, self._regroup, self.padded)
+        return rows if self._groups is None else self.kernels(take_rows, rows, self._groups.order, self.padded)
 
     def ungroup(self, rows: Tensor) -> Tensor:
         """Return grouped rows ``[R, H]`` to the order in which they were received."""
-        if self._regroup is None:
-            return rows
-        if self.padded:
-            return self.kernels(take_rows, rows, self._ungroup, True)
-        return self.kernels(put_rows, rows, self._regroup)
+        return rows if self._groups is None else self.kernels(take_rows, rows, self._groups.inverse, self.padded)
 
     def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Sum returned rows ``[rows, H]`` by ``weights [T, K]`` to ``[T, H]``."""

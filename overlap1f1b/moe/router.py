@@ -8,12 +8,11 @@ from typing import Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.routing import TINY, Rule, route, route_in_turn
-from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, balance_loss, z_loss
+from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
+from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, attach_balance, z_loss
 from overlap1f1b.schedule.values import check_size
 
 Score = Literal["softmax", "sigmoid"]
@@ -90,7 +89,7 @@ class Router(AuxiliaryCarrier):
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
     experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
-    In training mode, auxiliary losses are attached to the weights, times ``loss_scale`` (see
+    In training mode, auxiliary losses are attached to the weights, times ``aux_scale`` (see
     :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and choices are counted in ``load``.
 
     Balance without an auxiliary loss comes from ``correction_bias`` (Wang et al. 2024; DeepSeek-V3, 2.1.2), which is
@@ -129,28 +128,27 @@ class Router(AuxiliaryCarrier):
         self.register_buffer("load", load, persistent=False)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(tokens.device.type, enabled=False):
-            logits = F.linear(tokens.to(wide), self.gate.weight.to(wide))
+        rule, dtype = self.config.rule, tokens.dtype
+        logits = gate_logits(tokens, self.gate.weight)
         if self.config.force_load_balance:
-            indices, weights, scores = route_in_turn(logits, self.config.rule)
+            indices, weights, scores = route_in_turn(logits, rule)
+            weights = weights.to(dtype)
         else:
-            indices, weights, scores = route(logits, self.correction_bias, self.config.rule, self.kernels)
-        weights = weights.to(tokens.dtype)
+            indices, weights, scores = route(logits, self.correction_bias, rule, self.kernels, dtype)
         if self.training:
-            counts = _count(indices, self.config.experts)
-            self.load.add_(counts)
-            weights = self._attach_losses(weights, logits, scores, counts)
+            self.kernels(count_choices_, self.load, indices)
+            weights = self._attach_losses(weights, logits, scores, indices)
         return indices, weights
 
-    def _attach_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
+    def _attach_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
         aux, z = self.config.aux_coefficient, self.config.z_coefficient
         if aux:
+            counts = self.kernels(count_choices_, torch.zeros_like(self.load), indices)
             softmax = self.config.score == "softmax"
             probabilities = scores if softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
-            weights = attach(weights, balance_loss(probabilities, counts), aux * self.loss_scale)
+            weights = attach_balance(weights, probabilities, counts, aux * self.aux_scale)
         if z:
-            weights = attach(weights, z_loss(logits), z * self.loss_scale)
+            weights = attach(weights, z_loss(logits), z * self.aux_scale)
         return weights
 
     @torch.no_grad()
@@ -180,10 +178,3 @@ class Router(AuxiliaryCarrier):
 
     def extra_repr(self) -> str:
         return str(self.config)
-
-
-def _count(indices: Tensor, experts: int) -> Tensor:
-    """Return how often each expert occurs, ``[E]`` int64. ``bincount`` would wait for a CUDA device."""
-    flat = indices.reshape(-1)
-    counts = torch.zeros(experts, dtype=torch.int64, device=indices.device)
-    return counts.scatter_add_(0, flat, torch.ones_like(flat))

@@ -107,8 +107,8 @@ class MoEConfig:
 class Rotary(nn.Module):
     """Rotary positions (Su et al. 2021): element ``i`` of a head turns with element ``i + D/2``, as in Llama.
 
-    The table ``[2, S, D/2]`` of cosines and sines follows from the arguments. So it is not in checkpoints, and it is
-    built again when the module moves: ``model.bfloat16()`` does not round the angles.
+    The table ``[2, S, D]`` of cosines and signed sines follows from the arguments. So it is not in checkpoints, and it
+    is built again when the module moves: ``model.bfloat16()`` does not round the angles.
 
     Args:
         sequence: Largest S.
@@ -134,7 +134,9 @@ class Rotary(nn.Module):
     def _build(self, like: Tensor) -> Tensor:
         frequency = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device="cpu") / self.size)
         angle = torch.outer(torch.arange(self.sequence, dtype=torch.float64, device="cpu"), frequency)
-        return torch.stack([angle.cos(), angle.sin()]).to(like.device, torch.promote_types(like.dtype, torch.float32))
+        cos, sin = angle.cos(), angle.sin()
+        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
+        return table.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -148,7 +150,7 @@ class Rotary(nn.Module):
             raise ValueError(f"{S} positions in a model with sequence={self.sequence}; allowed: 1 to {self.sequence}")
         cos, sin = self.table[:, :S]
         a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+        return (x * cos).add_(torch.cat([b, a], dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):

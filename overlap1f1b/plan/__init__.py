@@ -1,26 +1,26 @@
 """Floor ``plan``: sub-op nodes of every action, and the order in which a rank issues them. Pure Python, no torch."""
 
+from overlap1f1b.plan.bounds import bound, pipeline_bound
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
+from overlap1f1b.plan.found import found_orders
 from overlap1f1b.plan.node import (
     RECOMPUTES,
     RESOURCE_OF,
     BlockShape,
     Node,
     Op,
+    Place,
     Recompute,
     Resource,
     StageShape,
-    backward_chain,
     brought_by,
-    forward_chain,
     parse_parts,
     parse_recompute,
     segments_of,
-    weight_node,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
@@ -39,28 +39,29 @@ __all__ = [
     "NodeRange",
     "Op",
     "Overlap",
+    "Place",
     "Plan",
     "Recompute",
     "Resource",
     "Span",
     "StageShape",
     "StepRange",
-    "backward_chain",
+    "bound",
     "brought_by",
     "check",
     "check_rendezvous",
     "compile",
     "cost_key",
     "fastest",
-    "forward_chain",
+    "found_orders",
     "parse_node",
     "parse_overlap",
     "parse_parts",
     "parse_range",
     "parse_recompute",
+    "pipeline_bound",
     "play_clocks",
     "play_ranks",
     "segments_of",
-    "weight_node",
     "with_rendezvous",
 ]

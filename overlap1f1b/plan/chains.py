@@ -58,9 +58,9 @@ class Chains:
         chain = list(forward_chain(action, shape) if forward else backward_chain(action, shape))
         before, after = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
         if self._travels(action, before):
-            chain.insert(0, chain[0]._replace(op=Op.RECEIVE, seam=0))
+            chain.insert(0, chain[0]._replace(op=Op.RECEIVE, call=0, part=0))
         if self._travels(action, after):
-            chain.append(chain[-1]._replace(op=Op.SEND, seam=0))
+            chain.append(chain[-1]._replace(op=Op.SEND, call=0, part=0))
         return tuple(chain)
 
     def _weight(self, node: Node) -> Node | None:

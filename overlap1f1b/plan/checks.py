@@ -5,7 +5,7 @@ from __future__ import annotations
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Resource, brought_by, without_part
+from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Place, Resource, brought_by
 from overlap1f1b.plan.orders import sent_messages
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
@@ -80,7 +80,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     reductions: dict[Node, list[Node]] = {}
     for action in plan.program.actions(rank):
         last = [chains.of(needed)[-1] for needed in chains.local_needs(action)] if action.kind is not Kind.W else []
-        sent: dict[tuple[Op, int], Node] = {}  # exchanges behind the last sub-op that waited for all
+        sent: dict[Place, Node] = {}  # exchanges behind the last sub-op that waited for all
         for node in chains.of(action):
             if node.op is Op.RECEIVE:  # posted at any time
                 needs[node] = []
@@ -97,14 +97,14 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
                 continue
             for entry in chains.with_weights(action, (node,)):
                 if entry not in needs:  # a weight gradient
-                    needs[entry] = [node if action.kind is Kind.B else _input_of(node, chains)]
-                place = without_part(entry, chains.shapes[entry.stage])
+                    needs[entry] = [node if action.kind is Kind.B else entry._replace(kind=Kind.I)]
+                place = entry._replace(part=0) if entry.op is Op.EXPERTS else entry
                 key = place[:2] + place[3:]  # without its microbatch
                 if key in previous:  # of the part before, or of the last part of the microbatch before
                     needs[entry].append(previous[key])
                 previous[key] = entry
                 if node.op in CONTRIBUTING and chains.shapes[node.stage][node.block].reduced:
-                    reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1, seam=0)
+                    reduction = node._replace(op=Op.REDUCE, kind=Kind.W, microbatch=-1, call=0, part=0)
                     reductions.setdefault(reduction, []).append(entry)
     at = {node: position for position, node in enumerate(plan.ranks[rank])}
     for reduction, contributions in reductions.items():  # it has the microbatch of the last one in the plan's order
@@ -113,27 +113,21 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
     return needs
 
 
-def _exchanges_before(node: Node, sent: dict[tuple[Op, int], Node]) -> list[Node]:
+def _exchanges_before(node: Node, sent: dict[Place, Node]) -> list[Node]:
     """Return the exchange behind which a node stands: the last one, or of the experts of a part that of the part."""
-    one = brought_by(node.op, node.kind, node.seam)
+    one = brought_by(node)
     found = sent[one] if one in sent else next(reversed(sent.values()), None)
     return [] if found is None else [found]
 
 
-def _behind(node: Node, last: list[Node], sent: dict[tuple[Op, int], Node]) -> list[Node]:
+def _behind(node: Node, last: list[Node], sent: dict[Place, Node]) -> list[Node]:
     """Return the nodes that the next node of an action needs beside its exchange, and keep ``sent``."""
     if node.resource in (Resource.EXCHANGE, Resource.CONTROL):
-        sent[node.op, node.seam] = node
+        sent[node.place] = node
         return last
-    if brought_by(node.op, node.kind, node.seam) not in sent:
+    if brought_by(node) not in sent:
         sent.clear()
     return [node]
-
-
-def _input_of(weight: Node, chains: Chains) -> Node:
-    """Return the input gradient behind which a weight gradient becomes possible."""
-    parts = chains.shapes[weight.stage][weight.block].parts if weight.op is Op.EXPERTS else 1
-    return weight._replace(kind=Kind.I, seam=weight.seam * parts)
 
 
 def _check_lanes(plan: Plan, chains: Chains) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.intervals import Interval, common, difference, length, union
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, brought_by
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, brought_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -26,7 +26,7 @@ _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
 
 def destination(node: Node) -> Key:
     """Return the chain that receives the message of a SEND node."""
-    _, kind, microbatch, _, _, stage, pipe = node
+    _, kind, microbatch, _, _, _, stage, pipe = node
     return pipe, stage + (1 if kind is _F else -1), microbatch, kind
 
 
@@ -116,12 +116,12 @@ class Clock:
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
-        self.landed: dict[Key, dict[tuple[Op, int], float]] = {}  # ends of exchanges that no compute has taken yet
+        self.landed: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
         """Return the time at which all inputs of a node have arrived; infinite while one has not been sent."""
-        op, kind, microbatch, _, seam, stage, pipe = node
+        op, kind, microbatch, _, call, part, stage, pipe = node
         # These may start as soon as they are issued; rows of an exchange were computed before.
         if kind is _W or op is _RECEIVE or op in RECOMPUTES or op is _COMBINE or (op is _DISPATCH and kind is _I):
             return 0.0
@@ -132,7 +132,7 @@ class Clock:
             if landed is None or (op is not _EXPERTS and op is not _DISPATCH):
                 return ready
             needed = _COUNTS if op is _DISPATCH else _DISPATCH if kind is _F else _COMBINE
-            return landed.get((needed, seam), ready)  # of several parts each waits for its own
+            return landed.get((needed, call, part), ready)  # of several parts each waits for its own
         if key in self.awaited:
             transfer = self.arrivals.get(key)
             return _FOREVER if transfer is None else transfer.end
@@ -148,7 +148,7 @@ class Clock:
 
     def play(self, node: Node, needed: float | None = None) -> Span:
         """Issue a node and return its span; ``needed`` is the result of :meth:`needed`, if it is known."""
-        op, kind, microbatch, _, seam, stage, pipe = node
+        op, kind, microbatch, _, call, part, stage, pipe = node
         if self.counts_block or self.launch:
             self._launch(node)
         if op is _RECEIVE:
@@ -158,7 +158,7 @@ class Clock:
         if (
             self.counts_block
             and op is _DISPATCH
-            and (_COUNTS, seam) in self.landed.get((pipe, stage, microbatch, kind), ())
+            and (_COUNTS, call, part) in self.landed.get((pipe, stage, microbatch, kind), ())
         ):
             start = self.host  # which has waited for the counts
         lane = RESOURCE_OF[op]
@@ -172,7 +172,7 @@ class Clock:
         else:
             start, end = self._travel(node, start, self.free[lane])
             if kind is not _W:
-                self.landed.setdefault((pipe, stage, microbatch, kind), {})[op, seam] = end
+                self.landed.setdefault((pipe, stage, microbatch, kind), {})[op, call, part] = end
         if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
@@ -181,7 +181,7 @@ class Clock:
         """Forget the exchanges that a compute node has waited for: of its part, or all."""
         key = node.pipe, node.stage, node.microbatch, node.kind
         landed = self.landed.pop(key, None)
-        if landed is not None and (one := brought_by(node.op, node.kind, node.seam)) in landed:
+        if landed is not None and (one := brought_by(node)) in landed:
             del landed[one]
             self.landed[key] = landed
 

@@ -48,7 +48,7 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
         shape: Blocks of every stage, or a sequence with the blocks of each stage.
         costs: Costs of the nodes.
         overlap: ``"serial"``, ``"pairs"`` or k.
-        counts_block: Whether the host waits for counts, as on CUDA.
+        counts_block: Whether the host waits for counts, as on a GPU.
 
     Raises:
         ValueError: The program breaks a rule, the overlap is unknown, the shapes are of another number of stages, a

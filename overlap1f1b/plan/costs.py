@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
 
-CostKey = tuple[Op, Kind, int, int, int]
-"""Sub-op, kind, stage, block, seam."""
+CostKey = tuple[Op, Kind, int, int, int, int]
+"""Sub-op, kind, stage, block, call, part."""
 
 Cost = float | tuple[float, ...]
 """A time, or for an exchange the times on its links."""
@@ -18,8 +18,8 @@ Cost = float | tuple[float, ...]
 def cost_key(node: Node) -> CostKey:
     """Return the key of a node's cost: the same for every microbatch and pipe; for a transfer its stage."""
     if node.op is Op.SEND:
-        return Op.SEND, node.kind, node.stage, 0, 0
-    return node.op, node.kind, node.stage, node.block, node.seam
+        return Op.SEND, node.kind, node.stage, 0, 0, 0
+    return node.op, node.kind, node.stage, node.block, node.call, node.part
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class NodeCosts:
 
     Args:
         by_op: Cost of a (sub-op, kind) in every block; a missing one costs nothing.
-        by_node: Costs of single (sub-op, kind, stage, block, seam), which have precedence over ``by_op``; a measured
-            step fills these. An exchange may have a cost for each link, since uneven rows load the links unevenly, and
-            two exchanges may load different links. The key of a transfer between stages has the sending stage, block 0
-            and seam 0.
+        by_node: Costs of single (sub-op, kind, stage, block, call, part), which have precedence over ``by_op``; a
+            measured step fills these. An exchange may have a cost for each link, since uneven rows load the links
+            unevenly, and two exchanges may load different links. The key of a transfer between stages has the sending
+            stage, block 0, call 0 and part 0.
         shared_links: Whether transfers between stages use the links of the exchanges, as with one network interface:
             then each gets half of a link while the other runs.
         launch: Time that the host needs to launch a (sub-op, kind), for a device on which a thread only queues work; a
@@ -53,7 +53,7 @@ class NodeCosts:
     def __post_init__(self) -> None:
         links: set[int] = set()
         for key, cost in (*self.by_op.items(), *self.by_node.items()):
-            op, kind = _checked(key, 2 if key in self.by_op else 5)
+            op, kind = _checked(key, 2 if key in self.by_op else 6)
             if isinstance(cost, tuple):
                 links.add(len(cost))
             for part in cost if isinstance(cost, tuple) else (cost,):
@@ -120,8 +120,8 @@ class NodeCosts:
 def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
     op, kind = key[:2] if len(key) == length else (None, None)
     if not isinstance(op, Op) or not isinstance(kind, Kind):
-        names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, seam)"
+        names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, call, part)"
         raise ValueError(f"a cost of {key}; allowed: a key {names}")
-    if op is Op.SEND and length == 5 and key[3:] != (0, 0):
-        raise ValueError(f"a cost of {key}; allowed: block 0 and seam 0, since a transfer belongs to its stage")
+    if op is Op.SEND and length == 6 and key[3:] != (0, 0, 0):
+        raise ValueError(f"a cost of {key}; allowed: block, call and part 0, since a transfer belongs to its stage")
     return op, kind

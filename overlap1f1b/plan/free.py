@@ -13,7 +13,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by, parts_of
+from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by
 from overlap1f1b.plan.scheduler import RankScheduler, run_together
 from overlap1f1b.schedule import Action, Kind
 
@@ -101,15 +101,14 @@ class Steps:
         for number, (begin, end) in enumerate(zip(at, [*at[1:], len(nodes)], strict=True)):
             gate, node = number + 1, nodes[begin]
             blocks = self.chains.shapes[stage][node.block]
-            if node.op is _EXPERTS:
-                parts = parts_of(node.seam // blocks.parts, blocks)
-                gate = computes.index(node._replace(seam=parts[-1 if kind is _F else 0])) + 1
+            if node.op is _EXPERTS:  # the last part of its call
+                gate = computes.index(node._replace(part=blocks.parts - 1 if kind is _F else 0)) + 1
             weight = self.chains.weight(node) if kind is _I else None
             behind = nodes[begin + 1 : end]
             exchanges = tuple(other for other in behind if RESOURCE_OF[other.op] is _EXCHANGE)
-            one = brought_by(node.op, kind, node.seam)
+            one = brought_by(node)
             # Of several parts each needs its own; a block's own exchanges come one after another.
-            brought = [(other.op, other.seam) for other in sent if other.block == node.block and not blocks.exchanges]
+            brought = [other.place for other in sent if other.block == node.block and not blocks.exchanges]
             needs = len(sent) - len(brought) + brought.index(one) + 1 if one in brought else len(sent)
             sent += exchanges
             at_once = tuple(other for other in behind if RESOURCE_OF[other.op] is not _EXCHANGE)

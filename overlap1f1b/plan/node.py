@@ -72,6 +72,9 @@ _DROPPED: dict[Recompute, tuple[Op, ...]] = {
 
 _ROUND_TRIP = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
+Place = tuple[Op, int, int]
+"""Where a node is in its block: sub-op, call and part."""
+
 
 class Node(NamedTuple):
     """One sub-op of one microbatch: ``kind`` is F, I (the input gradient) or W.
@@ -79,15 +82,16 @@ class Node(NamedTuple):
     >>> str(Node(Op.EXPERTS, Kind.W, microbatch=3, block=1))
     'experts.w[1] m3'
 
-    ``block`` counts the stage's blocks, ``seam`` the nodes of the same sub-op inside a block: the calls of experts, or
-    the parts of all calls.
+    ``block`` counts the stage's blocks, ``call`` a block's calls of experts (or its own exchanges of the same sub-op),
+    ``part`` the parts of a call; weight gradients of all parts are one node.
     """
 
     op: Op
     kind: Kind
     microbatch: int
     block: int
-    seam: int = 0
+    call: int = 0
+    part: int = 0
     stage: int = 0
     pipe: int = 0
 
@@ -102,6 +106,11 @@ class Node(NamedTuple):
         return self.pipe, self.stage, self.microbatch, self.kind
 
     @property
+    def place(self) -> Place:
+        """Where it is in its block."""
+        return self.op, self.call, self.part
+
+    @property
     def name(self) -> str:
         """Sub-op and direction, as in records and tables, for example ``experts.w``."""
         return f"{self.op.value}.{'b' if self.kind is Kind.I else self.kind.value.lower()}"
@@ -109,12 +118,14 @@ class Node(NamedTuple):
     @property
     def tag(self) -> int:
         """Tag of an exchange, below 2³¹: the same on every rank, and unique among exchanges in flight."""
-        number = ((self.microbatch % 512) * 256 + self.stage % 256) * 256 + self.block % 256
-        return (number * 8 + self.seam % 8) * 8 + 2 * _ROUND_TRIP.index(self.op) + (self.kind is Kind.F)
+        number = ((self.microbatch % 512) * 64 + self.stage % 64) * 256 + self.block % 256
+        number = (number * 4 + self.call % 4) * MOST_PARTS + self.part
+        return number * 8 + 2 * _ROUND_TRIP.index(self.op) + (self.kind is Kind.F)
 
     def __str__(self) -> str:
         place = f" s{self.stage}{chr(39) * self.pipe}" if self.stage or self.pipe else ""
-        return f"{self.name}[{self.block}{f'.{self.seam}' if self.seam else ''}] m{self.microbatch}{place}"
+        call = (f".{self.call}" if self.call or self.part else "") + (f".{self.part}" if self.part else "")
+        return f"{self.name}[{self.block}{call}] m{self.microbatch}{place}"
 
 
 class BlockShape(NamedTuple):
@@ -185,59 +196,52 @@ def parse_parts(value: object) -> int:
     return value
 
 
-def forward_order(shape: BlockShape) -> tuple[tuple[Op, int], ...]:
-    """Return the nodes of a block's forward in order: sub-op, and number among nodes of this sub-op.
+def forward_order(shape: BlockShape) -> tuple[Place, ...]:
+    """Return the nodes of a block's forward in order.
 
-    >>> [f"{op}[{seam}]" for op, seam in forward_order(BlockShape(seams=1))]
+    >>> [f"{op}[{call}]" for op, call, part in forward_order(BlockShape(seams=1))]
     ['attention[0]', 'counts[0]', 'dispatch[0]', 'experts[0]', 'combine[0]', 'aggregate[0]']
     """
-    order = [(shape.own, 0)]
+    order: list[Place] = [(shape.own, 0, 0)]
     for position, op in enumerate(shape.exchanges):
-        seam = shape.exchanges[:position].count(op)
-        order += [(op, seam), (SEGMENT_BEHIND[op], seam)]
+        call = shape.exchanges[:position].count(op)
+        order += [(op, call, 0), (SEGMENT_BEHIND[op], call, 0)]
+    parts = range(shape.parts)
     for call in range(shape.seams):
-        parts = parts_of(call, shape)
-        order += [(op, seam) for op in (Op.COUNTS, Op.DISPATCH) for seam in parts]
-        order += [(op, seam) for seam in parts for op in (Op.EXPERTS, Op.COMBINE)]
-        order.append((Op.AGGREGATE, call))
+        order += [(op, call, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
+        order += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
+        order.append((Op.AGGREGATE, call, 0))
     return tuple(order)
 
 
-def segments_of(shape: BlockShape) -> list[tuple[Op, int, list[tuple[Op, int]]]]:
-    """Return a block's segments in forward order: sub-op, number, and the exchanges of rows behind it.
+def segments_of(shape: BlockShape) -> list[tuple[Place, list[Place]]]:
+    """Return a block's segments in forward order, each with the exchanges of rows behind it.
 
-    A number counts the segments, or the exchanges, of the same sub-op.
-
-    >>> for op, seam, behind in segments_of(BlockShape(seams=1, parts=2)):
-    ...     print(f"{op}[{seam}]", [f"{op}[{seam}]" for op, seam in behind])
-    attention[0] ['dispatch[0]', 'dispatch[1]']
-    experts[0] ['combine[0]']
-    experts[1] ['combine[1]']
-    aggregate[0] []
+    >>> for (op, call, part), behind in segments_of(BlockShape(seams=1, parts=2)):
+    ...     print(f"{op}[{call}.{part}]", [f"{op}[{call}.{part}]" for op, call, part in behind])
+    attention[0.0] ['dispatch[0.0]', 'dispatch[0.1]']
+    experts[0.0] ['combine[0.0]']
+    experts[0.1] ['combine[0.1]']
+    aggregate[0.0] []
     """
-    segments: list[tuple[Op, int, list[tuple[Op, int]]]] = []
-    for op, seam in forward_order(shape):
-        if RESOURCE_OF[op] is Resource.COMPUTE:
-            segments.append((op, seam, []))
-        elif RESOURCE_OF[op] is Resource.EXCHANGE:
-            segments[-1][2].append((op, seam))
+    segments: list[tuple[Place, list[Place]]] = []
+    for place in forward_order(shape):
+        if RESOURCE_OF[place[0]] is Resource.COMPUTE:
+            segments.append((place, []))
+        elif RESOURCE_OF[place[0]] is Resource.EXCHANGE:
+            segments[-1][1].append(place)
     return segments
 
 
-def parts_of(call: int, shape: BlockShape) -> range:
-    """Return the numbers of the parts of one call of experts, where the parts of all calls are counted."""
-    return range(call * shape.parts, (call + 1) * shape.parts)
-
-
-def brought_by(op: Op, kind: Kind, seam: int) -> tuple[Op, int] | None:
+def brought_by(node: Node) -> Place | None:
     """Return the exchange that experts wait for if it is in flight; None for a sub-op that waits for all exchanges.
 
-    >>> brought_by(Op.EXPERTS, Kind.I, 1)
-    (<Op.COMBINE: 'combine'>, 1)
+    >>> brought_by(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=1))
+    (<Op.COMBINE: 'combine'>, 0, 1)
     """
-    if op is not Op.EXPERTS:
+    if node.op is not Op.EXPERTS:
         return None
-    return (Op.DISPATCH if kind is Kind.F else Op.COMBINE), seam
+    return (Op.DISPATCH if node.kind is Kind.F else Op.COMBINE), node.call, node.part
 
 
 def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
@@ -246,8 +250,8 @@ def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     Each needs the one before it, but for the experts of a part, which need the rows of this part alone.
     """
     for index, block in enumerate(shape):
-        for op, seam in forward_order(block):
-            yield Node(op, Kind.F, action.microbatch, index, seam, action.stage, action.pipe)
+        for op, call, part in forward_order(block):
+            yield Node(op, Kind.F, action.microbatch, index, call, part, action.stage, action.pipe)
 
 
 def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
@@ -258,24 +262,24 @@ def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
     runs beside the exchange of their gradient; the rest may run even before the stage's output gradient arrives.
     """
     for index in reversed(range(len(shape))):
-        for op, seam in _backward_order(shape[index]):
-            yield Node(op, Kind.I, action.microbatch, index, seam, action.stage, action.pipe)
+        for op, call, part in _backward_order(shape[index]):
+            yield Node(op, Kind.I, action.microbatch, index, call, part, action.stage, action.pipe)
 
 
-def _backward_order(shape: BlockShape) -> list[tuple[Op, int]]:
+def _backward_order(shape: BlockShape) -> list[Place]:
     """Return the nodes of a block's input gradient in order, which is the forward's reversed, but for parts.
 
     The gradients of all parts of a call leave before its experts, as the rows of all parts do in a forward.
     """
-    order = [(RECOMPUTE_OF[shape.own], 0)] if shape.drops(shape.own) else []
+    order: list[Place] = [(RECOMPUTE_OF[shape.own], 0, 0)] if shape.drops(shape.own) else []
     if shape.exchanges:
         return order + list(reversed(forward_order(shape)))
+    again = [Op.RECOMPUTE_EXPERTS] if shape.drops(Op.EXPERTS) else []
+    parts = range(shape.parts)[::-1]
     for call in reversed(range(shape.seams)):
-        parts = parts_of(call, shape)[::-1]
-        order += [(Op.AGGREGATE, call), *((Op.COMBINE, seam) for seam in parts)]
-        again = [Op.RECOMPUTE_EXPERTS] if shape.drops(Op.EXPERTS) else []
-        order += [(op, seam) for seam in parts for op in (*again, Op.EXPERTS, Op.DISPATCH)]
-    return [*order, (shape.own, 0)]
+        order += [(Op.AGGREGATE, call, 0), *((Op.COMBINE, call, part) for part in parts)]
+        order += [(op, call, part) for part in parts for op in (*again, Op.EXPERTS, Op.DISPATCH)]
+    return [*order, (shape.own, 0, 0)]
 
 
 def weight_node(node: Node, shape: StageShape) -> Node | None:
@@ -283,18 +287,8 @@ def weight_node(node: Node, shape: StageShape) -> Node | None:
 
     The parts of a call have one, so that their sum has one order.
     """
-    block = shape[node.block]
-    if node.kind is Kind.I and node.resource is Resource.COMPUTE and block.defers(node.op):
-        call, part = divmod(node.seam, block.parts) if node.op is Op.EXPERTS else (node.seam, 0)
-        return None if part else node._replace(kind=Kind.W, seam=call)
-    return None
-
-
-def without_part(node: Node, shape: StageShape) -> Node:
-    """Return the node with the number of its call: parts of a call add to the same gradients, as one."""
-    if node.op is not Op.EXPERTS or node.kind is Kind.W:
-        return node
-    return node._replace(seam=node.seam // shape[node.block].parts)
+    defers = node.kind is Kind.I and node.resource is Resource.COMPUTE and shape[node.block].defers(node.op)
+    return node._replace(kind=Kind.W) if defers and not node.part else None
 
 
 Recompute = Literal["none", "experts", "attention", "block"]

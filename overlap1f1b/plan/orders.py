@@ -50,7 +50,7 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     for index, node in enumerate(nodes):
         reduced.append(node)
         if last.get((node.pipe, node.stage, node.block)) == index:
-            reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, seam=0))
+            reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, call=0, part=0))
     return reduced
 
 

@@ -5,6 +5,7 @@ One grammar for NVTX and torch.profiler:
     o1 rank 3: pp 1/2, dp 0/1, ep 1/2     a label: the rank, its position and the size of each mesh dimension
     o1 step 17                            a step, counted from 1
     o1 experts.w[1] m3                    a node on the issuing thread; for an exchange or transfer, its launch
+    o1 experts.f[1.2.1] m3 s2'            of block 1, call 2, part 1, on stage 2, of the second pipe
     o1 flight dispatch.f[1] m3            an exchange or transfer, from departure to arrival
     o1 wait dispatch.f[1] m3              the issuing thread waits for that arrival
     o1 action 2F0                         an action from its first node to its last; actions overlap without nesting
@@ -26,7 +27,9 @@ FORMAT, VERSION = "overlap1f1b-spans", 1
 NodeRangeKind = Literal["node", "flight", "wait"]
 
 _NODE = re.compile(
-    r"(flight |wait )?(\w+)\.([fbw])\[(\d{1,40})(?:\.(\d{1,40}))?\] m(\d{1,40})(?: s(\d{1,40})('{0,40}))?", re.ASCII
+    r"(flight |wait )?(\w+)\.([fbw])\[(\d{1,40})(?:\.(\d{1,40}))?(?:\.(\d{1,40}))?\] "
+    r"m(\d{1,40})(?: s(\d{1,40})('{0,40}))?",
+    re.ASCII,
 )
 _LABEL = re.compile(r"rank (\d{1,40}):((?: \w{1,40} \d{1,40}/\d{1,40}(?:,(?! *$)|$))*)", re.ASCII)
 _STEP = re.compile(r"step (\d{1,40})", re.ASCII)
@@ -104,8 +107,8 @@ def parse_range(text: str) -> Range | None:
         return None
     text = text[len(PREFIX) :]
     if (match := _NODE.fullmatch(text)) and match[2] in _OPS:
-        kind, op, direction, block, seam, microbatch, stage, marks = match.groups()
-        place = (int(microbatch), int(block), int(seam or 0), int(stage or 0), len(marks or ""))
+        kind, op, direction, block, call, part, microbatch, stage, marks = match.groups()
+        place = (int(microbatch), int(block), int(call or 0), int(part or 0), int(stage or 0), len(marks or ""))
         return NodeRange(_RANGE_KIND[kind], Node(_OPS[op], _KIND[direction], *place))
     if match := _STEP.fullmatch(text):
         return StepRange(int(match[1]))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Span
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, without_part
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
 from overlap1f1b.schedule import Action, Kind, Program
 
@@ -248,8 +248,8 @@ class ListScheduler(RankScheduler):
 
     def _place(self, node: Node) -> tuple[object, ...]:
         """Return the node without its microbatch and part: microbatches pass a place in one order."""
-        if self.parts:
-            node = without_part(node, self.chains.shapes[node.stage])
+        if self.parts and node.op is _EXPERTS:
+            node = node._replace(part=0)
         return node[:2] + node[3:]
 
     def _has_room(self, older_inputs: int) -> bool:
@@ -282,7 +282,7 @@ class ListScheduler(RankScheduler):
                 self.live.discard(microbatch_of(node))
 
     def _passed(self, node: Node) -> None:
-        if node.op is not _EXPERTS or not node.seam % self.chains.shapes[node.stage][node.block].parts:
+        if node.op is not _EXPERTS or not node.part:
             place = self._place(node)  # parts pass together, with the first as the last
             self.passed[place] = self.passed.get(place, 0) + 1
         weight = self.chains.weight(node)

@@ -19,7 +19,7 @@ Column = NDArray[np.int64]
 
 
 class Stream(NamedTuple):
-    """Kernels and copies of one CUDA stream that have no range."""
+    """Kernels and copies of one stream that have no range."""
 
     number: int
 

@@ -86,8 +86,8 @@ def _against_exposure(sums: Figures) -> str:
         return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
     if sums.device and overlap.hidden_fraction <= NONE:
         return (
-            "exchange and compute never ran at once: see that CUDA_DEVICE_MAX_CONNECTIONS is not 1 and is set before "
-            "CUDA starts, and that the exchange has a stream of its own"
+            "exchange and compute never ran at once: see what overlap1f1b doctor says of connections and streams, and "
+            "that the exchange has a stream of its own"
         )
     if overlap.exchange > sums.compute:
         return (

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from overlap1f1b.running.launch import STORE, end_with_agent, under_torchrun
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.failures import LostRankError, is_loss
 
 
@@ -73,7 +74,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         pp, dp, ep = shape
         raise ValueError(f"{size} ranks for --pp {pp} --dp {dp} --ep {ep}; allowed: {math.prod(shape)} ranks")
     if size == 1:
-        yield Rank(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"), None)
+        yield Rank(0, 1, devices.present(), None)
         return
     end_with_agent()
     rank, limit = int(os.environ["RANK"]), timedelta(seconds=timeout)
@@ -81,7 +82,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
         store, *_ = next(rendezvous(f"file://{store_path}" if store_path else "env://", rank, size, timeout=limit))
         store.set_timeout(limit)
         device = _device_of(store, rank, size)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = dist.get_default_backend_for_device(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "ep"))
     except RuntimeError as error:
@@ -98,15 +99,18 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
 
 def _device_of(store: Any, rank: int, size: int) -> torch.device:
     """Return this rank's device: a GPU if every rank has one of its own. All ranks must call this."""
-    # A job may show a rank its own GPU alone: number 0 for every rank.
-    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    index = local if 0 <= local < count else 0
-    # NCCL takes ranks with different host names for ranks on different machines, whatever GPU they have.
-    gpu = f"{torch.cuda.get_device_properties(index).uuid} {os.environ.get('NCCL_HOSTID')}" if count else None
-    own = ranks_with_gpu(store, size, gpu)
+    device, name = devices.present(), None
+    gpu = devices.of(device)
+    if gpu is not None:
+        # A job may show a rank its own GPU alone: number 0 for every rank.
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device(device.type, local if 0 <= local < gpu.device_count() else 0)
+        # NCCL takes ranks with different host names for ranks on different machines, whatever GPU they have.
+        name = f"{gpu.get_device_properties(device).uuid} {os.environ.get('NCCL_HOSTID')}"
+    own = ranks_with_gpu(store, size, name)
     if own == size:
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
+        gpu.set_device(device)
+        return device
     if own and rank == 0:
         sys.stderr.write(f"overlap1f1b: {own} of {size} ranks have a GPU of their own: all compute on processors\n")
     return torch.device("cpu")
@@ -122,12 +126,6 @@ def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
     if store.add("ranks that came", 1) == size:  # the last one knows
         store.set("all ranks", str(store.add("ranks with a GPU", 0)))
     return int(store.get("all ranks"))
-
-
-def settle(device: torch.device) -> None:
-    """Wait until the device has computed everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 LOST = re.compile(

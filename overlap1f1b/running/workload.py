@@ -18,6 +18,7 @@ from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import RunOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.schedule import Program
+from overlap1f1b.transport import devices
 
 if TYPE_CHECKING:
     from overlap1f1b.running.hf import HfModel
@@ -103,7 +104,7 @@ def environment(rank: Rank) -> dict[str, object]:
         "overlap1f1b": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu",
+        "device": "cpu" if (gpu := devices.of(rank.device)) is None else gpu.get_device_name(rank.device),
         "cores": cores(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": rank.size,

@@ -4,6 +4,7 @@ from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, pa
 from overlap1f1b.schedule.generators.build import (
     DEFAULT_CHUNKS,
     DEFAULT_PROGRAM,
+    OPTIONS,
     SCHEDULES,
     build_schedule,
     schedule_of,
@@ -19,6 +20,7 @@ __all__ = [
     "DEFAULT_CHUNKS",
     "DEFAULT_EXTRA_WARMUP",
     "DEFAULT_PROGRAM",
+    "OPTIONS",
     "SCHEDULES",
     "SEARCH_SECONDS",
     "Action",

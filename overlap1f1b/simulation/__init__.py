@@ -1,7 +1,6 @@
 """Floor ``simulation``: predicted times of a program or a plan. Pure Python, no torch."""
 
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline, SlotSpan, TransferSpan, play_actions
-from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.search import (
     ActionModel,
     Candidate,
@@ -15,7 +14,6 @@ from overlap1f1b.simulation.search import (
     search,
 )
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import found_orders
 from overlap1f1b.simulation.timeline import OverlapFigures, PlanTimeline, Timeline, play_nodes
 
 __all__ = [
@@ -33,10 +31,7 @@ __all__ = [
     "SlotSpan",
     "Timeline",
     "TransferSpan",
-    "bound",
     "candidates",
-    "found_orders",
-    "pipeline_bound",
     "play_actions",
     "play_nodes",
     "played",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, bound, found_orders, pipeline_bound
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
-from overlap1f1b.simulation.bound import bound, pipeline_bound
 from overlap1f1b.simulation.simulate import simulate
-from overlap1f1b.simulation.synthesis import found_orders
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 Played = ProgramTimeline | PlanTimeline
@@ -61,33 +60,29 @@ class Outcome:
 CHUNKS = (1, 2, 3, 4)
 EXTRA_WARMUP = (0, 1, 2)
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 2, 3)
+_ONE = ("chunks", 1)  # says nothing in a name
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One way to run a step.
 
-    >>> print(Candidate("combined_1f1b", chunks=2, extra_warmup=1))
+    >>> print(Candidate("combined_1f1b", {"chunks": 2, "extra_warmup": 1}))
     combined_1f1b:chunks=2,extra_warmup=1
 
     Args:
         schedule: One of ``SCHEDULES``, or ``"auto"``: an order that is found for the costs, in a loop or a V.
-        chunks: Stages of a rank; None is the schedule's default.
-        extra_warmup: Additional forwards before the first backward; None is the schedule's default.
-        group_size: Microbatches that pass one chunk before a rank turns to the next; None is the default.
+        options: Options of the schedule that differ from their defaults.
         overlap: Overlap of nodes, for costs of nodes; None is the model's default.
     """
 
     schedule: str
-    chunks: int | None = None
-    extra_warmup: int | None = None
-    group_size: int | None = None
+    options: Mapping[str, int] = field(default_factory=dict, hash=False)
     overlap: Overlap | None = None
 
     def __str__(self) -> str:
-        given = {"chunks": None if self.chunks == 1 else self.chunks}
-        given |= {"extra_warmup": self.extra_warmup, "group_size": self.group_size}
-        words = [f"{name}={value}" for name, value in {**given, "overlap": self.overlap}.items() if value is not None]
+        given = {**self.options, "overlap": self.overlap}
+        words = [f"{name}={value}" for name, value in given.items() if value is not None and (name, value) != _ONE]
         return self.schedule + (":" + ",".join(words) if words else "")
 
     def build(self, ranks: int, microbatches: int, *, forward_only: bool = False) -> Program:
@@ -96,15 +91,8 @@ class Candidate:
         Raises:
             ValueError: The combination is impossible.
         """
-        return build_schedule(
-            self.schedule,
-            ranks=ranks,
-            microbatches=microbatches,
-            chunks=self.chunks,
-            extra_warmup=self.extra_warmup,
-            group_size=self.group_size,
-            forward_only=forward_only,
-        )
+        sizes = {"ranks": ranks, "microbatches": microbatches}
+        return build_schedule(self.schedule, forward_only=forward_only, **sizes, **self.options)
 
 
 @dataclass(frozen=True)
@@ -130,12 +118,12 @@ class NodeModel:
     """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
-        costs: Costs of the nodes. With launch costs the host waits for counts, as on CUDA with exact sizes.
+        costs: Costs of the nodes. With launch costs the host waits for counts, as on a GPU with exact sizes.
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         default: Overlap of candidates without one.
         overlaps: The overlaps that a search tries.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
-        seconds: Size of the search for an order, see :func:`~overlap1f1b.simulation.found_orders`.
+        seconds: Size of the search for an order, see :func:`~overlap1f1b.found_orders`.
         progress: Called with the share of a search for an order that is done, after each try.
     """
 
@@ -184,7 +172,7 @@ class NodeModel:
         self.progress((searched + share) / searches)
 
     def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """Return the bound of :func:`overlap1f1b.simulation.bound.bound`."""
+        """Return the bound of :func:`overlap1f1b.plan.bound`."""
         shape = self._shape_of_a_stage(program.placement)
         return bound(program, shape, self._costs, self.default if overlap is None else overlap)
 
@@ -229,17 +217,14 @@ def played(
     Raises:
         ValueError: The combination is impossible.
     """
+    program = candidate.build(ranks, microbatches, forward_only=forward_only)
     if candidate.schedule != AUTO:
-        program = candidate.build(ranks, microbatches, forward_only=forward_only)
         return program, model.play(program, candidate.overlap)
-    for name in ("extra_warmup", "group_size", "overlap"):
-        if getattr(candidate, name) is not None:
-            raise ValueError(f"{name}={getattr(candidate, name)} with auto; allowed: none, since all orders are tried")
-    if forward_only:
-        raise ValueError("forwards alone with auto; allowed: a whole step")
+    if candidate.overlap is not None:
+        raise ValueError(f"overlap={candidate.overlap} with auto; allowed: none, since all orders are tried")
     if isinstance(model, ActionModel):
         raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
-    timeline = model.synthesized(ranks, microbatches, candidate.chunks or 1, memory)
+    timeline = model.synthesized(ranks, microbatches, candidate.options.get("chunks", 1), memory)
     return timeline.plan.program, timeline
 
 
@@ -275,11 +260,11 @@ def candidates(
     ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
     """
     for schedule in schedules:
-        takes = schedule_of(schedule)
-        for v in (v for v in chunks if takes.chunks in (None, v)):
-            for extra in (extra for extra in extra_warmup if takes.takes("extra_warmup") or extra == 0):
-                for overlap in overlaps:
-                    yield Candidate(schedule, v, extra if takes.takes("extra_warmup") else None, None, overlap)
+        of = schedule_of(schedule)
+        for v, extra in product(chunks, extra_warmup):
+            options = {"chunks": v} | ({"extra_warmup": extra} if of.takes("extra_warmup") else {})
+            if (of.takes("chunks") or v == of.fixed_chunks) and (extra == 0 or "extra_warmup" in options):
+                yield from (Candidate(schedule, options, overlap) for overlap in overlaps)
 
 
 def search(
@@ -362,7 +347,7 @@ def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
         return 0.0
     try:
         if candidate.schedule == AUTO:  # its order is not known before it is played
-            return model.bound_of_orders(step["ranks"], step["microbatches"], candidate.chunks or 1)
+            return model.bound_of_orders(step["ranks"], step["microbatches"], candidate.options.get("chunks", 1))
         return model.bound(candidate.build(**step), candidate.overlap)
     except ValueError:  # it will be refused
         return 0.0

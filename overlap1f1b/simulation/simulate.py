@@ -69,7 +69,7 @@ def simulate(
         layers: For a program with costs of nodes: blocks of a stage, each with experts; by default 1.
         parts: For a program with costs of nodes: parts of the tokens of each call of experts, which share its costs; by
             default 1.
-        counts_block: With costs of nodes: whether the host waits for counts, as on CUDA with exact sizes.
+        counts_block: With costs of nodes: whether the host waits for counts, as on a GPU with exact sizes.
 
     Raises:
         ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument

@@ -14,7 +14,6 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
@@ -32,7 +31,7 @@ from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 
 Tensors = tuple[Tensor, ...]
 MOST_TENSORS, MOST_DIMS = 16, 8
@@ -50,14 +49,14 @@ class Spec(NamedTuple):
 
     Args:
         dtype: Of the tensor.
-        differentiable: Whether a gradient comes back.
+        requires_grad: Whether a gradient comes back.
         shape: Of what this rank has of it.
         sharded: Dimension along which a tensor group has parts of a DTensor, or ``REPLICATED``, or ``PLAIN``.
         whole: Size of all parts along this dimension.
     """
 
     dtype: torch.dtype
-    differentiable: bool
+    requires_grad: bool
     shape: tuple[int, ...]
     sharded: int = PLAIN
     whole: int = 0
@@ -68,7 +67,7 @@ _ABSENT = Spec(torch.bool, False, (0,))  # stands for None
 _Key = tuple[Op, Kind, int, int]
 
 
-def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs:
+def specs_of(tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> Specs:
     """Describe tensors for a header.
 
     Raises:
@@ -82,18 +81,18 @@ def specs_of(tensors: Sequence[Tensor], differentiable: Sequence[bool]) -> Specs
                 f"a tensor of {tensor.dtype} and {tensor.dim()} dimensions between stages; "
                 f"allowed: up to {MOST_DIMS} dimensions of {', '.join(str(d)[6:] for d in _DTYPES)}"
             )
-    return tuple(_spec_of(t, d) for t, d in zip(tensors, differentiable, strict=True))
+    return tuple(_spec_of(t, d) for t, d in zip(tensors, requires_grad, strict=True))
 
 
-def _spec_of(tensor: Tensor, differentiable: bool) -> Spec:
+def _spec_of(tensor: Tensor, requires_grad: bool) -> Spec:
     if not isinstance(tensor, DTensor):
-        return Spec(tensor.dtype, differentiable, tuple(tensor.shape))
+        return Spec(tensor.dtype, requires_grad, tuple(tensor.shape))
     shape = tuple(tensor.to_local().shape)
     match tensor.placements:
         case (Shard(dim=at),):
-            return Spec(tensor.dtype, differentiable, shape, at, tensor.shape[at])
+            return Spec(tensor.dtype, requires_grad, shape, at, tensor.shape[at])
         case (Replicate(),):
-            return Spec(tensor.dtype, differentiable, shape, REPLICATED)
+            return Spec(tensor.dtype, requires_grad, shape, REPLICATED)
     raise ValueError(
         f"a DTensor with placements {tensor.placements} between stages; allowed: one of Shard and Replicate, over 'tp'"
     )
@@ -145,7 +144,6 @@ class Boundary:
         mesh: Mesh of all ranks; links run along its dimension "pp".
         placement: Rank of each stage.
         device: Device of the tensors.
-        timeout: Limit of every wait.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
         stamp: Clock of the device, see :class:`Lane`.
         between: Function that returns the seconds from one time of this clock to another.
@@ -164,7 +162,6 @@ class Boundary:
         placement: Placement,
         *,
         device: torch.device,
-        timeout: timedelta,
         dynamic: bool = False,
         stamp: Callable[[], Any] | None = None,
         between: Callable[[Any, Any], float] | None = None,
@@ -173,7 +170,7 @@ class Boundary:
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
         self._stamp, self._between = stamp, between or (lambda begun, ended: ended - begun)
-        self.placement, self.device, self._dynamic, self.timeout = placement, device, dynamic, timeout
+        self.placement, self.device, self._dynamic = placement, device, dynamic
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
@@ -191,7 +188,7 @@ class Boundary:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
-                lane = Lane(name, timeout, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
+                lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
         self._known: dict[_Key, Specs] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
@@ -252,12 +249,12 @@ class Boundary:
         works = [link.payload.recv([self._sendable(t)], link.peer, 0) for t in parts if t.numel()]
         received = tuple(map(self._whole, parts, specs))
         for tensor, spec in zip(received, specs, strict=True):
-            tensor.requires_grad_(spec.differentiable)
+            tensor.requires_grad_(spec.requires_grad)
         return Transfer(received, works)
 
     def _read(self, link: _Link) -> Specs:
         header = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
-        link.header.recv([header], link.header_peer, 0).wait(self.timeout)
+        link.header.recv([header], link.header_peer, 0).wait(self.mesh.failures.limit)
         return decode(header)
 
     def _whole(self, part: Tensor, spec: Spec) -> Tensor:
@@ -270,7 +267,7 @@ class Boundary:
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(part, self.tensor_mesh, [placement], run_check=False, shape=shape, stride=stride)
 
-    def send(self, node: Node, tensors: Tensors, differentiable: Sequence[bool]) -> Flight[None]:
+    def send(self, node: Node, tensors: Tensors, requires_grad: Sequence[bool]) -> Flight[None]:
         """Send the tensors of a SEND node.
 
         Raises:
@@ -282,7 +279,7 @@ class Boundary:
                 raise ValueError(
                     f"stage {node.stage} passes on a DTensor over {tensor.device_mesh}; allowed: over the mesh's 'tp'"
                 )
-        specs = specs_of(tensors, differentiable)
+        specs = specs_of(tensors, requires_grad)
         known = self._known.get(_key(node)) if self._remember else None
         if known is not None and specs != known:
             raise ValueError(
@@ -320,7 +317,9 @@ class Boundary:
         """
         landed: dict[CostKey, list[Any]] = {}
         now = self._stamp or time.perf_counter
-        limit = None if self._stamp else self.timeout  # with a limit, a wait for NCCL would block the thread
+        limit = (
+            None if self._stamp else self.mesh.failures.limit
+        )  # with a limit, a wait for NCCL would block the thread
         for source, to in sorted(_directions(self.placement)):
             self.mesh.sums(0.0)  # until all ranks have come
             for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
@@ -336,7 +335,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(now())
         if self._stamp:
-            CudaMark(self.device, None, now()).synchronize(self.timeout, self.mesh.failures.is_lost)
+            EventMark(self.device, None, now()).synchronize(self.mesh.failures.limit, self.mesh.failures.is_lost)
         return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:
@@ -380,7 +379,7 @@ def _key(node: Node) -> _Key:
 def _text(specs: Specs) -> str:
     kinds = []
     for spec in specs:
-        lacks = spec.dtype.is_floating_point and not spec.differentiable
+        lacks = spec.dtype.is_floating_point and not spec.requires_grad
         text = f"{str(spec.dtype)[6:]}{list(spec.shape)}{' without a gradient' * lacks}"
         kinds.append("None" if spec == _ABSENT else text)
     return ", ".join(kinds) or "nothing"

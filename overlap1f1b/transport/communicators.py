@@ -5,49 +5,67 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from overlap1f1b.schedule.values import check_size
-from overlap1f1b.transport import streams
+from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.mesh import DATA, Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 from overlap1f1b.transport.watchdog import Watchdog
 
 Stamp = Callable[[], Any]
 
-LEAST_CTAS = 24
+LEAST_CTAS = 16
 """Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
 
 
-class Budget:
-    """Shares of the thread blocks that all transfers of an engine on NCCL may occupy together.
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions:
+    """Multiprocessors of a GPU for transfers and for compute.
 
-    Half of them for rows, an eighth for each of the two sums of gradients, one for counts, and one for each direction
-    between two neighbours. So all kernels that wait for a peer fit beside each other, and leave compute the rest. Sums
-    of tied parameters run alone, at the end of a step, and have no limit.
+    A third of the thread blocks is for rows, a sixth for each of the two sums of gradients, one for counts, and one for
+    each direction between two neighbours. So all kernels that wait for a peer fit beside each other, and leave compute
+    the rest. Sums of tied parameters run alone, at the end of a step, and have no limit.
 
     Args:
-        ctas: Number of thread blocks, each on a multiprocessor.
+        ctas: Thread blocks, each on a multiprocessor, that all transfers of an engine on NCCL may occupy together.
+        carveout: Whether torch's products leave multiprocessors alone in which rows may travel, two for each of their
+            blocks: else a grouped product takes up to 1.7 times as long beside them.
 
     Raises:
-        ValueError: Fewer than :data:`LEAST_CTAS`.
+        ValueError: Fewer than :data:`LEAST_CTAS`, or values of another kind.
     """
 
-    def __init__(self, ctas: int = 2 * DEFAULT_CTAS) -> None:
-        check_size("ctas", ctas, LEAST_CTAS)
-        self.ctas, self.rows, self.sums, self.link = ctas, ctas // 2, ctas // 8, 1
+    ctas: int = 3 * DEFAULT_CTAS
+    carveout: bool = True
+    link: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_size("ctas", self.ctas, LEAST_CTAS)
+        check_kind("carveout", self.carveout, bool)
+
+    @property
+    def rows(self) -> int:
+        """Thread blocks of rows."""
+        return self.ctas // 3
+
+    @property
+    def sums(self) -> int:
+        """Thread blocks of each sum of gradients."""
+        return self.ctas // 6
 
     def check(self, device: torch.device) -> None:
         """Raise ``ValueError`` if the device has fewer multiprocessors."""
-        most = streams.multiprocessors(device)
-        if most is not None and self.ctas > most:
+        gpu = devices.of(device)
+        most = self.ctas if gpu is None else gpu.get_device_properties(device).multi_processor_count
+        if self.ctas > most:
             raise ValueError(f"ctas={self.ctas} on {device}; allowed: {LEAST_CTAS} to its {most} multiprocessors")
 
 
@@ -61,18 +79,15 @@ class Communicators:
     Args:
         owner: They are ended at once when it is dropped, unless they were closed.
         mesh: Ranks of the engine.
-        timeout: Limit of every wait.
-        budget: Shares of thread blocks.
+        options: Of the device that they are on.
         exchange: Exchange that was given to the engine, which is left alone; None for one of its own.
     """
 
-    def __init__(
-        self, owner: object, mesh: Mesh, timeout: timedelta, budget: Budget, exchange: Exchange | None = None
-    ) -> None:
-        self.mesh, self.timeout, self.budget, self._given = mesh, timeout, budget, exchange
+    def __init__(self, owner: object, mesh: Mesh, options: DeviceOptions, exchange: Exchange | None = None) -> None:
+        self.mesh, self.options, self._given = mesh, options, exchange
         self._aborts: list[Callable[[], None]] = [mesh.abort]
         for group in mesh.inner:
-            limit(group, timeout)
+            limit(group, mesh.failures.limit)
             self._aborts.append(partial(abort, group))
         self._own: list[CollectiveExchange] = []
         self._device = torch.device("cpu")
@@ -84,7 +99,9 @@ class Communicators:
         """Return the exchange that was given, or a new one; all ranks must call this."""
         exchange, mesh = self._given, self.mesh
         if exchange is None:
-            exchange = own_exchange(mesh.exchanging, self.budget.rows, timeout=self.timeout, device=mesh.device_type)
+            exchange = own_exchange(
+                mesh.exchanging, self.options.rows, limit=mesh.failures.limit, device=mesh.device_type
+            )
             if isinstance(exchange, CollectiveExchange):
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
@@ -96,7 +113,7 @@ class Communicators:
         Args:
             replicas: Pipeline ranks that hold the same stages as this rank.
         """
-        ctas = self.budget.sums
+        ctas = self.options.sums
         return (
             self.mesh.new_group("reduce", pp=replicas, over=DATA, ctas=ctas),
             self.mesh.new_group("reduce experts", pp=replicas, over=self.mesh.expert_copies, ctas=ctas),
@@ -111,7 +128,7 @@ class Communicators:
             ValueError: The mesh's groups, the default group or the budget do not fit the device.
         """
         self.mesh.check_device(device)
-        self.budget.check(device)
+        self.options.check(device)
         self._device, self._stamp = device, stamp
 
     def warm_up(self) -> None:
@@ -140,7 +157,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         aborts = self.abort, partial(side_by_side, users_aborts(self._device))
-        watchdog = Watchdog(failures, aborts, self.timeout.total_seconds(), streams.going_on(self._device))
+        watchdog = Watchdog(failures, aborts, streams.going_on(self._device))
         try:
             yield
         except Exception as error:
@@ -166,9 +183,9 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            CudaMark(self._device, None, self._stamp()).synchronize(self.timeout, failures.is_lost)
+            EventMark(self._device, None, self._stamp()).synchronize(failures.limit, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
-            why = failures.read(wait=True) or failures.lost or f"no answer within {self.timeout.total_seconds():g} s"
+            why = failures.read(wait=True) or failures.lost or f"no answer within {failures.limit.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error
 
     def abort(self) -> None:

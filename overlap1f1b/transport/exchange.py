@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
@@ -55,7 +55,7 @@ class Transfer(Generic[T_co]):
     led: Sequence[dist.Work] = ()
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
-        """Wait for the result and return it; on CUDA the current stream waits.
+        """Wait for the result and return it; on a GPU the current stream waits.
 
         Call it only once: gloo hangs on a second wait.
         """
@@ -352,7 +352,7 @@ class CollectiveExchange(Exchange):
         return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after))
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
-        if self._streams is None and streams.is_queued(tensor.device):
+        if self._streams is None and devices.of(tensor.device) is not None:
             rows, counts = (side_stream(tensor.device, name) for name in ("rows", "counts"))
             self._streams = rows, counts
         return self._streams
@@ -382,7 +382,7 @@ def _all_to_all(
     return work
 
 
-DEFAULT_CTAS = 16
+DEFAULT_CTAS = 8
 """Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
@@ -405,7 +405,7 @@ def own_exchange(
     group: dist.ProcessGroup | None,
     ctas: int = DEFAULT_CTAS,
     *,
-    timeout: timedelta | None = None,
+    limit: timedelta | None = None,
     device: str | None = None,
 ) -> Exchange:
     """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
@@ -415,13 +415,13 @@ def own_exchange(
     Args:
         group: Ranks that share the experts; None for one rank.
         ctas: Largest number of thread blocks of a transfer of rows on NCCL, each on a multiprocessor.
-        timeout: Limit of every wait; None for the default group's limit.
+        limit: Of every wait; None for the default group's limit.
         device: See :func:`build_exchange`.
     """
     if group is None or group.size() == 1:
         return LocalExchange()
     ranks = dist.get_process_group_ranks(group)
-    groups = Groups(ranks, timeout, device=device or _carried_by(group))
+    groups = Groups(ranks, limit, device=device or _carried_by(group))
     if groups.backend == "gloo":
         up, down, counts = (groups.new(ranks, purpose) for purpose in ("rows up", "rows down", "counts"))
         return PeerExchange((up, down, counts))
@@ -430,4 +430,5 @@ def own_exchange(
 
 def _carried_by(group: dist.ProcessGroup) -> str:
     """Return the type of the device whose tensors a group is for, if nobody says it."""
-    return "cuda" if torch.cuda.is_available() and "cuda:" in dist.get_backend_config(group) else "cpu"
+    kind = devices.present().type
+    return kind if f"{kind}:" in dist.get_backend_config(group) else "cpu"

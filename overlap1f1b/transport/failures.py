@@ -96,14 +96,19 @@ class Failures:
     Args:
         name: Name shared by exactly the ranks that wait for each other; None for one rank.
         labels: Name of each rank in messages, by its number in the default group.
+        limit: Of every wait of one of these ranks for another, see :mod:`~overlap1f1b.transport.limits`; None for the
+            default group's limit.
 
     Attributes:
         failed: Whether this rank failed, so that transfers under way will not end.
         lost: Cause of another rank's failure, once a watchdog has found it: transfers bring nothing any more.
     """
 
-    def __init__(self, name: str | None = None, labels: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, name: str | None = None, labels: Mapping[int, str] | None = None, *, limit: timedelta | None = None
+    ) -> None:
         self.labels = dict(labels or {})
+        self.limit = limit or dist.distributed_c10d.default_pg_timeout
         self.failed = False
         self.lost: str | None = None
         self._store: Store | None = None
@@ -113,7 +118,7 @@ class Failures:
             self._store = Store(f"overlap1f1b/{name}/")
             self._leave_word = weakref.finalize(self, _ended, self._store, f"word/{self._rank}", os.getpid())
 
-    def meet(self, timeout: timedelta) -> None:
+    def meet(self) -> None:
         """Wait until every rank has called this.
 
         Raises:
@@ -125,12 +130,12 @@ class Failures:
         store.set(f"here/{self._rank}", "1")
         if store.count("here") == len(self.labels):
             store.set("everyone", "1")
-        if store.gone or not store.wait("everyone", timeout):
+        if store.gone or not store.wait("everyone", self.limit):
             missing = [label for rank, label in self.labels.items() if store.get(f"here/{rank}") is None]
             who = self._without_a_store() if store.gone else ", ".join(missing)
             raise LostRankError(
-                f"{who} did not come to the construction of an engine within {timeout.total_seconds():g} s; all ranks "
-                "make their engines in one order"
+                f"{who} did not come to the construction of an engine within {self.limit.total_seconds():g} s; all "
+                "ranks make their engines in one order"
             )
 
     def end(self) -> None:

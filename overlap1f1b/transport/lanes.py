@@ -7,7 +7,7 @@ A :class:`Flight` is one transfer. It has four phases:
 3. *land*: the transfer has ended, and its result has arrived.
 4. *wait*: the engine's thread needs the result and takes it.
 
-On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On CUDA, and with
+On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On a GPU, and with
 one rank, the engine's thread carries out both: 2 in ``launch``, 3 in ``wait``, or at once where nothing travels.
 """
 
@@ -98,7 +98,7 @@ class Flight(Generic[T]):
 
     def _wait_long(self, arrived: threading.Event) -> None:
         # The transfers before it on the lane may take as long as the limit, and then this one as long again.
-        deadline = time.monotonic() + LATE_FACTOR * self.lane.timeout.total_seconds()
+        deadline = time.monotonic() + LATE_FACTOR * self.lane.failures.limit.total_seconds()
         while not arrived.wait(LOOK_S):
             if self.lane.failures.read() is not None:
                 self._error = ConnectionError("another rank failed")
@@ -110,7 +110,7 @@ class Flight(Generic[T]):
     def _raise(self, error: BaseException) -> None:
         if isinstance(error, ValueError):  # on all ranks, before anything was sent
             raise error
-        limit = self.lane.timeout.total_seconds()
+        limit = self.lane.failures.limit.total_seconds()
         cause = self.lane.failures.read(wait=True) or self.lane.failures.lost
         why = cause or (str(error) if isinstance(error, LostRankError) else f"{headline(error)} (limit {limit:g} s)")
         raise LostRankError(f"{self.node} on the lane {self.lane.name} failed: {why}") from error
@@ -168,7 +168,7 @@ class Flight(Generic[T]):
         if transfer is None:  # failed or drained
             return
         # With a limit, a wait for NCCL would block the thread until the transfer ends. NCCL has the group's own limit.
-        timeout = None if self.lane.stamp is not None else self.lane.timeout
+        timeout = None if self.lane.stamp is not None else self.lane.failures.limit
         try:
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)
@@ -214,10 +214,9 @@ class Lane:
 
     Args:
         name: Name for messages.
-        timeout: Limit of every wait.
-        failures: Record of failures, shared by the ranks.
+        failures: Record of failures, shared by the ranks, with the limit of every wait.
         background: Whether two threads of the lane start and await transfers. A send on gloo costs its thread a
-            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on CUDA a start and a
+            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on a GPU a start and a
             wait only put marks on a stream.
         stamp: Function that records the time on a device's clock, if the device has its own.
         abort: Function that ends all transfers of the lane's groups, called when the process ends.
@@ -229,17 +228,16 @@ class Lane:
     def __init__(
         self,
         name: str,
-        timeout: timedelta,
         failures: Failures,
         *,
         background: bool,
         stamp: Callable[[], Any] | None = None,
         abort: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.timeout, self.failures, self.background = name, timeout, failures, background
+        self.name, self.failures, self.background = name, failures, background
         self.stamp = stamp
         self.recorder: Observer | None = None
-        self._crew = _Crew(timeout, failures, abort)
+        self._crew = _Crew(failures, abort)
         self.close = weakref.finalize(self, self._crew.dismiss)
         """Let the threads end after the transfers launched so far."""
 
@@ -268,8 +266,8 @@ class _Crew:
     The crew must not refer to its lane: the lane's finalizer calls :meth:`dismiss`.
     """
 
-    def __init__(self, timeout: timedelta, failures: Failures, abort: Callable[[], None]) -> None:
-        self.timeout = timeout
+    def __init__(self, failures: Failures, abort: Callable[[], None]) -> None:
+        self._limit = failures.limit
         self.failures: Failures | None = failures
         self.abort: Callable[[], None] | None = abort
         self.starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
@@ -296,7 +294,7 @@ class _Crew:
         self.dismiss()
         if failures is not None:
             failures.end()
-        self._join(0.0 if failures is not None and failures.failed else self.timeout.total_seconds())
+        self._join(0.0 if failures is not None and failures.failed else self._limit.total_seconds())
         if abort is not None and any(thread.is_alive() for thread in self._threads):
             abort()
             self._join(ABORT_S)

@@ -1,55 +1,33 @@
-"""All limits and defaults of waits, in seconds, with their reasons."""
+"""All limits of waits, in seconds or in timeouts of the engine, and what happens when each runs out.
 
-DEFAULT_LIMIT_S = 600.0
-"""Default ``timeout`` of engines for a wait for another rank; torch's own default for NCCL's collectives."""
-COMMAND_LINE_LIMIT_S = 120.0
-"""Default ``--timeout`` of ``train`` and ``bench``: their models are small, so a longer silence is a failure."""
-DOCTOR_LIMIT_S = 30.0
-"""Default ``--timeout`` of ``doctor``: two local ranks that start and exchange a few megabytes."""
+Ranks that wait for each other share their timeout in :class:`~overlap1f1b.transport.failures.Failures`. After a failure
+every wait is short: nobody may come any more.
+"""
 
-# ---------------------------------------------------------------------------- during a step
+# fmt: off
+# during a step               # limit of                                      → when it runs out
+DEFAULT_LIMIT_S = 600.0       # an engine's wait for another rank             → LostRankError: who failed, or is silent
+COMMAND_LINE_LIMIT_S = 120.0  # the same of train and bench: small models     → the same; local ranks are ended
+DOCTOR_LIMIT_S = 30.0         # the same of doctor: a few megabytes           → the same, in its report
+LATE_FACTOR = 2.0             # timeouts: a transfer behind another; a device → LostRankError; of a device: abort
+WATCHDOG_FACTOR = 4.0         # timeouts: NCCL's watchdog, since the launch   → NCCL ends the process: comes last
+LOOK_S = 1.0                  # a period of waiting ranks                     → they look for failures, and wait on
 
-LATE_FACTOR = 2.0
-"""Limit of a wait for a transfer, in timeouts: one for the transfers ahead of it on its lane, one for itself."""
-WATCHDOG_FACTOR = 4.0
-"""Limit of NCCL's watchdog, in timeouts. It counts from the launch, which may be a step ahead, and ends the process
-without a cause: the engine's own limit comes first."""
-LOOK_S = 1.0
-"""Period at which a waiting rank checks whether another rank has failed; each check is a request to the store."""
+# after a failure
+PROBE_S = 0.001               # a receive that nobody sends                   → gloo ends all of its group: meant
+DRAIN_S = 1.0                 # transfers of a failed step                    → they are dropped
+ABORT_S = 5.0                 # threads whose groups were aborted             → they are left behind
+GRACE_S = 0.5                 # another rank's word of the cause              → this rank's error has none
+GRACE_POLL_S = 0.02           # a period within it                            → the store is asked again
+ROLL_CALL_S = 2.0             # a word of every rank                          → the error names the silent ranks
+ROLL_CALL_POLL_S = 0.05       # a period within it                            → the store is asked again
+ANSWER_S = 2.0                # an answer of the store: it needs milliseconds → the store is asked nothing more
+FREED_S = 30.0                # torch's thread beside an aborted NCCL group   → the group is freed
 
-# ---------------------------------------------------------------------------- after a failure
-
-PROBE_S = 0.001
-"""Limit of a receive that nobody sends: gloo ends all transfers of its group when it passes."""
-DRAIN_S = 1.0
-"""Time for transfers to end after a failed step: their memory is in use until then, and the peer may be gone."""
-ABORT_S = 5.0
-"""Time for a lane's threads to end after its groups were aborted; gloo returns at once unless the machine is busy."""
-GRACE_S = 0.5
-"""Time for another rank to tell the cause of a failure before this rank raises without one."""
-GRACE_POLL_S = 0.02
-"""Period of the requests within :data:`GRACE_S`."""
-ROLL_CALL_S = 2.0
-"""Time for every rank to leave a word after a failure, before a message names the silent ranks."""
-ROLL_CALL_POLL_S = 0.05
-"""Period of the requests within :data:`ROLL_CALL_S`."""
-ANSWER_S = 2.0
-"""Time for the store to answer: it needs milliseconds, unless its process has stopped or ended."""
-FREED_S = 30.0
-"""Time before an aborted group on NCCL is freed, beyond the sleep of torch's thread beside it, see
-:func:`~overlap1f1b.transport.groups.free_later`."""
-
-# ---------------------------------------------------------------------------- local processes of the command line
-
-INTERRUPT_S = 3.0
-"""Time for local ranks to end by themselves after Ctrl-C or SIGTERM."""
-FOLLOW_S = 10.0
-"""Time for local ranks to end by themselves after one of them failed: long enough for each to name the cause."""
-TERM_S = 5.0
-"""Time for a local process to end after SIGTERM, before SIGKILL."""
-KILL_S = 5.0
-"""Time for a process to end after SIGKILL; after it, the process is assumed to hang in the kernel."""
-KILL_POLL_S = 0.02
-"""Period of looks whether killed processes have ended."""
-SHELL_S = 20.0
-"""Time for one command that sets up or reads a rate-limited link."""
+# local processes of the command line
+INTERRUPT_S = 3.0             # local ranks after Ctrl-C or SIGTERM           → SIGKILL
+FOLLOW_S = 10.0               # local ranks after one has failed              → SIGTERM; before, each names the cause
+TERM_S = 5.0                  # local processes after SIGTERM                 → SIGKILL
+KILL_S = 5.0                  # processes after SIGKILL                       → they count as hung in the kernel
+KILL_POLL_S = 0.02            # a period within it                            → it is looked whether they have ended
+SHELL_S = 20.0                # a command that shapes or reads a link         → an error names the command

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap1f1b.transport import devices
 from overlap1f1b.transport import streams as side
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
@@ -27,7 +28,7 @@ PLACES = 2
 class LoopbackExchange(Exchange):
     """Rows go to pinned host memory by one copy engine and come back by the other, chunk by chunk, on a GPU.
 
-    >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(torch.device("cuda"), gbps=25.0))
+    >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(device, gbps=25.0))
 
     The copies occupy no multiprocessor and take about as long as a network card of 400 Gbit/s would. The step depends
     on the bytes that come back, so a missing wait shows in its gradients. On a CPU two threads copy.
@@ -64,7 +65,7 @@ class LoopbackExchange(Exchange):
             side_stream(device, "back"),
             side_stream(device, "counts"),
         )
-        queued = side.is_queued(device)
+        queued = devices.of(device) is not None
         self._places = deque(_Place() for _ in range(PLACES if queued else 0))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
@@ -82,8 +83,7 @@ class LoopbackExchange(Exchange):
         source.random_(generator=torch.Generator(self.device))  # of its own: the model's random numbers stay
         seconds = math.inf
         for _ in range(3):
-            if source.is_cuda:
-                torch.cuda.synchronize(self.device)
+            devices.settle(self.device)
             start = time.perf_counter()
             transfer = self.rows(source)
             assert transfer.mark is not None
@@ -128,7 +128,8 @@ class LoopbackExchange(Exchange):
         place.fit(source)
         size = max(-(-len(source) // CHUNKS), LEAST_BYTES)
         chunks = list(zip(place.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True))
-        full = [torch.cuda.Event() for _ in chunks]
+        event = devices.of(self.device).Event
+        full = [event() for _ in chunks]
 
         def leave(*_: Tensor) -> None:
             if place.free is not None:
@@ -162,7 +163,7 @@ class LoopbackExchange(Exchange):
     def _leave(self, slot: Tensor, chunk: Tensor) -> None:
         start = time.perf_counter()
         slot.copy_(chunk, non_blocking=True)
-        if chunk.is_cuda:
+        if not chunk.is_cpu:
             whole, rest = divmod(self._again, 1.0)
             for size in (*[len(chunk)] * int(whole), int(rest * len(chunk))):
                 slot[:size].copy_(chunk[:size], non_blocking=True)
@@ -174,8 +175,7 @@ class LoopbackExchange(Exchange):
 
     def mismatches(self) -> int:
         """Wait for the device; return the number of transfers that came back changed since the last call."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        devices.settle(self.device)
         wrong, self._wrong = self._wrong, []
         return sum(bool(flag) for flag in wrong)
 
@@ -191,7 +191,7 @@ class _Place:
     def fit(self, source: Tensor) -> None:
         """Make room for these bytes, and for some more, since sizes vary."""
         if len(self.memory) < len(source):
-            self.memory = side.in_host_memory(source[:1].expand(len(source) * 5 // 4))
+            self.memory = devices.in_host_memory(source[:1].expand(len(source) * 5 // 4))
 
 
 class _Span:

@@ -37,14 +37,14 @@ class Mesh:
 
     Args:
         mesh: Mesh with any of the dimensions "pp", "dp", "ep", "cp" and "tp"; None for one rank.
-        timeout: Limit of every wait for another rank; None for the default group's limit.
+        limit: Of every wait for another rank; None for the default group's limit.
         experts_over: Dimensions whose ranks share the experts, any of "ep", "cp" and "tp".
 
     Attributes:
         devices: The DeviceMesh, or None.
         experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
         exchanging: Group of the ranks that share the experts; None for this rank alone.
-        device_type: "cpu" or "cuda".
+        device_type: Type of the ranks' devices.
         same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
         labels: Name of each rank in messages, by its number in the default group.
         failures: Record of failures, shared by these ranks.
@@ -56,7 +56,7 @@ class Mesh:
     """
 
     def __init__(
-        self, mesh: DeviceMesh | None, timeout: timedelta | None = None, experts_over: Sequence[str] = ("ep",)
+        self, mesh: DeviceMesh | None, limit: timedelta | None = None, experts_over: Sequence[str] = ("ep",)
     ) -> None:
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh of type {type(mesh).__name__}; allowed: a DeviceMesh, or None for one rank")
@@ -92,11 +92,11 @@ class Mesh:
         self.exchanging = self._exchanging()
         self.labels = self._labels()
         self._own: Groups | None = None
-        self.failures = Failures()
+        self.failures = Failures(limit=limit)
         if self.several:
-            self._own = Groups(list(self.labels), timeout, device=self.device_type)
-            self.failures = Failures(self._own.name, self.labels)
-            self.failures.meet(timeout or dist.distributed_c10d.default_pg_timeout)
+            self._own = Groups(list(self.labels), limit, device=self.device_type)
+            self.failures = Failures(self._own.name, self.labels, limit=limit)
+            self.failures.meet()
         self._control = self._comparing("control")
 
     def _comparing(self, purpose: str) -> dict[Dimension, Group]:

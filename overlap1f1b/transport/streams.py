@@ -1,6 +1,6 @@
-"""Side streams and marks on them: CUDA's streams and events, or a thread in their place.
+"""Side streams and marks on them: a device's streams and events, or a thread in their place.
 
-On CUDA the thread only queues kernels, and events order a side stream's transfers with these kernels. On a CPU the
+On a GPU the thread only queues kernels, and events order a side stream's transfers with these kernels. On a CPU the
 thread itself computes, and a :class:`ThreadStream` replaces the side stream. Only the speed differs, so order, waits
 and lifetimes are tested without a GPU.
 """
@@ -22,33 +22,26 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from overlap1f1b.transport import devices
+
 Job = Callable[..., object]
 Failed = Callable[[], bool]
 """Function that returns whether another rank has failed, see :class:`~overlap1f1b.transport.watchdog.Watchdog`."""
-
-
-def is_queued(device: torch.device) -> bool:
-    """Return whether a thread only queues work for a device, which computes it later."""
-    return device.type == "cuda"
-
-
-def multiprocessors(device: torch.device) -> int | None:
-    """Return the number of multiprocessors of a device; None for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
 
 
 def going_on(device: torch.device) -> Callable[[], bool]:
     """Return a function that tells whether a GPU has done what it had been given at the call before.
 
     It looks at the stream that is current now, and may be called in any thread. A thread of its own waits for the
-    device: a host inside a copy to pageable memory holds a lock of CUDA's, for which each question may have to wait.
+    device: a host inside a copy to pageable memory holds a lock of the driver, for which every question may wait.
     """
-    stream, waiting = torch.cuda.current_stream(device), threading.Thread()
+    gpu, waiting = devices.of(device), threading.Thread()
+    stream = gpu.current_stream(device)
 
     def wait() -> None:
         with suppress(RuntimeError):  # of a device that has failed: the host's own calls raise, too
-            torch.cuda.set_device(stream.device)  # else CUDA takes memory on the first GPU
-            given = torch.cuda.Event(blocking=True)
+            gpu.set_device(stream.device)  # else the driver takes memory on the first GPU
+            given = gpu.Event(blocking=True)
             given.record(stream)
             given.synchronize()
 
@@ -64,11 +57,6 @@ def going_on(device: torch.device) -> Callable[[], bool]:
     return goes_on
 
 
-def in_host_memory(like: Tensor) -> Tensor:
-    """Return an empty tensor of the same shape and dtype that a device can copy to while the thread goes on."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_queued(like.device))
-
-
 def nobody_failed() -> bool:
     """Return False, for waits that no other rank can fail."""
     return False
@@ -78,8 +66,8 @@ class Mark(Protocol):
     """End of a job on a stream.
 
     Attributes:
-        begun: Start of the job: seconds of ``time.perf_counter``, or a CUDA event.
-        ended: End of the job: seconds of ``time.perf_counter``, or a CUDA event.
+        begun: Start of the job: seconds of ``time.perf_counter``, or an event of the device.
+        ended: End of the job: seconds of ``time.perf_counter``, or an event of the device.
     """
 
     @property
@@ -89,7 +77,7 @@ class Mark(Protocol):
     def ended(self) -> Any: ...
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Order all later computation after the mark. On CUDA the thread does not block."""
+        """Order all later computation after the mark. On a GPU the thread does not block."""
         ...
 
     def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
@@ -130,14 +118,14 @@ class SideStream(Protocol):
         ...
 
 
-class CudaMark:
-    """Mark of a job between two CUDA events."""
+class EventMark:
+    """Mark of a job between two events of a device."""
 
     def __init__(self, device: torch.device, begun: Any, ended: Any) -> None:
         self.device, self.begun, self.ended = device, begun, ended
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.ended)
+        devices.of(self.device).current_stream(self.device).wait_event(self.ended)
 
     def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
@@ -157,35 +145,36 @@ class CudaMark:
         return done
 
 
-class CudaStream:
-    """A CUDA stream.
+class DeviceStream:
+    """A stream of a device.
 
     Args:
         priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
     """
 
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            warnings.warn("CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams wait for each other; unset it", stacklevel=2)
-        self.device, self.stream = device, torch.cuda.Stream(device, priority=priority)
+        if os.environ.get(devices.CONNECTIONS) == "1":
+            warnings.warn(f"{devices.CONNECTIONS}=1 makes streams wait for each other; unset it", stacklevel=2)
+        self.device, self.gpu = device, devices.of(device)
+        self.stream = self.gpu.Stream(device, priority=priority)
 
-    def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> CudaMark:
+    def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> EventMark:
         if after is None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.stream.wait_stream(self.gpu.current_stream(self.device))
         else:
             for mark in after:
                 self.stream.wait_event(mark.ended)
-        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.stream):
+        begun, ended = self.gpu.Event(enable_timing=True), self.gpu.Event(enable_timing=True)
+        with self.gpu.stream(self.stream):
             begun.record(self.stream)
             job(*tensors)
             ended.record(self.stream)
-        return CudaMark(self.device, begun, ended)
+        return EventMark(self.device, begun, ended)
 
     def empty(self, like: Tensor, *shape: int) -> Tensor:
-        with torch.cuda.stream(self.stream):
+        with self.gpu.stream(self.stream):
             tensor = like.new_empty(shape)
-        tensor.record_stream(torch.cuda.current_stream(self.device))  # which uses and frees it
+        tensor.record_stream(self.gpu.current_stream(self.device))  # which uses and frees it
         return tensor
 
 
@@ -248,9 +237,9 @@ _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 
 
 class ThreadStream:
-    """A thread in place of a CUDA stream.
+    """A thread in place of a device's stream.
 
-    Like a CUDA stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
+    Like that stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
     job raises an error; a GPU would read reused memory.
 
     Args:
@@ -294,14 +283,6 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
         del entry, mark, job, held, after
 
 
-class _Mapped:
-    """Pinned host memory as a GPU sees it, for ``torch.as_tensor``, which does not copy it."""
-
-    def __init__(self, host: Tensor) -> None:
-        self._kept = host
-        self.__cuda_array_interface__ = host.numpy().__array_interface__
-
-
 def copy_by_kernel(target: Tensor, source: Tensor) -> None:
     """Copy int64 numbers by a kernel: a copy engine would first end the large copies that it was given before."""
     torch.add(source, 0, out=target)
@@ -327,9 +308,9 @@ class HostCopy:
                 write to the host memory: the caller also keeps the copy until it has ended.
             behind: ``behind(*tensors)`` fills the tensors, in the same job.
         """
-        host = targets = [in_host_memory(t) for t in tensors]
-        if by_kernel and tensors[0].is_cuda:
-            targets = [torch.as_tensor(_Mapped(target), device=tensors[0].device) for target in host]
+        host = targets = [devices.in_host_memory(t) for t in tensors]
+        if by_kernel and not tensors[0].is_cpu:
+            targets = [devices.mapped(target, tensors[0].device) for target in host]
 
         def copy(*sources: Tensor) -> None:
             if behind is not None:
@@ -355,5 +336,5 @@ class HostCopy:
 
 
 def side_stream(device: torch.device, name: str) -> SideStream:
-    """Return a new side stream of a device: CUDA's, of high priority, or a thread."""
-    return CudaStream(device) if is_queued(device) else ThreadStream(name)
+    """Return a new side stream of a device, of high priority; a thread for a CPU."""
+    return ThreadStream(name) if devices.of(device) is None else DeviceStream(device)

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from overlap1f1b.transport import devices
+
 
 class Stack(greenlet):
     """A stack on which forwards run one after another, since the system has to map memory for every new stack.
@@ -235,18 +237,17 @@ def _precision() -> str | list[str]:
         older: str = _C._get_float32_matmul_precision()
         return older
     except RuntimeError:  # the newer ones were set
-        return [_C._get_fp32_precision_getter(*names) for names in _PRECISIONS]
+        return [_C._get_fp32_precision_getter(*names) for names in devices.PRECISIONS]
 
 
 def _set_precision(precision: str | list[str]) -> None:
     if isinstance(precision, str):
         _C._set_float32_matmul_precision(precision)
         return
-    for names, newer in zip(_PRECISIONS, precision, strict=True):
+    for names, newer in zip(devices.PRECISIONS, precision, strict=True):
         _C._set_fp32_precision_setter(*names, newer)
 
 
-_PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     *(
         (getattr(_C, f"_get_{backend}_sdp_enabled"), getattr(_C, f"_set_sdp_use_{backend}"))
@@ -285,6 +286,7 @@ class ThreadState(NamedTuple):
     def capture(cls, device: torch.device) -> ThreadState:
         """Return the present state; ``device`` is the model's."""
         enabled, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
+        gpu = devices.of(device)
         autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", enabled("cpu"), dtype("cpu")),)
         if kind != "cpu":
             autocast = (*autocast, (kind, enabled(kind), dtype(kind)))
@@ -301,7 +303,7 @@ class ThreadState(NamedTuple):
                 _C._functorch.peek_interpreter_stack() is not None,
                 _autograd._saved_tensors_hooks_is_enabled(),
                 _C._is_torch_function_enabled(),
-                torch.cuda.current_stream(device) if kind == "cuda" else None,
+                None if gpu is None else gpu.current_stream(device),
             ),
         )
 
@@ -387,7 +389,7 @@ _FIXED = (
     "a functorch transform",
     "disable_saved_tensors_hooks",
     "DisableTorchFunctionSubclass",
-    "a CUDA stream",
+    "another stream of the device",
 )
 
 

@@ -1,4 +1,4 @@
-"""A watchdog for a host that waits inside CUDA, as in ``tensor.item()``, where it cannot look for failures.
+"""A watchdog for a host that waits inside the driver, as in ``tensor.item()``, where it cannot look for failures.
 
 A device that waits for a lost rank waits for ever, and so does its host. When the transfers are aborted, their kernels
 end, and the host goes on: with values that nobody sent, so whatever it does then counts as lost.
@@ -19,9 +19,9 @@ class Watchdog:
     """A thread that looks for failures of other ranks, and ends this rank's transfers if its host does not.
 
     Args:
-        failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it.
+        failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it. A
+            device that stands still for twice its limit has lost a rank, too.
         aborts: Functions that end transfers, called one after another as long as the device stands still.
-        timeout: Limit of a wait, in seconds. A device that stands still for twice this time has lost a rank, too.
         goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
             something else, such as a compiler, leaves it nothing to do, and may take any time.
 
@@ -33,11 +33,10 @@ class Watchdog:
         self,
         failures: Failures,
         aborts: Sequence[Callable[[], object]],
-        timeout: float,
         goes_on: Callable[[], bool],
     ) -> None:
         self.failures, self._aborts, self._goes_on = failures, aborts, goes_on
-        self._limit = LATE_FACTOR * timeout
+        self._limit = LATE_FACTOR * failures.limit.total_seconds()
         self.aborted = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="overlap1f1b-watchdog", daemon=True)

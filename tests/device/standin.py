@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -30,9 +31,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.crossing import functions_cross
+from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport import mesh as mesh_module
-from overlap1f1b.transport import streams
-from overlap1f1b.transport.streams import CudaMark, HostCopy
+from overlap1f1b.transport.streams import EventMark, HostCopy
 from tests.device.checker import Access, Memories, Watching, host_memory, quiet
 from tests.device.model import Entry
 
@@ -491,7 +492,14 @@ dist.Backend.register_backend(BACKEND, StandInGroup, devices=["cpu"])
 
 
 class Cuda:
-    """What replaces ``torch.cuda``'s functions."""
+    """In place of the module ``torch.cuda``."""
+
+    Stream, Event = Stream, Event
+    default_generators = (torch.default_generator,)
+
+    @staticmethod
+    def get_device_properties(device: Any) -> Any:
+        return SimpleNamespace(multi_processor_count=132)
 
     @staticmethod
     def current_stream(device: Any = None) -> Stream:
@@ -506,7 +514,7 @@ class Cuda:
         here().write("sync")
 
     @staticmethod
-    def sleep(cycles: int) -> None:
+    def _sleep(cycles: int) -> None:
         here().write("kernel", here().current.place, "sleep", [])
 
 
@@ -569,7 +577,7 @@ def _delivering(on: Any) -> Any:
 
 
 def _blocking(synchronize: Callable[..., Any]) -> Callable[..., Any]:
-    def blocks(self: CudaMark, *limits: Any) -> None:
+    def blocks(self: EventMark, *limits: Any) -> None:
         here().blocking = True
         synchronize(self, *limits)
 
@@ -593,19 +601,13 @@ def installed() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         stack.callback(torch._C._distributed_c10d._set_thread_isolation_mode, False)
         for owner, name, value in (
-            (torch.cuda, "Stream", Stream),
-            (torch.cuda, "Event", Event),
-            (torch.cuda, "current_stream", Cuda.current_stream),
-            (torch.cuda, "stream", Cuda.stream),
-            (torch.cuda, "synchronize", Cuda.synchronize),
-            (torch.cuda, "_sleep", Cuda.sleep),
+            (devices, "of", lambda device: Cuda if hasattr(_HERE, "rank") else None),
             (Tensor, "record_stream", _record_stream),
-            (streams, "is_queued", lambda device: hasattr(_HERE, "rank")),
             (streams, "going_on", _going_on),
-            (streams, "in_host_memory", lambda like: host_memory(here(), like)),
+            (devices, "in_host_memory", lambda like: host_memory(here(), like)),
             (HostCopy, "on", _delivering(HostCopy.on)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
-            (CudaMark, "synchronize", _blocking(CudaMark.synchronize)),
+            (EventMark, "synchronize", _blocking(EventMark.synchronize)),
             (Player, "_issue", _noting_nodes(Player._issue)),
             (mesh_module.Mesh, "gathered", _noting_meetings(mesh_module.Mesh.gathered)),
             (mesh_module.Mesh, "meet", _noting_meetings_of_experts(mesh_module.Mesh.meet)),

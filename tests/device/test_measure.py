@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlap1f1b.engine.engine import WARM_STEPS
+from overlap1f1b.engine.tuner import WARM_STEPS
 from overlap1f1b.plan import CostKey, NodeCosts, Op, check_rendezvous
 from overlap1f1b.schedule import Kind
 from tests.device.standin import World, here
@@ -17,6 +17,7 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
     engine, _ = engine_of(program, LAYOUT, costs=None)
     inputs, target = batch_of(program, LAYOUT, rank)
     steps, timed, alone = 0, set[CostKey](), engine.boundary.timed
+    computed = sum(node.resource == "compute" for node in engine.plan.ranks[engine.rank])
 
     def noted() -> dict[CostKey, float]:
         took = alone()
@@ -29,8 +30,7 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
         engine.step(inputs, target=target)
         steps += 1
     held = sum("sleep" in entry.args for entry in here().log[begin:])
-    computed = sum(node.resource == "compute" for node in engine._plans._serial.ranks[engine.rank])
-    while engine.settling:  # plans are tried
+    while engine.tuner.settling:  # plans are tried
         check_rendezvous(engine.plan)
         engine.step(inputs, target=target)
     engine.close()

@@ -22,7 +22,7 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import loopback
 from overlap1f1b.transport.exchange import CollectiveExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
-from overlap1f1b.transport.streams import CudaMark, CudaStream, HostCopy, side_stream
+from overlap1f1b.transport.streams import DeviceStream, EventMark, HostCopy, side_stream
 from tests import models
 from tests.device import standin
 from tests.device.checker import Access, races
@@ -95,7 +95,7 @@ def _deliver(event: Event) -> None:
         delivery.settle()
 
 
-def _no_wait(self: CudaMark, timeout: Any = None) -> None:
+def _no_wait(self: EventMark, timeout: Any = None) -> None:
     _deliver(self.ended)
 
 
@@ -105,7 +105,7 @@ def _not_released(self: Transfer[Any], timeout: Any = None) -> None:
             work.wait()
 
 
-def _copied_apart(cls: type[HostCopy], stream: CudaStream, *tensors: torch.Tensor, behind: Any) -> HostCopy:
+def _copied_apart(cls: type[HostCopy], stream: DeviceStream, *tensors: torch.Tensor, behind: Any) -> HostCopy:
     stream.run(behind, *tensors)
     with stream.stream:  # delivers
         pass
@@ -194,7 +194,7 @@ def _not_free() -> loopback._Place:
 place_class = loopback._Place
 
 
-def _unready(like: CudaStream, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+def _unready(like: DeviceStream, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
     return tensor.new_empty(shape)
 
 
@@ -202,9 +202,9 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
     """What each removal replaces, and the world in which it matters."""
     both = "stages and experts"
     return {
-        "compute waits for rows": (both, [(CudaMark, "wait", _no_wait)]),
+        "compute waits for rows": (both, [(EventMark, "wait", _no_wait)]),
         "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
-        "the host waits for the copies of counts": (both, [(CudaMark, "synchronize", lambda self, *limits: None)]),
+        "the host waits for the copies of counts": (both, [(EventMark, "synchronize", lambda self, *limits: None)]),
         "counts are copied behind their exchange": (both, [(HostCopy, "on", classmethod(_copied_apart))]),
         "a sent tensor is freed when it is sent": (both, [(Transfer, "release", _not_released)]),
         "compute waits for a received tensor": (both, [(Transfer, "receive", _receive_unwaited)]),
@@ -221,8 +221,8 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
             "tied",
             [(standin.StandInGroup, "allreduce", _unwaited_work(standin.StandInGroup.allreduce))],
         ),
-        "early rows have memory of their own": (both, [(CudaStream, "empty", _unready)]),
-        "a dispatch waits for its counts": (both, [(CudaMark, "synchronize", lambda self, *limits: None)]),
+        "early rows have memory of their own": (both, [(DeviceStream, "empty", _unready)]),
+        "a dispatch waits for its counts": (both, [(EventMark, "synchronize", lambda self, *limits: None)]),
         "the way back waits for the way out": ("loopback", [(Event, "wait", lambda self, stream=None: None)]),
         "a place is filled when it is free": ("loopback", [(loopback, "_Place", _not_free)]),
         "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),

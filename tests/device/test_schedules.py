@@ -143,7 +143,7 @@ def _step_without_rendezvous(rank: int, size: int, name: str) -> int:
     engine, _ = engine_of(program, layout)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)
-    engine._plans.rendezvous = False
+    engine.tuner.rendezvous = False
     engine.plan = compile(program, engine.shapes, COSTS, 3)
     begin = len(here().log)
     engine.step(inputs, target=target)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 from tests.device import standin
 from tests.device.standin import World
 from tests.device.steps import Layout, batch_of, engine_of, program_of
@@ -92,7 +92,7 @@ def _noting(found: dict[int, Counter[str]]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in READS:
             stack.enter_context(patch.object(Tensor, name, wrapped(getattr(Tensor, name))))
-        for owner, name in ((CudaMark, "synchronize"), (standin.Cuda, "synchronize")):
+        for owner, name in ((EventMark, "synchronize"), (standin.Cuda, "synchronize")):
             stack.enter_context(patch.object(owner, name, wrapped(getattr(owner, name))))
         yield
 

@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "weights": [1.0, 1.0, 1.0, 1.0, 2.0],
 }
 
-_BY_NODE = [((Op.EXPERTS, Kind.F, 0, 0, 0), 1.0), ((Op.EXPERTS, Kind.I, 0, 0, 0), 2.0)]
+_BY_NODE = [((Op.EXPERTS, Kind.F, 0, 0, 0, 0), 1.0), ((Op.EXPERTS, Kind.I, 0, 0, 0, 0), 2.0)]
 OTHERS = ("program", "microbatches", "seed", "top_k", "frozen", "layers", "loss_scale")
 
 

@@ -76,7 +76,7 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
 
     even = feed(None)
     assert even.shares == dict.fromkeys(range(3), 1 / 3)
-    assert even.auxiliary == pytest.approx(2 / 3)
+    assert even.aux_scale == pytest.approx(2 / 3)
     uneven = feed(lambda target: int(target.sum() > 2) * 4)  # the first microbatch counts for nothing
     assert uneven.shares == {0: 0, 1: 0.5, 2: 0.5}
     assert uneven.given(0, 1)["loss_scale"] == 1.0

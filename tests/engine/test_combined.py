@@ -213,7 +213,7 @@ def test_auxiliary_losses_have_their_scale_where_routers_are_recomputed(overlap:
     losses, expected = models.plain_gradients(plain, *models.batch(3), 3)
     assert run(Stage(model, recompute=recompute), model, 3, overlap) == [float(x) for x in losses]
     assert not models.equal(models.gradients(model), expected)
-    assert [m.loss_scale for m in model.modules() if isinstance(m, Router)] == [1.0, 1.0]
+    assert [m.aux_scale for m in model.modules() if isinstance(m, Router)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTES)

@@ -57,7 +57,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = Router(H, RouterConfig(experts=4, top_k=2, aux_coefficient=0.3, z_coefficient=0.1))
-        self.router.loss_scale = 0.125
+        self.router.aux_scale = 0.125
         self.experts = GroupedExperts(4, H, 12)
         self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
 

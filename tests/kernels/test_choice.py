@@ -226,9 +226,9 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
     routed = {"place_slots", "spread_rows", "sum_rows"} | (
-        {"spread_weighted", "take_rows", "pack_places"} if carried else {"spread_grad"}
+        {"spread_weighted", "take_rows", "pack_places", "group_places"} if carried else {"spread_grad"}
     )
-    activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward"}
+    activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward", "count_choices_"}
     assert recording.ran == routed | activated
 
     if DEVICE == "cpu":  # a GPU checks by itself, and this process could not use it any more

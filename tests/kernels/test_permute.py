@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.permute import OpenRows, opened, put_rows, spread_rows, spread_weighted, take_rows
+from overlap1f1b.kernels.permute import OpenRows, opened, spread_rows, spread_weighted, take_rows
 from overlap1f1b.kernels.slots import pack_slots, place_slots
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
@@ -69,16 +69,10 @@ def test_minus_one_is_a_row_of_zeros() -> None:
     assert torch.equal(take_rows(rows[:0], torch.tensor([-1]), True), torch.zeros(1, 2))
 
 
-def test_put_is_the_inverse_of_take() -> None:
-    rows, index = torch.randn(5, 2), torch.randperm(5)
-    assert torch.equal(put_rows(take_rows(rows, index), index), rows)
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
-def test_take_and_put_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
+def test_take_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     rows, index = draw(T * K, H, dtype=dtype), torch.randperm(T * K, device=DEVICE)
     check(take_rows, rows, index, exact=True)
-    check(put_rows, rows, index, exact=True)
     check(take_rows, rows, torch.where(index % 3 == 0, -1, index), True, exact=True)

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.routing import RouteTokens, Rule, route_tokens, route_tokens_backward
+from overlap1f1b.kernels.routing import (
+    RouteTokens,
+    Rule,
+    WideProduct,
+    count_choices_,
+    gate_logits,
+    route_tokens,
+    route_tokens_backward,
+)
 from tests.kernels.against import DEVICE, check, draw
 
 RULES = [
@@ -54,6 +62,60 @@ def test_triton(E: int, rule: Rule, T: int) -> None:
     indices, weights, scores = route_tokens(logits, bias, rule)
     check(route_tokens_backward, draw(*weights.shape), None, scores, indices, rule)
     check(route_tokens_backward, draw(*weights.shape), draw(*scores.shape), scores, indices, rule)
+    check(route_tokens_backward, draw(*weights.shape), draw(E).expand(T, E), scores, indices, rule)
+    check(route_tokens, logits, bias, rule, torch.bfloat16)
+    check(route_tokens_backward, draw(*weights.shape, dtype=torch.bfloat16), None, scores, indices, rule)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (5, 3, 300), (3000, 8, 65)])
+def test_choices_are_counted(T: int, K: int, E: int) -> None:
+    indices, before = torch.randint(E, (T, K), device=DEVICE), torch.randint(2**40, (E,), device=DEVICE)
+    expected = before + torch.bincount(indices.flatten(), minlength=E)
+    for choice in ("torch", "triton", "triton"):
+        load, version = before.clone(), before.clone()._version
+        assert Kernels(choice)(count_choices_, load, indices) is load
+        assert torch.equal(load, expected)
+        assert load._version > version or not T  # the engine looks for buffers that change
+
+
+def error(found: torch.Tensor, exact: torch.Tensor, sizes: torch.Tensor) -> float:
+    """The largest error beyond the rounding to the result's dtype, as a share of the sum of all summands' sizes."""
+    rounding = exact.abs() * torch.finfo(found.dtype).eps / 2
+    return float((((found.double() - exact).abs() - rounding) / sizes).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_of_16_bits_is_as_exact_as_one_of_float32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64: logits and gradients, and nothing wider than 16 bits is kept for the backward."""
+    if DEVICE == "cpu":  # which has no such product; here the Function's backward and what it keeps is tried
+        monkeypatch.setattr(torch, "mm", lambda a, b, *, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    tokens, weight = draw(300, 2048, dtype=dtype).requires_grad_(), draw(65, 2048, dtype=dtype).requires_grad_()
+    grad, kept = draw(300, 65), list[torch.Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        found = gate_logits(tokens, weight) if DEVICE == "cuda" else WideProduct.apply(tokens, weight)
+    assert type(found.grad_fn).__name__ == "WideProductBackward"
+    assert found.dtype == torch.float32
+    assert {t.dtype for t in kept} == {dtype}
+    x, w, g = tokens.detach().double(), weight.detach().double(), grad.double()
+    logits = torch.nn.functional.linear(tokens.float(), weight.float())  # the way without it
+    for result, *grads in ((y.detach(), *torch.autograd.grad(y, (tokens, weight), grad)) for y in (found, logits)):
+        assert error(result, x @ w.t(), x.abs() @ w.t().abs()) < 1e-6
+        assert error(grads[0], g @ w, g.abs() @ w.abs()) < 1e-6
+        assert error(grads[1], g.t() @ x, g.t().abs() @ x.abs()) < 1e-6
+        assert [grad.dtype for grad in grads] == [dtype, dtype]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_gates_of_other_dtypes_multiply_float32_copies_on_a_gpu() -> None:
+    wide, narrow = draw(5, 32), draw(5, 32, dtype=torch.bfloat16)
+    for tokens, weight in ((narrow, wide), (wide, narrow), (wide, wide), (wide.double(), wide.double())):
+        assert gate_logits(tokens, weight).dtype == torch.promote_types(tokens.dtype, torch.float32)
+    expected = torch.nn.functional.linear(narrow.float(), narrow.float())
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(gate_logits(narrow, narrow), expected)
 
 
 @pytest.mark.triton

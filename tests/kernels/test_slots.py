@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import spread_grad, sum_rows
 from overlap1f1b.kernels.permute import spread_rows
-from overlap1f1b.kernels.slots import pack_places, pack_slots, place_slots, sort_slots
+from overlap1f1b.kernels.slots import group_places, pack_places, pack_slots, place_slots, sort_slots
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
 
@@ -86,3 +87,39 @@ def test_packed_places_by_triton(T: int, K: int, E: int, D: int, capacity: int, 
     check(spread_rows, tokens, packing.order, packing.inverse, K, True, exact=True)
     check(sum_rows, rows, packing.inverse, K, weights, True)
     check(spread_grad, tokens, rows, packing.order, packing.inverse, weights, True)
+
+
+ARRIVED = [(1, 1), (1, 6), (2, 1), (2, 3), (4, 20), (20, 3)]
+
+
+def received(ranks: int, local: int, room: int | None) -> tuple[Tensor, int]:
+    """Numbers of rows of each source and expert, some of them 0, and of all rows with padding."""
+    arrived = torch.randint(0, 9, (ranks, local), device=DEVICE) * torch.randint(0, 2, (ranks, local), device=DEVICE)
+    return arrived, int(arrived.sum()) if room is None else ranks * (int(arrived.sum(1).max()) + room)
+
+
+@pytest.mark.parametrize(("ranks", "local"), ARRIVED)
+@pytest.mark.parametrize("room", [None, 0, 5])
+def test_received_rows_are_grouped_by_expert_then_by_source(ranks: int, local: int, room: int | None) -> None:
+    arrived, rows = received(ranks, local, room)
+    found = group_places(arrived.cpu(), rows, room is not None)
+    place, parts = 0, dict[tuple[int, int], list[int]]()
+    for source, counts in enumerate(arrived.tolist()):
+        place = place if room is None else source * (rows // ranks)
+        for expert, count in enumerate(counts):
+            parts[expert, source] = list(range(place, place + count))
+            place += count
+    order = [place for part in sorted(parts) for place in parts[part]]
+    assert found.order.tolist() == order + [-1] * (rows - len(order))
+    assert found.inverse.tolist() == [order.index(place) if place in order else -1 for place in range(rows)]
+    assert found.ends.tolist() == arrived.sum(0).cumsum(0).tolist()
+    assert found.ends.dtype == torch.int32
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("ranks", "local"), ARRIVED)
+@pytest.mark.parametrize("room", [None, 0, 5])
+def test_groups_by_triton(ranks: int, local: int, room: int | None) -> None:
+    for factor in (0, 1, 100):
+        arrived, rows = received(ranks, local, room)
+        check(group_places, factor * arrived, factor * rows, room is not None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.moe import MoEConfig, MoETransformer, Router, RouterConfig
-from overlap1f1b.moe.auxiliary import attach, balance_loss, set_auxiliary_scale, z_loss
+from overlap1f1b.moe.auxiliary import attach, attach_balance, set_auxiliary_scale, z_loss
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -61,28 +61,21 @@ def test_attached_to_weights_of_no_tokens() -> None:
 # The losses.
 
 
-@pytest.mark.parametrize(("T", "K", "E"), [(1, 1, 1), (7, 1, 5), (13, 3, 5), (6, 4, 4)])
-def test_balance_loss_is_that_of_the_loops(T: int, K: int, E: int) -> None:
-    probabilities = draw(T, E).softmax(-1)
-    indices = draw(T, E, seed=1).topk(K).indices
-    total = 0.0
-    for e in range(E):
-        f = sum(e == i for row in indices.tolist() for i in row) / (T * K)
-        P = sum(row[e] for row in probabilities.tolist()) / T
-        total += f * P
-    assert balance_loss(probabilities, count(indices, E)).item() == pytest.approx(E * total, rel=1e-13)
-
-
-@pytest.mark.parametrize("K", [1, 2, 5])
-def test_balanced_routing_gives_one_and_collapsed_routing_more(K: int) -> None:
-    T, E = 10, 5
-    balanced = torch.tensor([[(t + k) % E for k in range(K)] for t in range(T)])
-    probabilities = torch.rand(T, E, dtype=torch.float64).softmax(-1)
-    assert balance_loss(probabilities, count(balanced, E)).item() == pytest.approx(1.0, rel=1e-13)
-    collapsed = torch.zeros(T, E, dtype=torch.float64)
-    collapsed[:, :K] = 1 / K
-    counts = count(torch.arange(K).expand(T, K), E)
-    assert balance_loss(collapsed, counts).item() == pytest.approx(E / K, rel=1e-13)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (7, 1, 5), (13, 3, 5), (60, 4, 128)])
+def test_the_gradient_for_balance_is_autograds_of_the_formula(T: int, K: int, E: int, dtype: torch.dtype) -> None:
+    weights, probabilities = draw(T, K).bfloat16(), draw(T, E, seed=1).to(dtype).softmax(-1).requires_grad_()
+    counts = count(draw(T, E, seed=2).topk(K).indices, E)
+    loss = E * torch.dot(counts.to(dtype) / counts.sum().clamp(min=1), probabilities.sum(0) / max(T, 1))
+    cotangent = draw(T, K, seed=3).bfloat16()
+    every = []
+    for carried in (attach_balance(weights.requires_grad_(), probabilities, counts, 0.3), attach(weights, loss, 0.3)):
+        assert torch.equal(carried, weights)
+        every.append(torch.autograd.grad(carried, (weights, probabilities), cotangent))
+    found, expected = every
+    assert all(map(torch.equal, found, expected))
+    if T:  # the loss is linear in the probabilities
+        assert loss.item() == pytest.approx(float((probabilities.detach() * found[1]).sum() / 0.3), rel=1e-5)
 
 
 def test_z_loss_is_that_of_the_loops() -> None:
@@ -91,11 +84,8 @@ def test_z_loss_is_that_of_the_loops() -> None:
     assert z_loss(logits).item() == pytest.approx(expected, rel=1e-13)
 
 
-def test_losses_pass_gradcheck_and_are_zero_without_tokens() -> None:
-    logits, counts = draw(6, 4).requires_grad_(), torch.tensor([5, 0, 4, 3])
-    assert torch.autograd.gradcheck(lambda x: balance_loss(x.softmax(-1), counts), logits)
-    assert torch.autograd.gradcheck(z_loss, logits)
-    assert balance_loss(torch.empty(0, 4), torch.zeros(4, dtype=torch.int64)).item() == 0
+def test_z_loss_passes_gradcheck_and_is_zero_without_tokens() -> None:
+    assert torch.autograd.gradcheck(z_loss, draw(6, 4).requires_grad_())
     assert z_loss(torch.empty(0, 4)).item() == 0
 
 
@@ -111,7 +101,7 @@ def test_a_routers_gradient_is_that_of_the_sum(score: str, aux: float, z: float)
         coefficients = {"aux_coefficient": aux, "z_coefficient": z} if attached else {}
         torch.manual_seed(0)
         router = Router(H, RouterConfig(E, K, score=score, **coefficients), dtype=torch.float64)
-        router.loss_scale = scale
+        router.aux_scale = scale
         tokens = draw(T, H, seed=1).requires_grad_()
         indices, weights = router(tokens)
         total = (weights * draw(T, K, seed=2)).sum()
@@ -141,7 +131,7 @@ def test_the_scale_reaches_every_router_and_is_read_in_the_forward() -> None:
     config = MoEConfig(vocabulary=11, layers=3, hidden=8, heads=2, experts=4, intermediate=4, aux_coefficient=0.5)
     model = MoETransformer(config)
     routers = [m for m in model.modules() if isinstance(m, Router)]
-    assert [router.loss_scale for router in routers] == [1.0] * 3
+    assert [router.aux_scale for router in routers] == [1.0] * 3
     tokens = torch.arange(10).view(2, 5)
 
     def gradient(before: float, after: float) -> list[Tensor]:

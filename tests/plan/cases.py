@@ -23,9 +23,8 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.costs import Cost, CostKey
 from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.schedule import Action, Kind, Program, peaks_of
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
+from tests.programs import combined_1f1b, forward_only, sequential
 
 MOE = BlockShape(seams=1)
 DENSE = BlockShape(seams=0)
@@ -102,9 +101,9 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
     by_node: dict[CostKey, Cost] = {}
     for key in draw(st.lists(st.sampled_from(sorted(by_op)), max_size=4, unique=True)):
         block = draw(st.integers(0, len(shape) - 1))
-        seam = draw(st.integers(0, max(0, shape[block].seams * shape[block].parts - 1)))
+        call = draw(st.integers(0, max(0, shape[block].seams - 1))), draw(st.integers(0, shape[block].parts - 1))
         several = RESOURCE_OF[key[0]] is not Resource.COMPUTE
-        place = (0, 0, 0) if key[0] is Op.SEND else (0, block, seam)
+        place = (0, 0, 0, 0) if key[0] is Op.SEND else (0, block, *call)
         by_node[(*key, *place)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)
     return NodeCosts(by_op, by_node)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
+from itertools import product
 
-from overlap1f1b.plan import BlockShape, Node, Op, Plan
+from overlap1f1b.plan import BlockShape, Node, Op, Place, Plan
 from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
@@ -24,60 +25,58 @@ def comes_from(plan: Plan, action: Action) -> int:
     return action.stage - 1 if action.kind is Kind.F else action.stage + 1
 
 
-def inside(block: BlockShape) -> list[tuple[Op, int]]:
-    """Sub-ops of a forward behind the block's first, in order, with their numbers."""
-    found = []
+def inside(block: BlockShape) -> list[Place]:
+    """Sub-ops of a forward behind the block's first, in order, with their calls and parts."""
+    found, parts = list[Place](), range(block.parts)
     for call in range(block.seams):
-        parts = range(call * block.parts, (call + 1) * block.parts)
-        found += [(op, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
-        found += [(op, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
-        found.append((Op.AGGREGATE, call))
+        found += [(op, call, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
+        found += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
+        found.append((Op.AGGREGATE, call, 0))
     number = {Op.DISPATCH: 0, Op.COMBINE: 0}
     for op in block.exchanges:
-        found += [(op, number[op]), (Op.EXPERTS if op is Op.DISPATCH else Op.AGGREGATE, number[op])]
+        found += [(op, number[op], 0), (Op.EXPERTS if op is Op.DISPATCH else Op.AGGREGATE, number[op], 0)]
         number[op] += 1
     return found
 
 
-def inside_backward(block: BlockShape) -> list[tuple[Op, int]]:
+def inside_backward(block: BlockShape) -> list[Place]:
     """The same of a backward, before the block's last."""
     if block.exchanges:
         return inside(block)[::-1]
-    found = []
+    found, parts = list[Place](), range(block.parts)[::-1]
     for call in reversed(range(block.seams)):
-        parts = range(call * block.parts, (call + 1) * block.parts)[::-1]
-        found.append((Op.AGGREGATE, call))
-        found += [(Op.COMBINE, part) for part in parts]
-        found += [(op, part) for part in parts for op in (Op.EXPERTS, Op.DISPATCH)]
+        found.append((Op.AGGREGATE, call, 0))
+        found += [(Op.COMBINE, call, part) for part in parts]
+        found += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.DISPATCH)]
     return found
 
 
 def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
     """The nodes of an action, in no order."""
     blocks = plan.shapes[action.stage]
-    m, at = action.microbatch, {"stage": action.stage, "pipe": action.pipe}
+    m, on = action.microbatch, {"stage": action.stage, "pipe": action.pipe}
     for block, shape in enumerate(blocks):
         behind, drops = inside(shape), shape.recompute
         own = Op.ATTENTION if behind else Op.DENSE
         if action.kind is Kind.F:
-            yield Node(own, Kind.F, m, block, **at)
-            yield from (Node(op, Kind.F, m, block, seam, **at) for op, seam in behind)
+            yield Node(own, Kind.F, m, block, **on)
+            yield from (Node(op, Kind.F, m, block, *at, **on) for op, *at in behind)
         if action.kind in (Kind.B, Kind.I):
-            yield Node(own, Kind.I, m, block, **at)
-            yield from (Node(op, Kind.I, m, block, seam, **at) for op, seam in behind if op is not Op.COUNTS)
+            yield Node(own, Kind.I, m, block, **on)
+            yield from (Node(op, Kind.I, m, block, *at, **on) for op, *at in behind if op is not Op.COUNTS)
             if drops in ("experts", "block"):
-                again = range(shape.seams * shape.parts)
-                yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, seam, **at) for seam in again)
+                again = product(range(shape.seams), range(shape.parts))
+                yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, *at, **on) for at in again)
             if drops in ("attention", "block"):
-                yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **at)
+                yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **on)
         if action.kind in (Kind.B, Kind.W):
             apart = {Op.EXPERTS} if shape.experts_split or shape.exchanges else set()
             if shape.split:
-                yield Node(own, Kind.W, m, block, **at)
+                yield Node(own, Kind.W, m, block, **on)
                 apart |= {Op.AGGREGATE} if shape.exchanges or shape.seams > 1 else set()
             if shape.seams:  # the parts of a call have one
-                behind = [(op, call) for call in range(shape.seams) for op in (Op.EXPERTS, Op.AGGREGATE)]
-            yield from (Node(op, Kind.W, m, block, seam, **at) for op, seam in behind if op in apart)
+                behind = [(op, call, 0) for call in range(shape.seams) for op in (Op.EXPERTS, Op.AGGREGATE)]
+            yield from (Node(op, Kind.W, m, block, *at, **on) for op, *at in behind if op in apart)
     if action.kind is Kind.W:
         return
     forward, last = action.kind is Kind.F, len(blocks) - 1
@@ -85,9 +84,9 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
     before = comes_from(plan, action)
     after = 2 * action.stage - before
     if rank_of(plan, action.pipe, before) not in (None, rank):
-        yield Node(Op.RECEIVE, kind, m, 0 if forward else last, **at)
+        yield Node(Op.RECEIVE, kind, m, 0 if forward else last, **on)
     if rank_of(plan, action.pipe, after) not in (None, rank):
-        yield Node(Op.SEND, kind, m, last if forward else 0, **at)
+        yield Node(Op.SEND, kind, m, last if forward else 0, **on)
 
 
 def expected_nodes(plan: Plan, rank: int) -> Counter[Node]:
@@ -101,7 +100,7 @@ def expected_nodes(plan: Plan, rank: int) -> Counter[Node]:
         and node.kind is not Kind.F
         and plan.shapes[node.stage][node.block].reduced
     }
-    reductions = [Node(Op.REDUCE, Kind.W, m, block, 0, stage, pipe) for (pipe, stage, block), m in last.items()]
+    reductions = [Node(Op.REDUCE, Kind.W, m, block, 0, 0, stage, pipe) for (pipe, stage, block), m in last.items()]
     return Counter(nodes + reductions)
 
 
@@ -134,7 +133,7 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         place: tuple[float, ...]
         if node.kind is Kind.W:
             parts = plan.shapes[node.stage][node.block].parts if node.op is Op.EXPERTS else 1
-            inputs = (node._replace(kind=Kind.I, seam=node.seam * parts + part) for part in range(parts))
+            inputs = (node._replace(kind=Kind.I, part=part) for part in range(parts))
             if node.op is not Op.REDUCE and position < max(at[other] for other in inputs):
                 yield f"{node} before its input gradient"
             continue
@@ -146,7 +145,7 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
             op, before = (Op.EXPERTS, 0.5) if node.op is Op.RECOMPUTE_EXPERTS else (node.op, 0)
             shape = plan.shapes[node.stage][node.block]
             order = inside(shape) if node.kind is Kind.F else inside_backward(shape)
-            index = order.index((op, node.seam)) - before
+            index = order.index((op, node.call, node.part)) - before
             place = (node.block, index) if node.kind is Kind.F else (-node.block, index - len(order))
         chains[node.pipe, node.stage, node.microbatch, node.kind].append((place, node))
     for chain in chains.values():
@@ -171,7 +170,11 @@ def _out_of_order(plan: Plan, nodes: list[Node], at: Positions) -> Iterator[str]
     for index, node in enumerate(nodes):
         earlier = [other for other in nodes[:index] if (other.op in EXCHANGES) is not (node.op in EXCHANGES)]
         if node.op is Op.EXPERTS and plan.shapes[node.stage][node.block].parts > 1:
-            own = [other for other in earlier if (other.block, other.seam) == (node.block, node.seam)]
+            own = [
+                other
+                for other in earlier
+                if (other.block, other.call, other.part) == (node.block, node.call, node.part)
+            ]
             earlier = own[-1:]
         if any(at[other] > at[node] for other in earlier):
             yield f"{node} comes before what it needs"

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Plan, check, compile
 from overlap1f1b.schedule import Action, Kind
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
 from overlap1f1b.schedule.program import program_of
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes, split_programs, with_nodes
 from tests.plan.rules import broken_rules
 from tests.plan.tries import few_tries
+from tests.programs import combined_1f1b, forward_only, sequential
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=1, aggregate=1, dense=3)
 
@@ -55,7 +54,9 @@ def mutants(draw: st.DrawFn) -> Plan:
             nodes[a], nodes[b] = nodes[b], nodes[a]
         case "foreign":
             changes: dict[str, Any] = draw(
-                st.sampled_from([{"microbatch": plan.program.microbatches}, {"block": 9}, {"seam": 7}, {"stage": 1}])
+                st.sampled_from(
+                    [{"microbatch": plan.program.microbatches}, {"block": 9}, {"call": 7}, {"part": 5}, {"stage": 1}]
+                )
             )
             nodes[a] = nodes[a]._replace(**changes)
         case "weights" if plan.program.peak_weights:

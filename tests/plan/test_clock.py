@@ -12,9 +12,9 @@ from overlap1f1b.plan.clock import Clock, Clocks
 from overlap1f1b.plan.costs import Cost
 from overlap1f1b.plan.orders import serial, with_reductions
 from overlap1f1b.schedule import Kind, Placement, build_schedule
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import DENSE, MOE, chains_of, makespan, play
+from tests.programs import forward_only, sequential
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=2, aggregate=1, dense=7)
 
@@ -172,7 +172,7 @@ def test_weight_gradients_need_their_input_gradient_alone() -> None:
 def test_links_are_first_in_first_out_each() -> None:
     costs = NodeCosts(
         {(Op.ATTENTION, Kind.F): 2.0, (Op.REDUCE, Kind.W): 3.0},
-        {(Op.DISPATCH, Kind.F, 0, 0, 0): (1.0, 4.0), (Op.COMBINE, Kind.I, 0, 0, 0): (5.0, 2.0)},
+        {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 4.0), (Op.COMBINE, Kind.I, 0, 0, 0, 0): (5.0, 2.0)},
     )
     # links:   dispatch 0 on 2–3 and 2–6   combine 1 on 3–8 and 6–8   dispatch 2 on 8–9 and 8–12
     texts = "attention.f 0, dispatch.f 0, combine.b 1, experts.f 0, dispatch.f 2"
@@ -182,12 +182,14 @@ def test_links_are_first_in_first_out_each() -> None:
 
 
 def test_links_that_appear_late_were_as_busy_as_the_busiest() -> None:
-    costs = NodeCosts({(Op.REDUCE, Kind.W): 3.0}, {(Op.DISPATCH, Kind.F, 0, 0, 0): (1.0, 4.0)})
+    costs = NodeCosts({(Op.REDUCE, Kind.W): 3.0}, {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 4.0)})
     assert spans("reduce.w 0, dispatch.f 0", costs) == [(0, 3), (3, 7)]
 
 
 def test_a_lane_never_overtakes_itself_on_an_idle_link() -> None:
-    costs = NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): (0.0, 6.0), (Op.COMBINE, Kind.F, 0, 0, 0): (2.0, 0.0)})
+    costs = NodeCosts(
+        by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (0.0, 6.0), (Op.COMBINE, Kind.F, 0, 0, 0, 0): (2.0, 0.0)}
+    )
     assert spans("dispatch.f 0, combine.f 1", costs) == [(0, 6), (0, 6)]
 
 
@@ -260,7 +262,7 @@ def test_a_transfer_shares_no_link_that_waits() -> None:
 
 
 def test_each_link_shares_as_long_as_it_is_busy_itself() -> None:
-    uneven: Mapping[CostKey, Cost] = {(Op.DISPATCH, Kind.F, 0, 0, 0): (2.0, 10.0)}
+    uneven: Mapping[CostKey, Cost] = {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (2.0, 10.0)}
     assert passed("dispatch.f 0, send.f 1, dispatch.f 2", True, uneven) == [(0, 10), (0, 8), (4, 24)]
 
 

@@ -11,8 +11,8 @@ from overlap1f1b.plan.costs import Cost
 from overlap1f1b.schedule import Kind
 
 
-def node(op: Op, kind: Kind, block: int = 0, seam: int = 0) -> Node:
-    return Node(op, kind, microbatch=5, block=block, seam=seam)
+def node(op: Op, kind: Kind, block: int = 0, call: int = 0) -> Node:
+    return Node(op, kind, microbatch=5, block=block, call=call)
 
 
 def test_uniform() -> None:
@@ -38,14 +38,14 @@ def test_combine_costs_what_dispatch_does_unless_told() -> None:
 
 def test_single_nodes_come_first() -> None:
     costs = NodeCosts(
-        {(Op.EXPERTS, Kind.F): 4.0}, {(Op.EXPERTS, Kind.F, 0, 1, 0): 0.0, (Op.EXPERTS, Kind.F, 0, 1, 1): 9.0}
+        {(Op.EXPERTS, Kind.F): 4.0}, {(Op.EXPERTS, Kind.F, 0, 1, 0, 0): 0.0, (Op.EXPERTS, Kind.F, 0, 1, 1, 0): 9.0}
     )
     assert [costs(node(Op.EXPERTS, Kind.F, *at)) for at in ((0, 0), (1, 0), (1, 1), (1, 2))] == [4, 0, 9, 4]
     assert costs(node(Op.EXPERTS, Kind.I, 1, 1)) == 0
 
 
 def test_an_exchange_takes_as_long_as_its_slowest_link() -> None:
-    costs = NodeCosts({(Op.COMBINE, Kind.F): 2.0}, {(Op.DISPATCH, Kind.F, 0, 0, 0): (1.0, 3.0, 2.0)})
+    costs = NodeCosts({(Op.COMBINE, Kind.F): 2.0}, {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 3.0, 2.0)})
     assert costs.links(node(Op.DISPATCH, Kind.F)) == (1, 3, 2)
     assert costs(node(Op.DISPATCH, Kind.F)) == 3
     assert costs.links(node(Op.COMBINE, Kind.F)) == (2,)
@@ -54,7 +54,7 @@ def test_an_exchange_takes_as_long_as_its_slowest_link() -> None:
 @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan, (1.0, -0.5), (math.nan,)])
 def test_refused_costs_are_named(cost: Cost) -> None:
     with pytest.raises(ValueError, match=r"cost of dispatch\.F is .*; allowed: a finite number ≥ 0"):
-        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): cost})
+        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): cost})
     if not isinstance(cost, tuple):
         with pytest.raises(ValueError, match=r"cost of experts\.W is"):
             NodeCosts({(Op.EXPERTS, Kind.W): cost})
@@ -62,9 +62,11 @@ def test_refused_costs_are_named(cost: Cost) -> None:
 
 def test_exchanges_use_the_same_links() -> None:
     with pytest.raises(ValueError, match=r"costs over \[2, 3\] links"):
-        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): (1.0, 2.0), (Op.COMBINE, Kind.F, 0, 0, 0): (1.0, 2.0, 3.0)})
+        NodeCosts(
+            by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 2.0), (Op.COMBINE, Kind.F, 0, 0, 0, 0): (1.0, 2.0, 3.0)}
+        )
     with pytest.raises(ValueError, match=r"costs over \[0\] links"):
-        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0): ()})
+        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): ()})
 
 
 def test_launch_costs() -> None:

@@ -12,11 +12,9 @@ from overlap1f1b.plan import (
     Op,
     Recompute,
     Resource,
-    backward_chain,
-    forward_chain,
     parse_recompute,
-    weight_node,
 )
+from overlap1f1b.plan.node import backward_chain, forward_chain, weight_node
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests.plan.cases import DENSE, MOE
 
@@ -25,7 +23,8 @@ from tests.plan.cases import DENSE, MOE
     ("node", "text"),
     [
         (Node(Op.EXPERTS, Kind.W, microbatch=3, block=1), "experts.w[1] m3"),
-        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, seam=1), "dispatch.b[2.1] m0"),
+        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, call=1), "dispatch.b[2.1] m0"),
+        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, part=1), "dispatch.b[2.0.1] m0"),
         (Node(Op.ATTENTION, Kind.F, microbatch=10, block=0), "attention.f[0] m10"),
         (Node(Op.REDUCE, Kind.W, microbatch=7, block=0), "reduce.w[0] m7"),
     ],
@@ -121,7 +120,7 @@ def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
 
 
 def test_tags_tell_exchanges_apart() -> None:
-    shape = (MOE,) * 3 + (BlockShape(seams=4),)
+    shape = (MOE,) * 3 + (BlockShape(seams=4), BlockShape(seams=2, parts=8))
     nodes = [
         node
         for microbatch in range(5)
@@ -132,7 +131,7 @@ def test_tags_tell_exchanges_apart() -> None:
     ]
     assert len({node.tag for node in nodes}) == len(nodes)
     assert all(0 <= node.tag < 2**31 for node in nodes)
-    assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, seam=15, stage=999).tag < 2**31
+    assert Node(Op.COMBINE, Kind.F, microbatch=2047, block=4095, call=15, part=7, stage=999).tag < 2**31
 
 
 def test_modes_drop_what_they_name() -> None:

@@ -10,10 +10,9 @@ import pytest
 from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape
 from overlap1f1b.plan.orders import launched_early, pairs, serial, with_reductions
 from overlap1f1b.schedule import Kind
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import sequential
 from tests.plan.cases import DENSE, MOE, chains_of, play
 from tests.plan.drawing import drawn, lines
+from tests.programs import combined_1f1b, sequential
 
 # Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.
 COSTS = NodeCosts(
@@ -169,11 +168,11 @@ def test_dense_blocks_go_with_the_layer_beside_them() -> None:
     )
 
 
-def test_layers_are_counted_by_seam() -> None:
+def test_layers_are_counted_by_call() -> None:
     nodes = [
         node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)
     ]
-    rows = [(node.name, node.seam) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
+    rows = [(node.name, node.call) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
     assert rows == [
         ("combine.b", 1),
         ("dispatch.f", 0),

@@ -13,16 +13,15 @@ from overlap1f1b.plan import (
     NodeCosts,
     Op,
     Overlap,
+    bound,
     check,
     check_rendezvous,
     compile,
     play_ranks,
     with_rendezvous,
 )
-from overlap1f1b.plan.node import without_part
 from overlap1f1b.schedule import SCHEDULES, Kind, build_schedule
 from overlap1f1b.schedule.placement import SINGLE
-from overlap1f1b.simulation.bound import bound
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25, counts=0.3, aggregate=0.2, reduce=1, send=1)
 
@@ -51,7 +50,7 @@ def test_experts_wait_for_their_own_part() -> None:
     program = build_schedule("sequential", microbatches=1)
     plan = compile(program, (BlockShape(seams=1, parts=3),), COSTS.in_parts(3), 1)
     (spans,) = play_ranks(plan.ranks, SINGLE, COSTS.in_parts(3))
-    at = {(span.node.op, span.node.kind, span.node.seam): span for span in spans}
+    at = {(span.node.op, span.node.kind, span.node.part): span for span in spans}
     for kind, exchange, order in ((Kind.F, Op.DISPATCH, (0, 1, 2)), (Kind.I, Op.COMBINE, (2, 1, 0))):
         for first, second in pairwise(order):
             assert at[Op.EXPERTS, kind, first].start >= at[exchange, kind, first].end
@@ -64,26 +63,26 @@ def test_the_parts_of_a_call_have_one_weight_gradient_and_one_place_in_sums() ->
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
     plan = compile(program, _shape(2, seams=2), COSTS.in_parts(2), 3)
     weights = [node for node in plan.nodes if node.op is Op.EXPERTS and node.kind is Kind.W]
-    assert sorted({(node.block, node.seam) for node in weights}) == [(1, 0), (1, 1)]
+    assert sorted({(node.block, node.call, node.part) for node in weights}) == [(1, 0, 0), (1, 1, 0)]
     assert len(weights) == 2 * 4
     inputs = [node for node in plan.nodes if node.op is Op.EXPERTS and node.kind is Kind.I]
     for call in (0, 1):
-        turns = [node.microbatch for node in inputs if without_part(node, plan.shapes[0]).seam == call]
+        turns = [node.microbatch for node in inputs if node.call == call]
         assert turns == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_parts_that_mix_microbatches_are_refused() -> None:
     program = build_schedule("sequential", microbatches=2)
     plan = compile(program, (BlockShape(seams=1, parts=2),), COSTS.in_parts(2), "serial")
-    late = Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, seam=0)  # the last part of microbatch 0
+    late = Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=0)  # the last part of microbatch 0
     nodes = list(plan.nodes)
     place = nodes.index(late)
     behind = [node for node in nodes[place:] if node.microbatch == 0]
     # Everything of microbatch 0 from there on comes behind the other part of microbatch 1.
-    at = nodes.index(Node(Op.EXPERTS, Kind.I, microbatch=1, block=0, seam=1))
+    at = nodes.index(Node(Op.EXPERTS, Kind.I, microbatch=1, block=0, part=1))
     mixed = [node for node in nodes[: at + 1] if node not in behind] + behind + nodes[at + 1 :]
     assert sorted(mixed) == sorted(nodes)
-    with pytest.raises(ValueError, match=r"experts.b\[0.1\] m1 comes before experts.b\[0\] m0, which it needs"):
+    with pytest.raises(ValueError, match=r"experts.b\[0.0.1\] m1 comes before experts.b\[0\] m0, which it needs"):
         check(replace(plan, ranks=(tuple(mixed),)))
 
 

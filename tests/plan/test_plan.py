@@ -28,8 +28,6 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Action, Kind, Program
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import forward_only, sequential
 from tests.plan.cases import (
     DENSE,
     MOE,
@@ -43,6 +41,7 @@ from tests.plan.cases import (
     with_nodes,
 )
 from tests.plan.rules import broken_rules, expected_nodes, peak
+from tests.programs import combined_1f1b, forward_only, sequential
 
 
 @given(st.data())
@@ -94,7 +93,7 @@ def test_fingerprint_is_that_of_the_order() -> None:
 def test_every_process_compiles_the_same_plan() -> None:
     code = (
         "from overlap1f1b.plan import BlockShape, NodeCosts, compile\n"
-        "from overlap1f1b.schedule.generators.interleaved import combined_1f1b\n"
+        "from tests.programs import combined_1f1b\n"
         "shape = (BlockShape(0), BlockShape(1), BlockShape(2, reduced=True))\n"
         "costs = NodeCosts.uniform(attention=3, experts=4, dispatch=21 / 4)\n"
         "print(compile(combined_1f1b(5, 1), shape, costs, 3).fingerprint)"

@@ -12,7 +12,7 @@ from overlap1f1b.schedule import Action, Kind
 
 NUMBERS = st.integers(0, 10**6)
 KINDS = st.sampled_from((Kind.F, Kind.I, Kind.W))
-NODES = st.builds(Node, st.sampled_from(Op), KINDS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.integers(0, 1))
+NODES = st.builds(Node, st.sampled_from(Op), KINDS, *[NUMBERS] * 5, st.integers(0, 1))
 LABELS = st.builds(
     Label, NUMBERS, st.dictionaries(st.sampled_from(("pp", "dp", "ep")), st.tuples(NUMBERS, NUMBERS), max_size=3)
 )
@@ -33,7 +33,7 @@ def test_a_name_is_read_back(given: Range) -> None:
 @pytest.mark.parametrize("op", Op)
 def test_every_op_and_direction(op: Op, kind: str) -> None:
     for direction in (Kind.F, Kind.I, Kind.W):
-        node = Node(op, direction, microbatch=3, block=1, seam=2, stage=0, pipe=1)
+        node = Node(op, direction, microbatch=3, block=1, call=2, part=1, stage=0, pipe=1)
         found = parse_range(str(NodeRange(kind, node)))  # type: ignore[arg-type]
         assert found == NodeRange(kind, node)  # type: ignore[arg-type]
         assert parse_node(str(node)) == node
@@ -43,9 +43,10 @@ def test_names_as_the_tools_show_them() -> None:
     wanted = {
         "o1 rank 3: pp 1/2, dp 0/1, ep 1/2": Label(3, {"pp": (1, 2), "dp": (0, 1), "ep": (1, 2)}),
         "o1 step 17": StepRange(17),
-        "o1 experts.w[1] m3 s2'": NodeRange("node", Node(Op.EXPERTS, Kind.W, 3, 1, 0, 2, 1)),
+        "o1 experts.w[1] m3 s2'": NodeRange("node", Node(Op.EXPERTS, Kind.W, 3, 1, 0, 0, 2, 1)),
         "o1 flight dispatch.b[0.1] m12": NodeRange("flight", Node(Op.DISPATCH, Kind.I, 12, 0, 1)),
-        "o1 wait receive.f[0] m0 s1": NodeRange("wait", Node(Op.RECEIVE, Kind.F, 0, 0, 0, 1)),
+        "o1 flight dispatch.b[0.1.2] m12": NodeRange("flight", Node(Op.DISPATCH, Kind.I, 12, 0, 1, 2)),
+        "o1 wait receive.f[0] m0 s1": NodeRange("wait", Node(Op.RECEIVE, Kind.F, 0, 0, 0, 0, 1)),
         "o1 action (0)": None,
         "o1 action 2'B0": ActionRange(Action(Kind.B, 2, 0, 1)),
     }

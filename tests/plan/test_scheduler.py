@@ -12,8 +12,6 @@ from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, R
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, build_schedule
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import sequential
 from tests.plan.cases import (
     DENSE,
     MOE,
@@ -29,6 +27,7 @@ from tests.plan.cases import (
 )
 from tests.plan.drawing import drawn, lines
 from tests.plan.rules import broken_rules
+from tests.programs import combined_1f1b, sequential
 
 
 def scheduled(program: Program, policy: Policy, costs: NodeCosts, layers: int = 4) -> tuple[Node, ...]:

@@ -31,7 +31,7 @@ def test_every_exchange_has_its_consumer(tmp_path: Path) -> None:
         assert isinstance(source.what, Node)
         assert isinstance(target.what, Node)
         assert target.what.op is following[source.what.op, source.what.kind.value]
-        assert source.what._replace(op=target.what.op, seam=0) == target.what
+        assert source.what._replace(op=target.what.op, call=0, part=0) == target.what
         assert source.end <= target.start + 1e-6
 
 

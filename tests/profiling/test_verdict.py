@@ -54,7 +54,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
         "dispatch.f.",
         "one action was open at a time: overlap=3",
     ),
-    (STUCK, "No: 0%", "see that CUDA_DEVICE_MAX_CONNECTIONS is not 1"),
+    (STUCK, "No: 0%", "see what overlap1f1b doctor says of connections"),
     (two(0, 40, (1, 40), (40, 50)), "Yes: 100% of the exchange was hidden; exposed exchange is 0.0% of a step.", None),
     (
         two(0, 10, (0, 40), (40, 50)),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, build_schedule
-from overlap1f1b.schedule.generators.plain import forward_only
+from tests.programs import forward_only
 
 PICTURES = {
     ("sequential", None): {
@@ -82,11 +82,19 @@ def test_names_and_defaults() -> None:
         ("zigzag", {"microbatches": 4}, "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b"),
         ("combined_1f1b", {"microbatches": 4, "ranks": 0}, "ranks=0; allowed: 1 or more"),
         ("combined_1f1b", {"microbatches": 4, "chunks": 0}, "chunks=0; allowed: 1 or more"),
-        ("zb_h2", {"microbatches": 4, "chunks": 2}, r"chunks=2 with zb_h2; allowed: 1 \(chunks belong to sequential, "),
+        (
+            "zb_h2",
+            {"microbatches": 4, "chunks": 2},
+            r"chunks=2 with zb_h2; allowed: 1 \(chunks is an option of sequential, ",
+        ),
         ("zb_v", {"microbatches": 4, "chunks": 3}, "chunks=3 with zb_v; allowed: 2"),
         ("zb_v", {"microbatches": 4, "chunks": 1}, "chunks=1 with zb_v; allowed: 2"),
         ("dualpipev", {"microbatches": 4, "chunks": 1}, "chunks=1 with dualpipev; allowed: 2"),
-        ("1f1b", {"microbatches": 4, "group_size": 2}, "group_size=2 with 1f1b; allowed: none .it belongs to combined"),
+        (
+            "1f1b",
+            {"microbatches": 4, "group_size": 2},
+            "group_size=2 with 1f1b; allowed: extra_warmup .group_size is an option of comb",
+        ),
         (
             "interleaved_1f1b",
             {"microbatches": 8, "ranks": 4, "chunks": 2, "group_size": 3},

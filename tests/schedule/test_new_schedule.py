@@ -11,46 +11,61 @@ from pathlib import Path
 import overlap1f1b
 
 GENERATOR = '''
+from dataclasses import dataclass
+
 from overlap1f1b.schedule.action import Action, Kind
+from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
 
-def reversed_afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
-    """All forwards, then all backwards, the last microbatch first."""
-    placement = Placement.loop(ranks, chunks)
-    rows = [
-        [Action(Kind.F, stage, m) for _, stage in placement.places(rank) for m in range(microbatches)]
-        + [Action(Kind.B, stage, m) for _, stage in placement.places(rank)[::-1] for m in reversed(range(microbatches))]
-        for rank in range(ranks)
-    ]
-    return program_of("reversed_afab", microbatches, placement, rows)
+@dataclass(frozen=True)
+class TurnedAfab(Schedule):
+    """All forwards, then all backwards, every ``turn``-th microbatch of the backwards last."""
+
+    chunks: int = 1
+    turn: int = 1
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        placement = Placement.loop(ranks, self.chunks)
+        backwards = sorted(range(microbatches), key=lambda m: (m % self.turn, -m))
+        rows = [
+            [Action(Kind.F, stage, m) for _, stage in placement.places(rank) for m in range(microbatches)]
+            + [Action(Kind.B, stage, m) for _, stage in placement.places(rank)[::-1] for m in backwards]
+            for rank in range(ranks)
+        ]
+        return program_of("turned_afab", microbatches, placement, rows)
 '''
 
 
 def test_a_new_schedule_touches_two_files(tmp_path: Path) -> None:
-    """It is built, checked, simulated, searched and refused as the others are, in a copy of the package."""
+    """With an option of its own it is built, simulated, searched and refused as the others are, in a copy."""
     package = tmp_path / "overlap1f1b"
     shutil.copytree(Path(overlap1f1b.__file__).parent, package, ignore=shutil.ignore_patterns("kernels", "__pycache__"))
     generators = package / "schedule" / "generators"
-    (generators / "reversed.py").write_text(GENERATOR)
+    (generators / "turned.py").write_text(GENERATOR)
     registry = generators / "build.py"
     text = registry.read_text()
     before = "from overlap1f1b.schedule.generators.two_stages"
-    text = text.replace(before, f"from overlap1f1b.schedule.generators.reversed import reversed_afab\n{before}")
-    line = '        "zb_h1": Schedule(zb_h1),\n'
+    text = text.replace(before, f"from overlap1f1b.schedule.generators.turned import TurnedAfab\n{before}")
+    line = '        "zb_h1": ZBH1,\n'
     assert text.count(before) == text.count(line) == 1
-    registry.write_text(text.replace(line, f'{line}        "reversed_afab": Schedule(reversed_afab),\n'))
+    registry.write_text(text.replace(line, f'{line}        "turned_afab": TurnedAfab,\n'))
 
     def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "overlap1f1b", "plan", "--microbatches", 4, "--ranks", 2, *arguments]
         return subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)
 
-    played = plan("--schedule", "reversed_afab", "--chunks", 2, "--json", "out.json", "--compare", "1f1b")
+    played = plan("--schedule", "turned_afab", "--chunks", 2, "--json", "out.json", "--compare", "turned_afab:turn=2")
     assert not played.returncode, played.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert [row["schedule"] for row in result["compare"]] == ["reversed_afab", "1f1b"]
-    refused = plan("--schedule", "reversed_afab", "--extra-warmup", 1)
-    assert "with reversed_afab; allowed: 0" in refused.stderr
-    searched = plan("--search", "--schedule", "reversed_afab")
-    assert searched.stdout.splitlines()[1].startswith("reversed_afab")
+    rows = json.loads((tmp_path / "out.json").read_text())["compare"]
+    assert [(row["schedule"], row["chunks"], row["turn"]) for row in rows] == [
+        ("turned_afab", 2, None),
+        ("turned_afab", 1, 2),
+    ]
+    refused = plan("--schedule", "turned_afab", "--extra-warmup", 1)
+    assert "--extra-warmup 1 with turned_afab; allowed: 0" in refused.stderr
+    other = plan("--compare", "1f1b:turn=2")
+    assert "turn=2 with 1f1b; allowed: extra_warmup (turn is an option of turned_afab)" in other.stderr
+    searched = plan("--search", "--schedule", "turned_afab")
+    assert searched.stdout.splitlines()[1].startswith("turned_afab")

@@ -10,8 +10,7 @@ import dataclasses
 import pytest
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import forward_only
+from tests.programs import combined_1f1b, forward_only
 
 
 def test_actions_in_the_order_in_which_they_open() -> None:

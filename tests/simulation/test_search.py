@@ -57,7 +57,10 @@ def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
         ranking = search(
             list(candidates()), ranks=ranks, microbatches=microbatches, model=ActionModel(costs), memory=memory
         )
-        got = {(c.schedule, c.chunks, c.extra_warmup or 0): outcome.makespan for c, outcome in ranking.found}
+        got = {
+            (c.schedule, c.options["chunks"], c.options.get("extra_warmup", 0)): outcome.makespan
+            for c, outcome in ranking.found
+        }
         assert got == {key: makespan for key, (makespan, peak) in built.items() if peak <= memory}
         makespans = [outcome.makespan for _, outcome in ranking.found]
         assert makespans == pytest.approx(sorted(makespans))
@@ -87,7 +90,7 @@ def test_what_is_left_out_says_why() -> None:
 def test_what_is_given_is_not_varied() -> None:
     names = [str(candidate) for candidate in candidates(chunks=[2], extra_warmup=[1])]
     assert names == ["combined_1f1b:chunks=2,extra_warmup=1", "interleaved_1f1b:chunks=2,extra_warmup=1"]
-    assert str(Candidate("combined_1f1b", extra_warmup=0)) == "combined_1f1b:extra_warmup=0"  # 1 by default
+    assert str(Candidate("combined_1f1b", {"extra_warmup": 0})) == "combined_1f1b:extra_warmup=0"  # 1 by default
     assert [str(candidate) for candidate in candidates(schedules=["dualpipe"], chunks=[2])] == []
 
 
@@ -111,17 +114,19 @@ def test_nodes_are_searched_over_overlaps() -> None:
     ranking = search(tried, ranks=2, microbatches=4, model=model)
     best = min(
         simulate(
-            build_schedule(c.schedule, ranks=2, microbatches=4, chunks=c.chunks, extra_warmup=c.extra_warmup),
+            build_schedule(c.schedule, ranks=2, microbatches=4, **c.options),
             NODES,
             overlap=3,
-            layers=2 // c.chunks,
+            layers=2 // c.options["chunks"],
         ).makespan
         for c in tried
-        if c.chunks <= 2 and c.overlap == 3
+        if c.options["chunks"] <= 2 and c.overlap == 3
     )
     assert ranking.found[0][1].makespan == pytest.approx(best)
     assert {c.overlap for c, _ in ranking.found} == {"serial", "pairs", 2, 3}
-    assert {why for c, why in ranking.refused if c.chunks == 3} == {"layers=2 over 3 chunks; allowed: a multiple of 3"}
+    assert {why for c, why in ranking.refused if c.options["chunks"] == 3} == {
+        "layers=2 over 3 chunks; allowed: a multiple of 3"
+    }
     limit = ranking.found[0][1].peak_activations - 0.5
     within = search(tried, ranks=2, microbatches=4, model=model, memory=limit)
     assert [c for c, _ in within.found] == [c for c, o in ranking.found if o.peak_activations <= limit]
@@ -165,12 +170,12 @@ def test_pruning_leaves_most_unplayed() -> None:
     tried = list(candidates(chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
     ranking = search(tried, ranks=4, microbatches=8, model=model, top=1)
     assert len(ranking.pruned) > len(tried) / 2
-    assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", 1, overlap="serial")}
+    assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", {"chunks": 1}, overlap="serial")}
 
 
 def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
     model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.1)
-    tried = [Candidate("auto", chunks=2), Candidate("combined_1f1b", chunks=2, extra_warmup=2, overlap=2)]
+    tried = [Candidate("auto", {"chunks": 2}), Candidate("combined_1f1b", {"chunks": 2, "extra_warmup": 2}, overlap=2)]
     sizes: dict[str, Any] = {"ranks": 2, "microbatches": 8, "model": model}
     with few_tries():
         ranking, whole = search(tried, top=1, **sizes), search(tried, **sizes)

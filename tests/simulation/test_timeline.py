@@ -21,10 +21,9 @@ from overlap1f1b.plan import (
 )
 from overlap1f1b.plan.intervals import length
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
-from overlap1f1b.schedule.generators.plain import sequential
 from overlap1f1b.simulation import Costs, Timeline, simulate
 from tests.plan.cases import MOE, cells, costs_of, makespan, programs, shapes
+from tests.programs import combined_1f1b, sequential
 
 COMPUTE, EXCHANGE, COUNTS, REDUCE, SEND = Op.EXPERTS, Op.DISPATCH, Op.COUNTS, Op.REDUCE, Op.SEND
 LANES = {

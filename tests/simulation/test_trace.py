@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import SCHEDULES, build_schedule
-from overlap1f1b.schedule.generators.interleaved import combined_1f1b
 from overlap1f1b.simulation import Costs, simulate
 from overlap1f1b.simulation.trace import Event, write_trace
 from tests.plan.cases import MOE
+from tests.programs import combined_1f1b
 
 NAMES, ORDERS = ("process_name", "thread_name"), ("process_sort_index", "thread_sort_index")
 Track = tuple[int, int]

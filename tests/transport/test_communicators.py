@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -13,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import devices
 from overlap1f1b.transport import mesh as mesh_module
-from overlap1f1b.transport import streams
-from overlap1f1b.transport.communicators import LEAST_CTAS, Budget
+from overlap1f1b.transport.communicators import LEAST_CTAS, DeviceOptions
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import CudaMark
+from overlap1f1b.transport.streams import EventMark
 from tests import models
 from tests.ranks import Ranks
 
@@ -27,23 +28,19 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("ctas", [LEAST_CTAS, 32, 100])
 def test_all_transfers_fit_the_budget(ctas: int) -> None:
     """Rows, two sums, counts and four links."""
-    budget = Budget(ctas)
+    budget = DeviceOptions(ctas=ctas)
     assert budget.rows + 2 * budget.sums + 1 + 4 * budget.link <= ctas
 
 
 def test_more_blocks_than_multiprocessors() -> None:
-    Budget(200).check(torch.device("cpu"))
-    with patch.object(streams, "multiprocessors", lambda device: 132):
-        Budget(132).check(GPU)
-        with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 24 to its 132 multiprocessors$"):
-            Budget(133).check(GPU)
-    with pytest.raises(ValueError, match=r"^ctas=23; allowed: 24 or more$"):
-        Engine(
-            models.build(),
-            build_schedule("sequential", microbatches=1),
-            loss_fn=models.loss_fn,
-            options=EngineOptions(ctas=23),
-        )
+    DeviceOptions(ctas=200).check(torch.device("cpu"))
+    gpu = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132))
+    with patch.object(devices, "of", lambda device: gpu):
+        DeviceOptions(ctas=132).check(GPU)
+        with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 16 to its 132 multiprocessors$"):
+            DeviceOptions(ctas=133).check(GPU)
+    with pytest.raises(ValueError, match=r"^ctas=15; allowed: 16 or more$"):
+        DeviceOptions(ctas=15)
 
 
 def _does_not_fit(rank: int, size: int) -> None:
@@ -84,7 +81,7 @@ def test_a_wait_for_a_device_looks_for_failures(done: bool) -> None:
         def query(self) -> bool:
             return done
 
-    mark = CudaMark(GPU, None, Event())
+    mark = EventMark(GPU, None, Event())
     with pytest.raises(ConnectionError, match="another rank failed"):
         mark.synchronize(timedelta(seconds=60), lambda: True)
     with nullcontext() if done else pytest.raises(TimeoutError):

@@ -92,12 +92,12 @@ def test_an_error_of_the_model_is_a_cause(ranks2: Ranks) -> None:
 
 
 def _late(rank: int, size: int) -> str:
-    failures = Failures("late", LABELS)
+    failures = Failures("late", LABELS, limit=timedelta(seconds=0.5))
     if rank:
         return ""
     start = time.monotonic()
     with pytest.raises(LostRankError) as raised:
-        failures.meet(timedelta(seconds=0.5))
+        failures.meet()
     assert time.monotonic() - start < 5
     return str(raised.value)
 
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
 
 def test_one_rank_alone_tells_nobody() -> None:
     failures, error = Failures(), ValueError("x")
-    failures.meet(timedelta(seconds=0.1))
+    failures.meet()
     assert _notes(failures, error, "rank 0 failed") == "rank 0 failed"
     assert failures.failed
     assert failures.read() is None
@@ -217,7 +217,7 @@ PROGRAM = """
     group = Groups([0, 1], timedelta(seconds=60)).new([0, 1], "test")
     if rank == 1:
         time.sleep(100)
-    lane = Lane("test", timedelta(seconds=60), Failures(), background=True, abort=lambda: abort(group))
+    lane = Lane("test", Failures(limit=timedelta(seconds=60)), background=True, abort=lambda: abort(group))
     received = torch.zeros(4)
     post = {
         "receive": lambda: Transfer(received, [group.recv([received], 1, 7)]),

@@ -21,7 +21,7 @@ def node(microbatch: int) -> Node:
 
 
 def lane(*, background: bool, timeout: float = 5.0) -> Lane:
-    return Lane("test", timedelta(seconds=timeout), Failures(), background=background)
+    return Lane("test", Failures(limit=timedelta(seconds=timeout)), background=background)
 
 
 def starting(started: list[int], number: int, gate: threading.Event | None = None) -> Callable[[], Transfer[int]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from overlap1f1b.transport import loopback, streams
+from overlap1f1b.transport import devices, loopback
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import InlineStream, ThreadStream
 
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Instant:
-    """In place of a CUDA event, where every job has ended when it was queued."""
+    """In place of an event of a GPU, where every job has ended when it was queued."""
 
     def wait(self) -> None: ...
 
@@ -33,9 +34,9 @@ def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: to
     lagging = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
     out, back, control = [InlineStream(), InlineStream(), InlineStream()] if chunks else lagging
     if chunks:
-        monkeypatch.setattr(streams, "is_queued", lambda device: True)
-        monkeypatch.setattr(streams, "in_host_memory", torch.empty_like)
-        monkeypatch.setattr(torch.cuda, "Event", Instant)
+        gpu = SimpleNamespace(Event=Instant, synchronize=lambda device: None)
+        monkeypatch.setattr(devices, "of", lambda device: gpu)
+        monkeypatch.setattr(devices, "in_host_memory", torch.empty_like)
     exchange = LoopbackExchange(CPU, check=True, streams=(out, back, control))
     sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100, 401)]
     flying = [exchange.rows(source, [len(source)], [len(source)]) for source in sources]

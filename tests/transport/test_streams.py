@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from overlap1f1b.transport import streams
-from overlap1f1b.transport.streams import CudaStream, HostCopy, ThreadStream
+from overlap1f1b.transport import devices
+from overlap1f1b.transport.streams import DeviceStream, HostCopy, ThreadStream
 
 
 def test_jobs_run_in_order_and_after_other_streams() -> None:
@@ -56,7 +57,7 @@ def test_a_copy_to_the_host_is_read_late() -> None:
 
 
 class _Log(list[str]):
-    """What CUDA is told, in place of torch.cuda."""
+    """What a GPU is told."""
 
     def module(self) -> Any:
         log = self
@@ -94,25 +95,20 @@ class _Log(list[str]):
                 self.asked += 1
                 return self.asked > 2
 
-        class Cuda:
-            pass
-
-        cuda: Any = Cuda()
-        cuda.Stream, cuda.Event = Stream, Event
-        cuda.current_stream = lambda device=None: compute
-        cuda.stream = lambda stream: stream
-        return cuda
+        return SimpleNamespace(
+            Stream=Stream, Event=Event, current_stream=lambda device: compute, stream=lambda stream: stream
+        )
 
 
-def test_what_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job waits for what was computed or for the marks, lies between two events, and compute waits for the second."""
     log = _Log()
-    monkeypatch.setattr(streams.torch, "cuda", log.module())
+    monkeypatch.setattr(devices, "KINDS", {"cuda": log.module()})
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.warns(UserWarning, match="unset it"):
-        CudaStream(torch.device("cuda", 0))
+        DeviceStream(torch.device("cuda", 0))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    stream = CudaStream(torch.device("cuda", 0))
+    stream = DeviceStream(torch.device("cuda", 0))
     first = stream.run(lambda: log.append("copy"))
     stream.run(lambda: log.append("back"), after=(first,))
     first.wait(timedelta(seconds=1))
@@ -136,8 +132,8 @@ def test_what_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_writes_to_host_memory_as_a_gpu_sees_it(shape: tuple[int, ...]) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = torch.arange(2 * torch.Size(shape).numel(), device=device)[::2].view(shape)
-    host = streams.in_host_memory(source)
-    assert torch.as_tensor(streams._Mapped(host), device=device).data_ptr() == host.data_ptr() or not source.numel()
-    (copy,) = HostCopy.on(CudaStream(device), source, by_kernel=True).read(timedelta(seconds=10))
+    host = devices.in_host_memory(source)
+    assert devices.mapped(host, device).data_ptr() == host.data_ptr() or not source.numel()
+    (copy,) = HostCopy.on(DeviceStream(device), source, by_kernel=True).read(timedelta(seconds=10))
     assert copy.device.type == "cpu"
     assert torch.equal(copy, source.cpu())

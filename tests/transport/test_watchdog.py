@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap1f1b.transport import groups, streams
+from overlap1f1b.transport import devices, groups, streams
 from overlap1f1b.transport import watchdog as watchdog_module
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.failures import Failures, LostRankError
@@ -24,8 +24,8 @@ LOOK_S = 0.02
 class Told(Failures):
     """A record in which another rank's failure stands after some looks."""
 
-    def __init__(self, looks: int) -> None:
-        super().__init__()
+    def __init__(self, looks: int, seconds: float = 60) -> None:
+        super().__init__(limit=timedelta(seconds=seconds))
         self.looks = looks
 
     def read(self, *, wait: bool = False) -> str | None:
@@ -39,8 +39,8 @@ def watched(
     """Return whether a watchdog aborts while a host is busy for some seconds, and what it has found."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
     aborted = threading.Event()
-    failures = Told(looks)
-    watchdog = Watchdog(failures, [aborted.set], timeout, lambda: idle)
+    failures = Told(looks, timeout)
+    watchdog = Watchdog(failures, [aborted.set], lambda: idle)
     aborted.wait(seconds)
     watchdog.end()
     return aborted.is_set(), failures.lost
@@ -83,9 +83,9 @@ def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, where: s
             if name == where:
                 answers.wait(30)
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device="cuda:3"))
-    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    current = SimpleNamespace(device="cuda:3")
+    gpu = SimpleNamespace(Event=Event, current_stream=lambda device: current, set_device=asked.append)
+    monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     goes_on = streams.going_on(torch.device("cuda"))
     assert goes_on()  # nothing was asked before
     while where not in asked:
@@ -102,7 +102,7 @@ def test_a_device_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, where: s
 def test_a_host_that_ends_by_itself_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.3)
     failures, aborted = Told(0), threading.Event()
-    watchdog = Watchdog(failures, [aborted.set], 60, lambda: True)
+    watchdog = Watchdog(failures, [aborted.set], lambda: True)
     while not failures.is_lost():
         time.sleep(0.005)
     watchdog.end()
@@ -114,7 +114,7 @@ def test_a_host_that_waits_for_groups_of_its_own(monkeypatch: pytest.MonkeyPatch
     """What the engine has is ended first, then what the user has."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", LOOK_S)
     ended, last = list[str](), threading.Event()
-    watchdog = Watchdog(Told(0), [lambda: ended.append("own"), last.set], 60, lambda: False)
+    watchdog = Watchdog(Told(0), [lambda: ended.append("own"), last.set], lambda: False)
     assert last.wait(30)
     watchdog.end()
     assert ended == ["own"]

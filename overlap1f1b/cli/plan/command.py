@@ -12,7 +12,7 @@ from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, parse_overlap
-from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, SCHEDULES, Program
+from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, OPTIONS, SCHEDULES, Program
 from overlap1f1b.simulation import (
     ActionModel,
     Candidate,
@@ -36,8 +36,6 @@ ROWS = 15
 """Rows of the table of a search."""
 MOST = 10_000_000
 """Largest number of actions, or of nodes with --layers, that a simulation takes."""
-
-_NUMBERS = ("chunks", "extra_warmup", "group_size", "overlap")
 
 
 def plan(options: PlanOptions) -> None:
@@ -205,12 +203,13 @@ def _write(program: Program, timeline: Played, output: OutputOptions, title: str
 def requested(options: PlanOptions) -> Candidate:
     """Return the candidate that the options describe."""
     name = DEFAULT_PROGRAM if options.schedule is None else options.schedule
-    return Candidate(name, options.chunks, options.extra_warmup, options.group_size)
+    given = {option: getattr(options, option, None) for option in OPTIONS}
+    return Candidate(name, {option: value for option, value in given.items() if value is not None})
 
 
 def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
     """Raise ``ValueError`` for a program that is too large to be simulated."""
-    chunks = 1 if candidate.chunks is None else candidate.chunks
+    chunks = candidate.options.get("chunks", 1)
     if chunks < 1:  # building the program refuses it
         return
     per_microbatch = 2 * chunks if layers is None else 13 * layers
@@ -232,7 +231,7 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
         extra = extra[:1]
     found = []
     if isinstance(model, NodeModel):  # given chunks are tried in any case, so that a refusal says why
-        found = [Candidate(AUTO, chunks=v) for v in chunks if options.chunks or not model.layers % v]
+        found = [Candidate(AUTO, {"chunks": v}) for v in chunks if options.chunks or not model.layers % v]
     if options.schedule == AUTO:
         return found
     orders = options.schedule is None and not options.forward_only and not options.extra_warmup
@@ -285,7 +284,7 @@ def parse(text: str) -> Candidate:
     """Return the candidate of one word of ``--compare``.
 
     >>> parse("combined_1f1b:chunks=2,extra_warmup=1")
-    Candidate(schedule='combined_1f1b', chunks=2, extra_warmup=1, group_size=None, overlap=None)
+    Candidate(schedule='combined_1f1b', options={'chunks': 2, 'extra_warmup': 1}, overlap=None)
 
     Raises:
         ValueError: The schedule or option is unknown, or a value is not a number.
@@ -304,11 +303,12 @@ def parse(text: str) -> Candidate:
                 given[key] = parse_overlap(value)
             except ValueError as error:
                 raise ValueError(f"--compare {text}: {error}") from None
-        elif key in _NUMBERS and value.isdecimal():
+        elif key in OPTIONS and value.isdecimal():
             given[key] = int(value)
         else:
+            numbers = ", ".join(f"{option}=NUMBER" for option in (*OPTIONS, "overlap"))
             raise ValueError(
-                f"--compare {text}: {part!r}; allowed: {', '.join(f'{k}=NUMBER' for k in _NUMBERS)}, overlap=serial, "
-                "overlap=pairs, with commas between"
+                f"--compare {text}: {part!r}; allowed: {numbers}, overlap=serial, overlap=pairs, with commas between"
             )
-    return Candidate(name, **given)
+    overlap = given.pop("overlap", None)
+    return Candidate(name, given, overlap)

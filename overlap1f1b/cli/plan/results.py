@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.schedule import Pair, Program
+from overlap1f1b.schedule import OPTIONS, Pair, Program
 from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
 from overlap1f1b.terminal.output import middle_left_out, plain_table
 
@@ -32,8 +31,7 @@ def row_of(program: Program, timeline: Played, candidate: Candidate | None = Non
     """Return one row of a comparison."""
     row = {"schedule": program.name, "chunks": chunks_of(program)}
     if candidate is not None:
-        row = {"schedule": candidate.schedule, "chunks": chunks_of(program), "extra_warmup": candidate.extra_warmup}
-        row["group_size"] = candidate.group_size
+        row = _asked(candidate) | {"chunks": chunks_of(program)}
     pairs = sum(pairs_of(program, rank) for rank in range(len(program.ranks)))
     return {**row, **figures(Outcome.of(program, timeline)), "pairs": pairs, **_overlap(timeline)}
 
@@ -48,12 +46,21 @@ def _overlap(timeline: Played) -> dict[str, Any]:
 
 def found(ranking: Ranking) -> dict[str, Any]:
     """Return the JSON of a search."""
+
+    def named(candidate: Candidate, **more: object) -> dict[str, Any]:
+        return {**_asked(candidate), "overlap": candidate.overlap, **more}
+
     return {
-        "rows": [{**asdict(candidate), **figures(outcome)} for candidate, outcome in ranking.found],
-        "over_memory": [{**asdict(candidate), "peak_activations": peak} for candidate, peak in ranking.over],
-        "pruned": [{**asdict(candidate), "bound": bound} for candidate, bound in ranking.pruned],
-        "refused": [{**asdict(candidate), "reason": reason} for candidate, reason in ranking.refused],
+        "rows": [named(candidate, **figures(outcome)) for candidate, outcome in ranking.found],
+        "over_memory": [named(candidate, peak_activations=peak) for candidate, peak in ranking.over],
+        "pruned": [named(candidate, bound=bound) for candidate, bound in ranking.pruned],
+        "refused": [named(candidate, reason=reason) for candidate, reason in ranking.refused],
     }
+
+
+def _asked(candidate: Candidate) -> dict[str, Any]:
+    """Return the schedule and its options, None where the default holds."""
+    return {"schedule": candidate.schedule, **dict.fromkeys(OPTIONS), **candidate.options}
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:

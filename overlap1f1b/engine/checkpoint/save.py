@@ -47,7 +47,7 @@ from overlap1f1b.engine.checkpoint.optimizer import Listed, Table, is_large
 from overlap1f1b.engine.checkpoint.state import OPTIMIZER, States, dumped, file_of, pack, with_random
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.together import Together
 
@@ -120,10 +120,11 @@ def save_checkpoint(
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
     device = engine.boundary.device
+    gpu = devices.of(device)
 
     def write() -> Path:
-        if streams.is_queued(device):  # a thread begins on the first GPU, where DCP's streams would take memory
-            torch.cuda.set_device(device)
+        if gpu is not None:  # a thread begins on the first GPU, where DCP's streams would take memory
+            gpu.set_device(device)
         try:
             return _finish(writing, aside)
         except LostRankError as error:

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.transport import devices
 
 RANDOM = "random"
 OPTIMIZER = "optimizer.pt"
@@ -41,7 +42,9 @@ class RandomState:
             "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
             "cpu": torch.get_rng_state(),
         }
-        return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+        device = devices.present()
+        gpu = devices.of(device)
+        return state if gpu is None or not gpu.is_initialized() else state | {device.type: gpu.get_rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the states; one of a GPU only where there is one."""
@@ -49,8 +52,9 @@ class RandomState:
         name, keys, *rest = state["numpy"]
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         torch.set_rng_state(state["cpu"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        device = devices.present()
+        if (gpu := devices.of(device)) is not None and device.type in state:
+            gpu.set_rng_state(state[device.type])
 
 
 def with_random(states: States | None) -> dict[str, Stateful | None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from overlap1f1b.engine.foreign.watched import Watched, group_named, sizes_of
-from overlap1f1b.transport.streams import is_queued
+from overlap1f1b.transport import devices
 
 _ATTRIBUTE = "_overlap1f1b_declared"
 
@@ -217,7 +217,8 @@ class Arrived(dist.Work):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._stream = torch.cuda.current_stream(device) if is_queued(device) else None
+        gpu = devices.of(device)
+        self._stream = None if gpu is None else gpu.current_stream(device)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the current stream behind the rows, and return at once."""
@@ -231,7 +232,7 @@ class Arrived(dist.Work):
     def synchronize(self) -> None:
         """Order the current stream behind the rows: it may be a side stream of the model's own."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            devices.of(self._device).current_stream(self._device).wait_stream(self._stream)
 
 
 def needs_gradient(value: Any) -> bool:

@@ -11,6 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from overlap1f1b.engine.graph.edges import backward, edge_of
 from overlap1f1b.engine.graph.entry import Entry
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.streams import SideStream
@@ -20,7 +21,7 @@ class LibraryExchange:
     """One exchange by a library for one microbatch, in a graph of its own.
 
     Both methods run where lanes start their transfers: on a CPU in the lane's thread, which they occupy until the
-    exchange has ended; on CUDA the thread of the engine queues them on the lane's stream.
+    exchange has ended; on a GPU the thread of the engine queues them on the lane's stream.
 
     Args:
         function: The library's exchange.
@@ -28,12 +29,12 @@ class LibraryExchange:
         anchor: Any leaf that requires a gradient; it gets none.
 
     Attributes:
-        differs: Whether each result requires a gradient; empty before the forward.
+        requires_grad: Whether each result requires a gradient; empty before the forward.
     """
 
     def __init__(self, function: LibraryFunction, stream: SideStream, anchor: Tensor) -> None:
         self.function, self.stream, self.anchor = function, stream, anchor
-        self.differs: list[bool] = []
+        self.requires_grad: list[bool] = []
         self._entries: list[Entry] = []
         self._results: list[GradientEdge] = []
 
@@ -44,15 +45,18 @@ class LibraryExchange:
         def run(*sent: Tensor) -> None:
             self._entries = [Entry(tensor) for tensor in sent]
             for tensor in sent:  # a function may keep them for its backward, which frees them on this stream
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if (gpu := devices.of(tensor.device)) is not None:
+                    tensor.record_stream(gpu.current_stream(tensor.device))
             with torch.enable_grad():
                 pairs = zip(sent, self._entries, strict=True)
                 returned = self.function(*[entry.enter(tensor, self.anchor) for tensor, entry in pairs])
-            self.differs = [isinstance(result, Tensor) and result.requires_grad for result in returned]
-            self._results = [edge_of(result) for result, differs in zip(returned, self.differs, strict=True) if differs]
+            self.requires_grad = [isinstance(result, Tensor) and result.requires_grad for result in returned]
+            self._results = [
+                edge_of(result) for result, required in zip(returned, self.requires_grad, strict=True) if required
+            ]
             results.extend(
-                result.detach() if differs else result for result, differs in zip(returned, self.differs, strict=True)
+                result.detach() if required else result
+                for result, required in zip(returned, self.requires_grad, strict=True)
             )
 
         mark = self.stream.run(run, *tensors)

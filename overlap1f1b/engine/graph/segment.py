@@ -24,7 +24,7 @@ from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of, next_sequence_number
 from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.library import LibraryExchange
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Place
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.lanes import Flight
 
@@ -171,29 +171,29 @@ class Sent:
     """An exchange behind a segment.
 
     Args:
-        place: Sub-op and number of the exchange in its block.
+        place: Of the exchange in its block.
         call: What the forward handed out.
         layout: Of the tensors that it sends.
-        differs: Whether each of them requires a gradient.
+        requires_grad: Whether each of them requires a gradient.
         edges: The graph of each of them that does.
         library: Carries it out, if a library does.
         rows: Rows ``[R, …]`` to send next, or their gradients to send back; for a library the tensors.
         counts: Counts on their way to the experts, beside the rows of a dispatch.
     """
 
-    place: tuple[Op, int]
+    place: Place
     call: ExchangeCall
     layout: Layout
-    differs: Sequence[bool]
+    requires_grad: Sequence[bool]
     edges: Sequence[GradientEdge | None]
     library: LibraryExchange | None
     rows: Any
     counts: Flight[Tensor] | None = None
 
     @property
-    def arriving(self) -> Sequence[bool]:
+    def results_require_grad(self) -> Sequence[bool]:
         """Whether each tensor that it brings requires a gradient."""
-        return self.differs if self.library is None else self.library.differs
+        return self.requires_grad if self.library is None else self.library.requires_grad
 
     def brought(self, received: Any) -> list[Any]:
         """Return the tensors, or gradients, that it has brought."""
@@ -222,13 +222,13 @@ class Segment:
     """One segment of a block's forward for one microbatch.
 
     Args:
-        op: Sub-op of its nodes.
-        seam: Number among the block's nodes of this sub-op.
+        place: Of its nodes in the block.
         queue: Where its weight gradients wait.
     """
 
-    def __init__(self, op: Op, seam: int, queue: WeightQueue) -> None:
-        self.op, self.seam, self.queue = op, seam, queue
+    def __init__(self, place: Place, queue: WeightQueue) -> None:
+        self.op, self.call, self.part = place
+        self.queue = queue
         self.start = self.end = -1
         """Sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``."""
         self.taken: list[tuple[Sent, int]] = []
@@ -252,12 +252,12 @@ class Segment:
         self.versions: dict[int, tuple[Tensor, int]] = {}
         """Of each storage that entered, while the segment runs: one tensor, and its version when it entered."""
 
-    def enter(self, values: Sequence[Any], differs: Sequence[bool], anchor: Tensor) -> list[Any]:
+    def enter(self, values: Sequence[Any], requires_grad: Sequence[bool], anchor: Tensor) -> list[Any]:
         """Return what the segment begins with: values as new tensors, where they require a gradient."""
         entered: list[Any] = []
         self.start = next_sequence_number()
-        for value, requires in zip(values, differs, strict=True):
-            entry = Entry(value) if requires else None
+        for value, required in zip(values, requires_grad, strict=True):
+            entry = Entry(value) if required else None
             self.received.append(entry)
             entered.append(value if entry is None else entry.enter(value, anchor))
         return entered

@@ -90,7 +90,7 @@ def measured_costs(
     return NodeCosts(by_node=by_node, shared_links=shared_links, launch=launch)
 
 
-_LAUNCH = (-1, -1, -1)
+_LAUNCH = (-1, -1, -1, -1)
 
 
 def _slowest(tables: list[_Links], *, links: bool) -> _Links:

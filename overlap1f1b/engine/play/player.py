@@ -7,22 +7,22 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from overlap1f1b.engine.graph.autograd import accumulate
-from overlap1f1b.engine.play.device import Carveout, StepTimes, Watch
+from overlap1f1b.engine.play.device import StepTimes, Watch
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.block import BlockRun
-from overlap1f1b.engine.run.microbatch import Microbatch, Place
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.recompute import RecomputedRun
-from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, Span
+from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures, LostRankError
@@ -56,14 +56,12 @@ class Player:
     It runs none early while nodes are measured, or if ``around`` or the program itself sets their order.
 
     Args:
-        timeout: Limit of every wait for another rank.
-        failures: Where ranks report that they failed.
+        failures: Where ranks report that they failed; it has the limit of every wait for another rank.
         exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
-        carveout: Whether compute leaves multiprocessors to exchanges in flight, see :class:`Carveout`.
 
     Attributes:
         before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
@@ -82,7 +80,6 @@ class Player:
 
     def __init__(
         self,
-        timeout: timedelta,
         failures: Failures,
         *,
         exchange: Exchange,
@@ -90,13 +87,12 @@ class Player:
         reductions: Sequence[Reduction] = (),
         watch: Watch | None = None,
         fills: bool = True,
-        carveout: bool = False,
     ) -> None:
         abort = partial(exchange.abort, ending=True)
 
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
             stamp = watch and watch.stamp
-            return Lane(name, timeout, failures, background=background, stamp=stamp, abort=abort)
+            return Lane(name, failures, background=background, stamp=stamp, abort=abort)
 
         back = lane("combine")
         self.lanes = {
@@ -116,8 +112,7 @@ class Player:
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.position: int | None = None
-        self._watch, self._fills = watch, fills and watch is None
-        self._carveout = Carveout(exchange.sms) if carveout and exchange.sms else None
+        self.watch, self._fills = watch, fills and watch is None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
         self._times: StepTimes | None = None
         self._around: Around | None = None
@@ -146,7 +141,7 @@ class Player:
         """
         # 1. Nothing has been played yet.
         self._reset()
-        self._times = None if self._watch is None else StepTimes(self._watch)
+        self._times = None if self.watch is None else StepTimes(self.watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
         self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
@@ -177,13 +172,11 @@ class Player:
         deadline = time.monotonic() + DRAIN_S
         for flight in self.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
-        if self._carveout is not None:
-            self._carveout.clear()
 
     def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
         def ready(node: Node) -> bool:
             microbatch = microbatches.get((node.stage, node.microbatch))
-            return microbatch is not None and (node.op, node.block, node.seam) in microbatch.queues
+            return microbatch is not None and (node.op, node.block, node.call) in microbatch.queues
 
         def play(position: int) -> None:
             waiting, self.position = self.position, position
@@ -195,7 +188,7 @@ class Player:
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a transfer; or compute, behind the transfers that bring its input."""
         if RESOURCE_OF[node.op] is not Resource.COMPUTE:
-            self._transfer(node, microbatches)
+            self._start_transfer(node, microbatches)
             return
         microbatch = microbatches[node.stage, node.microbatch]
         # 1. Count microbatches that hold activations.
@@ -231,13 +224,11 @@ class Player:
                 microbatch.finish()
 
     def _await_input(self, node: Node, microbatch: Microbatch) -> dict[Place, Any]:
-        coming, arriving = microbatch.coming(node), microbatch.arriving.get(node.kind)
-        if self._carveout is not None:
-            self._carveout.awaited(len(coming))
-        if not coming and arriving is None:
+        coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
+        if not coming and receiving is None:
             return {}
         if self._filler is not None and self.position is not None:
-            flights = coming.values() if arriving is None else (*coming.values(), arriving)
+            flights = coming.values() if receiving is None else (*coming.values(), receiving)
             self._filler.fill(flights, self.position)
         return microbatch.await_input(node.kind, coming)
 
@@ -248,13 +239,13 @@ class Player:
         self._issue(node, microbatches)
         self._times.launches.append(Span(node, self._since, time.perf_counter()))
 
-    def _pass(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Send to a neighbouring stage, or take the flight of its send."""
+    def _send_or_receive(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Start a send to a neighbouring stage, or take the receive from one (on a device: start it)."""
         assert self.boundary is not None
         microbatch = microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
-            arriving = microbatch.arriving[node.kind] = self.boundary.receive(node)
-            self.flights.append(arriving)
+            receiving = microbatch.receiving[node.kind] = self.boundary.receive(node)
+            self.flights.append(receiving)
             return
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
@@ -262,34 +253,32 @@ class Player:
         self._sends.append(send)
         self.flights.append(send)
 
-    def _launch(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def _launch_exchange(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
         microbatch = microbatches[node.stage, node.microbatch]
         flying = microbatch.flights[node.kind]
-        counts = flying.get((Op.COUNTS, node.seam)) if node.op is Op.DISPATCH else None
+        counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         self._since = time.perf_counter()
-        way, post = posting.post(node, microbatch)
-        flight = self.lanes[way, node.kind].launch(node, post)
-        if node.op is Op.COUNTS and self.before_launch is not None and self._watch is None:
+        lane_op, post = posting.post(node, microbatch)
+        flight = self.lanes[lane_op, node.kind].launch(node, post)
+        if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
             flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
-        flying[node.op, node.seam] = flight
-        if self._carveout is not None and node.op is not Op.COUNTS:
-            self._carveout.launched()
+        flying[node.place] = flight
         self.flights.append(flight)
         if counts is not None:
             self._since = max(self._since, counts.read)
 
-    def _transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def _start_transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a reduction, a transfer between stages, or an exchange."""
         if node.op is Op.REDUCE:
             for reduction in self.reductions:
                 self.flights += reduction.launch(node)
         elif RESOURCE_OF[node.op] is Resource.PEER:
-            self._pass(node, microbatches)
+            self._send_or_receive(node, microbatches)
         else:
-            self._launch(node, microbatches)
+            self._launch_exchange(node, microbatches)
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""
@@ -306,7 +295,7 @@ class Player:
     def measured(self) -> Callable[[], tuple[Span, ...]]:
         """Return a function that gives the spans of the last :meth:`play`, in seconds from its start.
 
-        It may be called once everything has arrived. On CUDA the spans are the device's, and the first call waits for
+        It may be called once everything has arrived. On a GPU the spans are the device's, and the first call waits for
         the device.
         """
         times, flights, begun = self._times, self.flights, self.begun
@@ -324,15 +313,15 @@ class Player:
 
 def _outside_autocast(around: Around | None) -> Around | None:
     """Return the context of a compute node: autocast around a step is for its forwards alone."""
-    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not devices:
+    kinds = [kind for kind in ("cpu", *devices.KINDS) if torch.is_autocast_enabled(kind)]
+    if not kinds:
         return around
 
     @contextmanager
     def within(node: Node) -> Iterator[None]:
         with ExitStack() as stack:
-            for device in devices if node.kind is not Kind.F and node.op not in RECOMPUTES else ():
-                stack.enter_context(torch.autocast(device, enabled=False))
+            for kind in kinds if node.kind is not Kind.F and node.op not in RECOMPUTES else ():
+                stack.enter_context(torch.autocast(kind, enabled=False))
             if around is not None:
                 stack.enter_context(around(node))
             yield
@@ -343,7 +332,7 @@ def _outside_autocast(around: Around | None) -> Around | None:
 def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
     """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
     if node.kind is Kind.W:
-        accumulate(microbatch.queues.pop((node.op, node.block, node.seam)).compute())
+        accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
     run: BlockRun | None = microbatch.runs.get(node.block)
     if run is None:

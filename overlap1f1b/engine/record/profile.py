@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.record.recorder import NvtxRanges, RecordedSpan, RecordedStep, Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, StepRange
 from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.simulation.drawing import stacked
+from overlap1f1b.transport import devices
 
 Tool = Literal["torch", "nsys"]
 
@@ -37,7 +38,7 @@ class Profile:
     torch.profiler has no range that begins on one thread and ends on another.
 
     Args:
-        engine: An engine that has measured and chosen its plan: ``engine.settling`` is false.
+        engine: An engine that has measured and chosen its plan: ``engine.tuner.settling`` is false.
         folder: Folder of the files; made if it does not exist.
         tool: ``"nsys"`` writes NVTX ranges, and opens and closes nsys's capture range; nsys writes the trace.
         first: Number of the first step.
@@ -52,7 +53,7 @@ class Profile:
         check_kind("engine", engine, Engine)
         check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
-        if tool == "nsys" and not torch.cuda.is_available():
+        if tool == "nsys" and devices.of(devices.present()) is None:
             raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -77,18 +78,16 @@ class Profile:
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
-        gpu = torch.cuda.is_available()
-        if gpu:  # the work of earlier steps stays outside
-            torch.cuda.synchronize()
+        device = devices.present()
+        devices.settle(device)  # the work of earlier steps stays outside
+        tracing: AbstractContextManager[Any]
         if self.tool == "nsys":
-            tracing: AbstractContextManager[Any] = torch.cuda.profiler.profile()
+            tracing = devices.CAPTURE()
         else:
-            activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
-            tracing = self._profiler = profile(activities=activities, acc_events=True)  # else torch 2.11 warns
+            tracing = self._profiler = profile(acc_events=True)  # else torch 2.11 warns
         with tracing:
             yield
-            if gpu:  # the work of these steps is inside
-                torch.cuda.synchronize()
+            devices.settle(device)  # the work of these steps is inside
 
     def _save(self) -> None:
         record = self.folder / f"rank{self.recorder.rank}.json"

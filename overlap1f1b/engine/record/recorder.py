@@ -18,6 +18,7 @@ from overlap1f1b.engine.play.player import Around, Issue
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.lanes import Flight
 
 
@@ -46,15 +47,15 @@ class NvtxRanges:
         ValueError: This torch was built without NVTX.
     """
 
-    nested = staticmethod(torch.cuda.nvtx.range)
-    start = staticmethod(torch.cuda.nvtx.range_start)
-    end = staticmethod(torch.cuda.nvtx.range_end)
+    nested = staticmethod(devices.RANGES.range)
+    start = staticmethod(devices.RANGES.range_start)
+    end = staticmethod(devices.RANGES.range_end)
 
     def __init__(self) -> None:
         try:
-            torch.cuda.nvtx.mark("o1")
+            devices.RANGES.mark("o1")
         except RuntimeError as error:
-            raise ValueError(f"torch {torch.__version__} has no NVTX; allowed: a build for CUDA") from error
+            raise ValueError(f"torch {torch.__version__} has no NVTX; allowed: a build with it") from error
 
 
 RangeWriter = TorchRanges | NvtxRanges

@@ -206,7 +206,7 @@ class Sharding:
             self.release()
 
     def finalize(self) -> None:
-        """End FSDP2's backward: on CUDA, the current stream waits for the reductions."""
+        """End FSDP2's backward: on a GPU, the current stream waits for the reductions."""
         for root in self._roots:
             # torch 2.15 asks who ends the backward, and would have asked in its own pre-backward hook.
             _state(root)._state_ctx.manual_backward_finalization_active = False

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.plan import Node, Op
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane, Post
-from overlap1f1b.transport.streams import CudaStream
+from overlap1f1b.transport.streams import DeviceStream
 
 LARGE_BYTES = 1 << 20
 """On gloo a sum of its own costs a gradient of this size less than the copies of a common one."""
@@ -46,7 +46,7 @@ class Reducer(Reduction):
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
-        self._stream: CudaStream | None = None
+        self._stream: DeviceStream | None = None
 
     def _found(self) -> dict[BlockKey, list[tuple[list[nn.Parameter], dist.ProcessGroup]]]:
         """Return the parameters that are summed with each block, with the ranks of each sum."""
@@ -93,10 +93,10 @@ class Reducer(Reduction):
         device = grads[0].device
 
         def start() -> Transfer[list[Tensor]]:
-            if not streams.is_queued(device):
+            if devices.of(device) is None:
                 return Transfer(grads, _started(grads, group))
             if self._stream is None:
-                self._stream = CudaStream(device, priority=0)
+                self._stream = DeviceStream(device, priority=0)
             # Gradients outlive the job by construction: the flight holds them until finish() waits.
             return Transfer(grads, mark=self._stream.run(lambda *held: _sum(held, group), *grads))
 

@@ -30,11 +30,11 @@ from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behin
 from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
-from overlap1f1b.engine.run.microbatch import Microbatch, Place, Tensors, absent, is_absent
+from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import Op
+from overlap1f1b.plan import Op, Place
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
@@ -100,7 +100,7 @@ class BlockRun:
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
-                    sent.call.splits.arrive(flight.wait(), flight.lane.timeout, flight.lane.failures.is_lost)
+                    sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
                 brought.append((sent, sent.brought(rows)))
             reached = self._resume(brought, self.microbatch.random)
         if isinstance(reached, list):
@@ -139,12 +139,12 @@ class BlockRun:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
-        segment, received, differs = self._open(), list[Any](), list[bool]()
+        segment, received, requires_grad = self._open(), list[Any](), list[bool]()
         for sent, tensors in brought:
             segment.taken.append((sent, len(tensors)))
             received += tensors
-            differs += sent.arriving
-        given = segment.enter(received, differs, self.stage.anchor)
+            requires_grad += sent.results_require_grad
+        given = segment.enter(received, requires_grad, self.stage.anchor)
         mode = grad and not brought[0][0].call.feeds_part
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
@@ -164,13 +164,12 @@ class BlockRun:
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        op, seam, deferred = self.stage.segments[self.block][len(self.segments)]
-        queue = WeightQueue() if deferred else self.queue
-        if op is Op.EXPERTS and seam % self.stage.shape[self.block].parts:  # the parts of a call have one weight node
-            queue = self.segments[-1].queue
-        segment = Segment(op, seam, queue)
+        place, deferred = self.stage.segments[self.block][len(self.segments)]
+        segment = Segment(place, WeightQueue() if deferred else self.queue)
+        if segment.part:  # the parts of a call have one weight node
+            segment.queue = self.segments[-1].queue
         self.segments.append(segment)
-        self.stage.queue = queue
+        self.stage.queue = segment.queue
         return segment
 
     def _end(self, segment: Segment) -> list[int]:
@@ -185,11 +184,11 @@ class BlockRun:
         behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        for position, (call, (_, seam)) in enumerate(zip(calls, behind, strict=True)):
+        for position, (call, (_, at, _)) in enumerate(zip(calls, behind, strict=True)):
             if self.foreign:
                 calls[position] = self._expected(call, number)
             elif isinstance(call.splits, Route):
-                stage.note_route(call, call.splits, self.block, seam, self.microbatch.index)
+                stage.note_route(call, call.splits, self.block, at, self.microbatch.index)
         self._send(calls)
 
     def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
@@ -234,20 +233,20 @@ class BlockRun:
                 self._check_graph(segment, sent.edges)
 
     def _prepared(self, place: Place, call: ExchangeCall, tensors: list[Tensor]) -> Sent:
-        differs, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
+        requires_grad, edges, bare = list[bool](), list[GradientEdge | None](), list[Tensor]()
         for tensor in tensors:
-            requires = self.microbatch.grad and tensor.requires_grad
-            differs.append(requires)
-            edges.append(edge_of(tensor) if requires else None)
+            required = self.microbatch.grad and tensor.requires_grad
+            requires_grad.append(required)
+            edges.append(edge_of(tensor) if required else None)
             bare.append(tensor.detach())
         layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
-            return Sent(place, call, layout, differs, edges, library, bare)
+            return Sent(place, call, layout, requires_grad, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.foreign and len(bare) == 1 else rows
-        return Sent(place, call, layout, differs, edges, None, rows)
+        return Sent(place, call, layout, requires_grad, edges, None, rows)
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
@@ -290,14 +289,14 @@ class BlockRun:
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
-        microbatch, passed, differs = self.microbatch, list[Tensor](), list[bool]()
+        microbatch, passed, requires_grad = self.microbatch, list[Tensor](), list[bool]()
         self.stage.draws.forwarded(self.block)
         for out in outs:
-            differs.append(out.requires_grad)
+            requires_grad.append(out.requires_grad)
             passed.append(out.detach() if self.is_last else out.detach().requires_grad_(out.requires_grad))
         if microbatch.grad:
             if not self.is_last:
-                self._check_differs(outs)
+                self._check_requires_grad(outs)
             self._keep(outs)
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
@@ -307,7 +306,7 @@ class BlockRun:
                 self.plain.clear()
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
-            microbatch.differentiable = tuple(differs)
+            microbatch.requires_grad = tuple(requires_grad)
         else:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
@@ -338,7 +337,7 @@ class BlockRun:
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:
             return outs
-        self._check_differs(outs)
+        self._check_requires_grad(outs)
         return microbatch.with_loss(outs, self.name)
 
     def _several(self, returned: Any, x: Tensors) -> Tensors:
@@ -351,7 +350,7 @@ class BlockRun:
             raise ValueError(f"{self.name} returns {what}; allowed: a tensor or a tuple of tensors")
         return outs
 
-    def _check_differs(self, outs: Tensors) -> None:
+    def _check_requires_grad(self, outs: Tensors) -> None:
         """Check that outputs require a gradient if an input does.
 
         Raises:
@@ -527,9 +526,8 @@ class BlockRun:
         for parameter, crossing in segment.parameters.items():
             if crossing.entry.grad is not None:
                 self._pass_to_others(parameter, crossing.entry.grad)
-        parts = self.stage.shape[self.block].parts if segment.op is Op.EXPERTS else 1
-        if segment.queue is not self.queue and not segment.seam % parts:
-            self.microbatch.queues[segment.op, self.block, segment.seam // parts] = segment.queue
+        if segment.queue is not self.queue and not segment.part:
+            self.microbatch.queues[segment.op, self.block, segment.call] = segment.queue
         # 4. Gradients of received rows travel back; gradients of the block's inputs go to the block before.
         if self.segments:
             entries = iter(segment.received)

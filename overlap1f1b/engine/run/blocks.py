@@ -36,7 +36,8 @@ from overlap1f1b.engine.run.uses import ParameterUses
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import BlockShape, Op, Recompute, StageShape, parse_parts, parse_recompute, segments_of
+from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
@@ -192,29 +193,28 @@ class Blocks:
     def _find_exchanges(self) -> None:
         segments = [segments_of(shape) for shape in self.shape]
         self.segments = [
-            [(op, seam, bool(number) and shape.defers(op)) for number, (op, seam, _) in enumerate(of_block)]
+            [(place, bool(number) and shape.defers(place[0])) for number, (place, _) in enumerate(of_block)]
             for shape, of_block in zip(self.shape, segments, strict=True)
         ]
         """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own.
         The first segment shares this node with the rest of the block."""
-        self.behind = [[behind for *_, behind in of_block] for of_block in segments]
+        self.behind = [[behind for _, behind in of_block] for of_block in segments]
         """Exchanges of rows behind each segment of each block."""
-        self.exchange_after: dict[tuple[int, Op, int], tuple[int, Op, int]] = {}
-        """The next exchange of the same part. An exchange is given by its block, its sub-op, and its number among the
-        block's exchanges of this sub-op."""
-        last: dict[int, tuple[int, Op, int]] = {}  # of each part
-        for block, shape in enumerate(self.shape):
-            for op, seam in chain.from_iterable(self.behind[block]):
-                part = 0 if shape.exchanges else seam % shape.parts
+        self.exchange_after: dict[tuple[int, Place], tuple[int, Place]] = {}
+        """The next exchange of the same part, each given by its block and its place there."""
+        last: dict[int, tuple[int, Place]] = {}  # of each part
+        for block, behind in enumerate(self.behind):
+            for place in chain.from_iterable(behind):
+                *_, part = place
                 if part in last:
-                    self.exchange_after[last[part]] = block, op, seam
-                last[part] = block, op, seam
+                    self.exchange_after[last[part]] = block, place
+                last[part] = block, place
         self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
-        return side_stream(self.device, "library") if self.device.type == "cuda" else InlineStream()
+        return InlineStream() if devices.of(self.device) is None else side_stream(self.device, "library")
 
     def watches(self, block: int) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
@@ -267,18 +267,17 @@ class Blocks:
         attributes = self.attributes[block]
         return attributes if attributes.carries else None
 
-    def note_route(self, call: ExchangeCall, route: Route, block: int, seam: int, microbatch: int) -> None:
-        """Note a call of experts and its sizes."""
+    def note_route(self, call: ExchangeCall, route: Route, block: int, number: int, microbatch: int) -> None:
+        """Note a call of experts, by its number in the block, and its sizes."""
         if call.back:
             return
         if self.on_route is not None:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
-        seam //= self.parts
-        if (block, seam) not in self.calls:
+        if (block, number) not in self.calls:
             like = call.tensors[0] if call.answer is None else call.answer
-            self.calls[block, seam] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
-        if self.first_rows is not None and (block, seam) not in self.first_rows:
-            self.first_rows[block, seam] = call.tensors[0].detach()[:64].clone()
+            self.calls[block, number] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
+        if self.first_rows is not None and (block, number) not in self.first_rows:
+            self.first_rows[block, number] = call.tensors[0].detach()[:64].clone()
 
     def own_parameters(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
@@ -304,20 +303,20 @@ class Blocks:
         return own + [p for p in self._complete(block) if self.is_slice(p)]
 
     @contextmanager
-    def installed(self, loss_scale: float | None = 1.0) -> Iterator[None]:
+    def installed(self, aux_scale: float | None = 1.0) -> Iterator[None]:
         """Replace the forwards of linear layers and the products of experts, which split their weight gradients off.
 
         Only attributes of module instances change, and all of them change back at the end.
 
         Args:
-            loss_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
+            aux_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
         """
         for uses in self.uses:
             uses.settle()
         stacks: list[Stack] = []
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
         self.began, self.made = next_sequence_number(), []
-        with replaced(self._replacements(loss_scale)), functions_cross(), self.draws.checked():
+        with replaced(self._replacements(aux_scale)), functions_cross(), self.draws.checked():
             try:
                 yield
             finally:
@@ -329,7 +328,7 @@ class Blocks:
         at = bisect_right(self.made, number, key=itemgetter(0)) - 1
         return self.made[at][2] if at >= 0 and number < self.made[at][1] else None
 
-    def _replacements(self, loss_scale: float | None) -> Iterator[Replacement]:
+    def _replacements(self, aux_scale: float | None) -> Iterator[Replacement]:
         for experts in self.expert_parameters:
             attributes = vars(experts)
             yield attributes, "forward", uncompiled(experts.forward)
@@ -338,8 +337,8 @@ class Blocks:
             yield attributes, "product", uncompiled(self._split_product(experts))
         for linear in (m for linears in self.linears for m in linears):
             yield vars(linear), "forward", uncompiled(self._split_forward(linear))
-        for carrier in (m for carriers in self.carriers for m in carriers) if loss_scale is not None else ():
-            yield vars(carrier), "loss_scale", loss_scale
+        for carrier in (m for carriers in self.carriers for m in carriers) if aux_scale is not None else ():
+            yield vars(carrier), "aux_scale", aux_scale
 
     def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""

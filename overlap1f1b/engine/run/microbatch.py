@@ -12,16 +12,13 @@ from torch import Tensor
 from overlap1f1b.engine.graph.autograd import Gradients, WeightQueue, accumulate
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.plan import Node, Op, brought_by
+from overlap1f1b.plan import Node, Op, Place, brought_by
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
 
 LossFunction = Callable[..., Tensor]
 """``(*outputs of the last block, *targets) → scalar``."""
-
-Place = tuple[Op, int]
-"""Sub-op of an exchange, and its number among the block's exchanges of this sub-op."""
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
@@ -64,7 +61,7 @@ class Microbatch:
         """Inputs of the next block: leaves, which require a gradient where one will come."""
         self.outputs: Tensors | None = None
         """Outputs of the last block, or the loss if there is a ``loss_fn``, until they are sent on."""
-        self.differentiable: tuple[bool, ...] = ()
+        self.requires_grad: tuple[bool, ...] = ()
         """Whether each output will get a gradient."""
         self.kept: Tensors = ()
         """Arguments of ``loss_fn``, if ``keep_outputs``."""
@@ -77,7 +74,7 @@ class Microbatch:
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
         self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way
-        self.arriving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
+        self.receiving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
         self.expected: dict[Node, Expected | None] = {}  # announced receives
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
@@ -98,20 +95,20 @@ class Microbatch:
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
         flying = self.flights[node.kind]
-        if node.op is Op.EXPERTS and (one := brought_by(node.op, node.kind, node.seam)) in flying:
+        if node.op is Op.EXPERTS and (one := brought_by(node)) in flying:
             return {one: flying.pop(one)}
         self.flights[node.kind] = {}
         return flying
 
     def await_input(self, kind: Kind, coming: Mapping[Place, Flight[Any]]) -> dict[Place, Any]:
         """Wait for the tensors that the next compute node needs from other ranks; return what its exchanges bring."""
-        if kind in self.arriving:
-            arrived = self.arriving.pop(kind).wait()
+        if kind in self.receiving:
+            arrived = self.receiving.pop(kind).wait()
             if kind is Kind.F:
                 self.activations = arrived
             else:
                 grads = iter(arrived)
-                self.output_grads = tuple(next(grads) if differs else None for differs in self.differentiable)
+                self.output_grads = tuple(next(grads) if required else None for required in self.requires_grad)
         return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
@@ -142,7 +139,7 @@ class Microbatch:
         if kind is Kind.F:
             passed, self.outputs = self.outputs, None
             assert passed is not None
-            return passed, self.differentiable
+            return passed, self.requires_grad
         grads, self.input_grads = tuple(g for g in self.input_grads if g is not None), ()
         return grads, (False,) * len(grads)
 
@@ -152,7 +149,7 @@ class Microbatch:
             before, self.before = self.before, None
             passed, before.outputs = before.outputs, None
             assert passed is not None
-            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, before.differentiable, strict=True))
+            self.activations = tuple(t.requires_grad_(r) for t, r in zip(passed, before.requires_grad, strict=True))
         taken, self.activations = self.activations, None
         assert taken is not None, f"microbatch {self.index} has no input"
         return taken
@@ -180,7 +177,7 @@ class Microbatch:
         With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """
         self.finished, self.target, self.loss_fn = True, (), None
-        del self.runs, self.queues, self.flights, self.arriving, self.expected, self.random, self.tied, self.memo
+        del self.runs, self.queues, self.flights, self.receiving, self.expected, self.random, self.tied, self.memo
 
     def stop(self) -> None:
         """Unwind suspended forwards and release everything."""
@@ -189,7 +186,7 @@ class Microbatch:
         for run in self.runs.values():
             with suppress(Exception):  # of a block that makes an error of its own from the end of its forward
                 run.stop()
-        for state in (self.runs, self.queues, self.flights, self.arriving, self.expected, self.memo):
+        for state in (self.runs, self.queues, self.flights, self.receiving, self.expected, self.memo):
             state.clear()
         self.before = self.after = None
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.schedule.values import quoted
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import Mesh
 
 
@@ -99,15 +100,15 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
 
 
 def refuse_graphs(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
-    """Raise a ValueError for blocks under CUDA graphs of torch.compile: a replay overwrites the one before."""
+    """Raise a ValueError for blocks whose kernels torch.compile captures once: a replay overwrites the one before."""
     for block, name in zip(blocks, names, strict=True):
         for module in block.modules():
             compiled: Any = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
             config = None if compiled is None else compiled.get_compiler_config()
-            if config and config.get("triton.cudagraphs"):
+            if config and config.get(devices.GRAPHS):
                 raise ValueError(
-                    f"{name} is compiled to CUDA graphs, as by mode='reduce-overhead', and several microbatches are "
-                    "alive; allowed: another mode of torch.compile, or a program with one (sequential)"
+                    f"{name} is compiled with {devices.GRAPHS}, as by mode='reduce-overhead', and several microbatches "
+                    "are alive; allowed: another mode of torch.compile, or a program with one (sequential)"
                 )
 
 

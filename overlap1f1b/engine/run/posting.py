@@ -22,9 +22,9 @@ Announcement = tuple[Node, Callable[[], Expected | None]]
 
 
 def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
-    """Return the function that starts the exchange of a node, which a lane's thread may call, and its lane's sub-op.
+    """Return the sub-op whose lane carries the exchange of a node, and the function that starts it.
 
-    All exchanges that a library carries out go one way, in one order.
+    A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
     """
     run: BlockRun = microbatch.runs[node.block]
     stage, op, kind = microbatch.stage, node.op, node.kind
@@ -32,15 +32,15 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         node = node._replace(microbatch=microbatch.index, stage=stage.number)
     if op is Op.COUNTS:
         return op, _post_counts(run, node)
-    exchange, place = stage.exchange, (op, node.seam)
-    sent = run.sent[place] if kind is Kind.F else run.sent.pop(place)
+    exchange = stage.exchange
+    sent = run.sent[node.place] if kind is Kind.F else run.sent.pop(node.place)
     rows, sent.rows = sent.rows, None
     if sent.library is not None:
         return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
     call = sent.call
     splits, back, counts = call.splits, call.back != (kind is Kind.I), None
     if op is Op.DISPATCH and kind is Kind.F and call.counted:
-        counts = microbatch.flights[kind].pop((Op.COUNTS, node.seam))
+        counts = microbatch.flights[kind].pop((Op.COUNTS, node.call, node.part))
         if not (splits.counts_first or exchange.background):
             sent.counts, counts = counts, None
     announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
@@ -51,7 +51,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     def start() -> Transfer[Tensor]:
         if counts is not None:
-            splits.arrive(counts.wait(), counts.lane.timeout, counts.lane.failures.is_lost)
+            splits.arrive(counts.wait(), counts.lane.failures.limit, counts.lane.failures.is_lost)
             counts.read = time.perf_counter()
         expected = microbatch.expected.pop(node, None)
         # When the sizes are known compute has been given other work, for which the rows need not wait.
@@ -66,7 +66,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
 def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
     microbatch, exchange = run.microbatch, run.stage.exchange
-    splits = run.sent[Op.DISPATCH, node.seam].call.splits
+    splits = run.sent[Op.DISPATCH, node.call, node.part].call.splits
 
     def start() -> Transfer[Tensor]:
         told = splits.told
@@ -81,12 +81,12 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
     stage, exchange, call = run.stage, run.stage.exchange, sent.call
-    following = stage.exchange_after.get((run.block, node.op, node.seam))
+    following = stage.exchange_after.get((run.block, node.place))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
-    block, op, seam = following
-    node, counts = node._replace(op=op, block=block, seam=seam), call.splits.told
+    block, (op, number, part) = following
+    node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.told
     if call.answer is not None:  # rows went to the experts and come back next
         return _back(run, sent, call.answer, node)
     if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
@@ -96,15 +96,15 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
 
 
 def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
-    before = run.stage.exchange_before.get((run.block, node.op, node.seam))
+    before = run.stage.exchange_before.get((run.block, node.place))
     if before is None or (before[0] != run.block and not run.stage.alike):
         return None
-    block, op, seam = before
+    block, (op, call, part) = before
     other: BlockRun = run.microbatch.runs[block]
-    sent = other.sent[op, seam]
+    sent = other.sent[op, call, part]
     if sent.library is not None:
         return None
-    return _back(run, sent, sent.layout.like, node._replace(op=op, block=block, seam=seam))
+    return _back(run, sent, sent.layout.like, node._replace(op=op, block=block, call=call, part=part))
 
 
 def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:

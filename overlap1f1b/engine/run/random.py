@@ -9,6 +9,8 @@ from copy import copy
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.transport import devices
+
 
 class RandomStream:
     """A microbatch's own stream of random numbers: its dropout does not depend on other nodes that run in between.
@@ -118,6 +120,6 @@ def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
     """Return the generators that a forward on this device may draw from."""
-    if device.type != "cuda":
-        return (torch.default_generator,)
-    return (torch.default_generator, torch.cuda.default_generators[device.index or 0])
+    gpu = devices.of(device)
+    own = () if gpu is None else (gpu.default_generators[device.index or 0],)
+    return (torch.default_generator, *own)

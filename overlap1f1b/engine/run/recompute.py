@@ -98,7 +98,7 @@ class RecomputedRun(BlockRun):
         """Values that the second forward takes from the first, and their versions."""
         self.state: ThreadState | None = None
         """At the start of the forward."""
-        self.loss_scales: list[tuple[AuxiliaryCarrier, float]] = []
+        self.aux_scales: list[tuple[AuxiliaryCarrier, float]] = []
         """Scales of auxiliary losses."""
         self.again = False
         """Whether the second forward runs."""
@@ -108,7 +108,7 @@ class RecomputedRun(BlockRun):
     def _inputs(self) -> Tensors:
         x = super()._inputs()
         self.state = ThreadState.capture(self.stage.device)
-        self.loss_scales = [(carrier, carrier.loss_scale) for carrier in self.stage.carriers[self.block]]
+        self.aux_scales = [(carrier, carrier.aux_scale) for carrier in self.stage.carriers[self.block]]
         if self.drops_own:
             self.x = [(t, version_of(t)) for t in x]
         return x
@@ -192,7 +192,8 @@ class RecomputedRun(BlockRun):
 
     def _is_part(self, number: int) -> bool:
         """Return whether a segment is a part that is run by itself."""
-        return bool(number) and self.stage.segments[self.block][number][0] is Op.EXPERTS and not self.foreign
+        (op, _, _), _ = self.stage.segments[self.block][number]
+        return bool(number) and op is Op.EXPERTS and not self.foreign
 
     # ---------------------------------------------------------------------------------------------- computing again
 
@@ -215,7 +216,7 @@ class RecomputedRun(BlockRun):
         self.again, self.seen, self.noting = True, None, False
         with (
             state.applied(self.name, stage.device),
-            replaced((vars(carrier), "loss_scale", scale) for carrier, scale in self.loss_scales),
+            replaced((vars(carrier), "aux_scale", scale) for carrier, scale in self.aux_scales),
             ExitStack() as buffers,
         ):
             self._run_again(buffers)

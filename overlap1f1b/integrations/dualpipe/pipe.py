@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -71,7 +70,7 @@ class Pipeline(nn.Module):
         if sorted(order) != list(range(size)):
             raise ValueError(f"rank_mapping={order} of {size} ranks; allowed: each of 0 to {size - 1} once")
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        limit = timedelta(seconds=float(self.options.timeout))
+        limit = self.options.limit
         self.mesh = grid_of(self.group, expert_group, self.device, limit, order=order)
         spanned = Mesh(self.mesh, limit)
         self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Engine, MicrobatchBlock
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.play.player import MicrobatchKey, compute
-from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Place, Tensors, tensors
+from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Labelled
-from overlap1f1b.plan import Node, NodeCosts, Op, Plan, compile
+from overlap1f1b.plan import Node, NodeCosts, Op, Place, Plan, compile
 from overlap1f1b.schedule import Kind, Pair, Slot, actions_of
 
 
@@ -125,7 +125,7 @@ class WholeModules:
             raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
         if microbatch.keep_outputs and loss is not None:
             microbatch.kept = tuple(t.detach() for t in outputs)
-        microbatch.differentiable = tuple(t.requires_grad for t in outputs)
+        microbatch.requires_grad = tuple(t.requires_grad for t in outputs)
         microbatch.outputs = tuple(t.detach() for t in (outputs if loss is None else (loss,)))
         microbatch.forwarded, microbatch.ended = True, not microbatch.grad
         if microbatch.grad:

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.transport.groups import gathered, limit
+from overlap1f1b.transport.groups import limit
 
 PARALLEL_STATE = "megatron.core.parallel_state"
 NoSync = Callable[[], AbstractContextManager[Any]]
 Sync = Callable[[Any], object]
-T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------------ process groups
 
@@ -78,12 +77,10 @@ def limit_inner(groups: object, timeout: timedelta) -> None:
             limit(group, timeout)
 
 
-def agreed(value: T, groups: object, limit: timedelta) -> T:
-    """Return the value of the first rank along "tp", "cp" and "dp". All of these ranks must call this."""
-    for name in ("tp", "cp", "dp"):
-        if (group := group_of(groups, name)) is not None:
-            value = gathered(dist.get_process_group_ranks(group), value, limit)[0]
-    return value
+def playing_alike(groups: object) -> list[list[int]]:
+    """Return the ranks along "tp", "cp" and "dp", which play the same plan."""
+    found = (group_of(groups, name) for name in ("tp", "cp", "dp"))
+    return [dist.get_process_group_ranks(group) for group in found if group is not None]
 
 
 # -------------------------------------------------------------------------------------------------------------- config
@@ -153,6 +150,11 @@ REFUSED: dict[str, object] = {
     "external_cuda_graph": False,
 }
 """Options of a config that would change results if they were ignored, each with the value without effect."""
+
+TRACKER = "get_cuda_rng_tracker"
+"""Function that returns the streams of random numbers."""
+KERNELS = "fused_weight_gradient_mlp_cuda"
+"""Module of the kernels that add weight gradients to ``main_grad``."""
 
 REFUSED_IF_SUSPENDED: dict[str, object] = {"fp8": None, "fp4": None}
 """Options that keep a state for the forward or backward that runs; they are refused if microbatches mix in a layer."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.integrations.megatron.config import attribute_of, class_names
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange, exchange_by
 
 DISPATCHER = "MoEAlltoAllTokenDispatcher"
@@ -73,8 +73,9 @@ def on_one_stream(shared: Iterable[Any], device: torch.device) -> Iterator[Repla
     Memory of their own stream is safe only while one microbatch is open, and weight gradients are computed on the
     current stream.
     """
-    for one in shared if streams.is_queued(device) else ():
-        yield vars(one), "stream", torch.cuda.current_stream(device)
+    gpu = devices.of(device)
+    for one in () if gpu is None else shared:
+        yield vars(one), "stream", gpu.current_stream(device)
 
 
 class _ByLibrary:

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -21,13 +20,13 @@ from overlap1f1b.integrations.megatron.config import (
     SIZES,
     Config,
     ProcessGroups,
-    agreed,
     check_options,
     check_sizes,
     class_names,
     each,
     group_of,
     limit_inner,
+    playing_alike,
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
@@ -288,24 +287,19 @@ class ForwardBackward:
             if chunk.suspends or chunk.delays or holds_experts:
                 check_options(model, suspends=True)
             chunks[stage] = chunk
-        limit = timedelta(seconds=float(self.options.timeout))
+        limit = self.options.limit
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
         if self._exchange is None:
-            self._exchange = own_exchange(ep, timeout=limit)
+            self._exchange = own_exchange(ep, limit=limit)
         engine = Engine(
             {stage: [chunk] for stage, chunk in chunks.items()},
             program,
             mesh=mesh,
-            options=replace(
-                self.options,
-                costs=agreed(self.options.costs, self.groups, limit),
-                reduce=False,
-                dynamic_shapes=config.variable_seq_lengths,
-            ),
+            options=replace(self.options, reduce=False, dynamic_shapes=config.variable_seq_lengths),
             exchange=self._exchange,
         )
-        return ChunkEngine(engine, chunks, self.groups, limit)
+        return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
         if p2p_communicator is not None:
@@ -363,14 +357,13 @@ def engines_of(model: nn.Module) -> Engines:
 class ChunkEngine:
     """An engine whose stages are chunks, which fetch their own data and divide their own losses.
 
-    Ranks of ``groups`` that play the same plan agree on what was measured, within the limit.
+    Ranks of ``groups`` that play the same plan agree on what was measured.
     """
 
-    def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object, limit: timedelta) -> None:
+    def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
-        engine.share = lambda measured: agreed(measured, groups, limit)
-        if engine.verification is not None:
-            engine.verification.tables = logged
+        engine.tuner.share_plans_with(playing_alike(groups))
+        engine.verification.tables = logged
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
@@ -385,7 +378,7 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
-        if engine.rehearses(grad=grad):
+        if engine.tuner.verifies_next(grad=grad):
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
                 step.data_iterator = iterator
 
@@ -398,7 +391,7 @@ class ChunkEngine:
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
             shares = dict.fromkeys(range(microbatches), 1.0)
-            return Feed(given, shares, auxiliary=float(losses.scale_of(MOE_LOSS)))
+            return Feed(given, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
 
         with ExitStack() as stepping:
             if grad:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap1f1b.integrations.megatron.config import TRACKER
+
 RANDOM = "megatron.core.tensor_parallel.random"
 
 
@@ -50,7 +52,7 @@ class TrackerStreams:
 def tracker() -> Any:
     """Return Megatron-Core's tracker of this process; None if it is not imported, or has no states to be set."""
     random: Any = sys.modules.get(RANDOM)
-    found = None if random is None else random.get_cuda_rng_tracker()
+    found = None if random is None else getattr(random, TRACKER)()
     return found if hasattr(found, "states_") else None
 
 
@@ -60,6 +62,6 @@ def _reseeded(state: Any, seed: int) -> Any:
         return state
     digest = hashlib.blake2b(state.numpy().tobytes() + seed.to_bytes(16, "big", signed=True), digest_size=7).digest()
     number = int.from_bytes(digest, "big")
-    if state.numel() == 16:  # of CUDA: a seed and an offset, 8 bytes each
+    if state.numel() == 16:  # of a GPU: a seed and an offset, 8 bytes each
         return torch.tensor([number, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.Generator().manual_seed(number).get_state()

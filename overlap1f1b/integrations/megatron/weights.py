@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.graph.autograd import added_to_main, split_linear
 from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import Replacement
-from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.megatron.config import KERNELS, attribute_of
 from overlap1f1b.transport.suspend import uncompiled
 
 # ------------------------------------------------------------------------------------------------------- linear layers
@@ -73,8 +73,7 @@ def _adding(weight: Any) -> Callable[[Tensor, Tensor], Tensor | None]:
     main = weight.main_grad
 
     def add(grad: Tensor, rows: Tensor) -> Tensor | None:
-        kernels: Any = sys.modules[MODULE]
-        kernels = kernels.fused_weight_gradient_mlp_cuda
+        kernels: Any = getattr(sys.modules[MODULE], KERNELS)
         kernel = kernels.wgrad_gemm_accum_fp32 if main.dtype == torch.float32 else kernels.wgrad_gemm_accum_fp16
         kernel(rows.contiguous(), grad.contiguous(), main)  # it reads memory without looking at strides
         return added_to_main(weight)

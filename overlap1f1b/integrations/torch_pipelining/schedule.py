@@ -198,7 +198,7 @@ class Schedule:
                     }
                 return arguments
 
-            return Feed(given, dict.fromkeys(range(count), 1.0), auxiliary=None)
+            return Feed(given, dict.fromkeys(range(count), 1.0), aux_scale=None)
 
         try:
             self.result = self.engine.play(feed, grad=self._trains).result

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.parts import PartsChoice
 from overlap1f1b.plan import Recompute, parse_overlap, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -54,9 +53,8 @@ class OverlapArguments:
     timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
 
     def __post_init__(self) -> None:
-        parse_overlap(self.overlap)
         parse_recompute(self.recompute)
-        PartsChoice(self.parts)
+        _ = self.options  # which are checked
 
     @property
     def options(self) -> EngineOptions:

@@ -150,8 +150,7 @@ class Overlapped(Trainer):
             )
         elif count != self._model_built.engine.program.microbatches:
             self._model_built.play(parallel.program(count), self._mesh, parallel)
-        if (verification := self._model_built.engine.verification) is not None:
-            verification.tables = lambda: [vars(self)]  # what a subclass counts and logs in its losses
+        self._model_built.engine.verification.tables = lambda: [vars(self)]  # a subclass counts and logs in its losses
         return self._model_built
 
     def _refuse_part(self, *_: Any) -> None:
@@ -464,7 +463,7 @@ class Overlapped(Trainer):
             random = RandomState()
             with self.engine.guarded(lambda: "in the resumption of random numbers"):
                 first = self.engine.mesh.gathered("pp", random.state_dict())[0]
-            random.load_state_dict({name: state for name, state in first.items() if name != "cuda"})
+            random.load_state_dict({name: first[name] for name in ("python", "numpy", "cpu")})
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -7,15 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank, settle
+from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.wire import parse_loopback
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange, Transfer, own_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
@@ -89,7 +90,7 @@ class AnsweringExchange(Exchange):
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         received = self._counts[tag]
-        if not (read and streams.is_queued(counts.device)):
+        if not read or devices.of(counts.device) is None:
             return Transfer(received)
         self._copying = self._copying or side_stream(counts.device, "counts")
         return Transfer(received, host=HostCopy.on(self._copying, counts.view(self.ranks, -1), received))
@@ -103,13 +104,14 @@ class Replay:
         width = max((sum(s.send) for s in sizes), default=0)
         self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
         # Else compute of another thread would wait for the exchanges, and they for it.
-        self._stream = torch.cuda.Stream(device) if streams.is_queued(device) else None
+        gpu = devices.of(device)
+        self._aside = nullcontext if gpu is None else partial(gpu.stream, gpu.Stream(device))
 
     def run(self) -> float:
         """Return the seconds from the first launch to the last arrival."""
         start = time.perf_counter()
         flying: deque[Transfer[Tensor]] = deque()
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._aside():
             for size in self.sizes:
                 if len(flying) == self.depth:
                     flying.popleft().finish()
@@ -117,7 +119,7 @@ class Replay:
                 flying.append(self.real.rows(source, size.send, size.receive))
             for transfer in flying:
                 transfer.finish()
-        settle(self.device)
+        devices.settle(self.device)
         return time.perf_counter() - start
 
     def beside(self, compute: Callable[[], object]) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.engine.options import TRIES
-from overlap1f1b.engine.play.parts import Parts, PartsChoice
+from overlap1f1b.engine.options import TRIES, Parts
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
@@ -31,13 +30,14 @@ from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank, settle
+from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.wire import Balanced, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
@@ -75,9 +75,7 @@ class Bench:
     def __init__(self, options: BenchOptions, rank: Rank, say: Say) -> None:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
-            raise ValueError(
-                f"{given} on {rank.device.type}; allowed: on a CPU alone (CUDA_VISIBLE_DEVICES= hides GPUs)"
-            )
+            raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
         self.options, self.rank, self.say = options, rank, say
         self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
@@ -88,7 +86,7 @@ class Bench:
         self.sender = self.real.rank if options.exchange is None else None
         self.recording = RecordingExchange(self.real)
         self.parts: Parts = 1 if options.parts == "auto" else options.parts
-        self.parts_choice: PartsChoice | None = None
+        self.parts_chosen: str | None = None
 
     # What differs between kinds of models
 
@@ -170,7 +168,7 @@ class Bench:
                 self.parts = "auto"
                 engine = self.engine(default)
                 self._calibrated(engine)
-                self.parts_choice, self.parts = engine.parts_choice, engine.parts_choice.parts
+                self.parts_chosen, self.parts = engine.tuner.parts_choice, engine.tuner.parts
             costs: dict[Program | None, NodeCosts] = {}
             engines = {}
             for number, variant in enumerate(variants, 1):
@@ -214,7 +212,7 @@ class Bench:
         start = time.perf_counter()
         for loss in self._losses(count):
             (loss / count).backward()
-        settle(self.rank.device)
+        devices.settle(self.rank.device)
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
@@ -226,7 +224,7 @@ class Bench:
         return TimedCompute(speed).entered(self.model, self._real_modules())
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
-        while engine.settling:
+        while engine.tuner.settling:
             self.step(engine)
         assert engine.costs is not None
         return engine.costs
@@ -342,7 +340,7 @@ class Bench:
                 assert player.costs is not None
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
-                row["tried"] = [str(one) for one in player.tried]
+                row["tried"] = [str(one) for one in player.tuner.tried]
                 row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
             else:
                 row["overlap"] = player.overlap
@@ -372,7 +370,7 @@ class Bench:
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
-            "parts_chosen": None if self.parts_choice is None else str(self.parts_choice),
+            "parts_chosen": self.parts_chosen,
             "processor_share": share,
             "plain_ms": ms.get("plain"),
             "compute_only_ms": ms["compute_only"],
@@ -394,7 +392,7 @@ def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
     meet(rank)
     start = time.perf_counter()
     result = function()
-    settle(rank.device)
+    devices.settle(rank.device)
     return slowest(time.perf_counter() - start, rank), result
 
 

@@ -12,19 +12,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from overlap1f1b.transport import devices
+
 
 def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
     """Return the most bytes of tensors at once during ``step``, beyond the bytes at its start.
 
-    On CUDA the allocator counts. Elsewhere the arguments and results of this thread's operators are counted at the end
+    On a GPU the allocator counts. Elsewhere the arguments and results of this thread's operators are counted at the end
     of each: it does not matter which thread frees a tensor, or has received it from another rank.
     """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+    gpu = devices.of(device)
+    if gpu is not None:
+        gpu.reset_peak_memory_stats(device)
+        before: int = gpu.memory_allocated(device)
         step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        devices.settle(device)
+        return gpu.max_memory_allocated(device) - before
     with _Living() as living:
         step()
     return living.peak

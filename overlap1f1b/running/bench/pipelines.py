@@ -19,12 +19,11 @@ from torch.distributed.pipelining.schedules import (
 from overlap1f1b.engine import Engine, EngineOptions, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import set_auxiliary_scale
-from overlap1f1b.plan import Op, Resource
+from overlap1f1b.plan import Op, Resource, pipeline_bound
 from overlap1f1b.running.bench.exchanges import Replay
 from overlap1f1b.running.bench.measure import Bench, Bounds, Peer, slowest, taken
 from overlap1f1b.running.workload import block_weights, loss_fn
 from overlap1f1b.schedule import Placement
-from overlap1f1b.simulation import pipeline_bound
 
 
 class PipelineBench(Bench):
@@ -106,7 +105,7 @@ class TorchSchedule:
         if kind.overlapped:
             given = EngineOptions(parts=bench.parts, tries=0, verify=False, timeout=options.timeout)
             self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=given, exchange=bench.recording)
-            while self.schedule.engine.settling:
+            while self.schedule.engine.tuner.settling:
                 bench.step(self)
             self.overlap = str(self.schedule.engine.plan.overlap)
 

@@ -76,16 +76,16 @@ class _Run:
     def _step(self, index: int) -> Step:
         """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
         engine = self.trainer.engine
-        measures, settling = engine.costs is None, engine.settling
-        order, compared = engine.plan.order, engine.rehearses()
+        measures, settling = engine.costs is None, engine.tuner.settling
+        order, compared = engine.plan.order, engine.tuner.verifies_next()
         step = self.trainer.step(index)
         if compared:
             print_lines(self.screen, f"checked: order {order} gives the gradients of a plain loop")
         measured = measures and engine.costs is not None
         if measured and self.options.parts == "auto":
-            print_lines(self.screen, f"parts: {engine.parts_choice}")
-        if measured or (settling and not engine.settling):
-            print_lines(self.screen, f"order: {engine.choice}")
+            print_lines(self.screen, f"parts: {engine.tuner.parts_choice}")
+        if measured or (settling and not engine.tuner.settling):
+            print_lines(self.screen, f"order: {engine.tuner.choice}")
         return step
 
     def _resume(self, checkpoint: Path) -> None:
@@ -159,7 +159,7 @@ class _Run:
             },
             **speed_of(self.steps, self.tokens),
             "settling_steps": sum(step.measuring or step.trying for step in self.steps),
-            "order": self.trainer.engine.choice,
+            "order": self.trainer.engine.tuner.choice,
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
         }

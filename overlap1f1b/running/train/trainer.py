@@ -79,7 +79,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        measuring, settling = self.engine.costs is None, self.engine.settling
+        measuring, settling = self.engine.costs is None, self.engine.tuner.settling
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from numbers import Real
 
+from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.generators.plain import one_by_one
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
@@ -53,6 +55,22 @@ def auto(
         placement,
         search_seconds=float(seconds),
     )
+
+
+@dataclass(frozen=True)
+class Auto(Schedule):
+    """An order that is found for measured costs: in a loop, or in a V if there are chunks; see :func:`auto`."""
+
+    chunks: int = 1
+    peak_activations: float | None = None
+    seconds: float = SEARCH_SECONDS
+
+    def __post_init__(self) -> None:
+        """Leave the checks to the placement and to :func:`auto`."""
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        placement = Placement.loop(ranks) if self.chunks == 1 else Placement.v(ranks, self.chunks)
+        return auto(microbatches, placement, self.peak_activations, self.seconds)
 
 
 def check_search(placement: Placement, peak_activations: float | None, seconds: float) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot
+from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
@@ -15,16 +17,26 @@ DEFAULT_EXTRA_WARMUP = 1
 def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> list[range]:
     """Return the microbatches in groups; a group passes one chunk of a rank before the rank turns to the next chunk.
 
-    Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be: no group is smaller than P, so no chunk
-    waits for the next one. With a size the last group holds the rest; if the rest is smaller than P, ranks with three
-    chunks or more can wait for each other.
+    Without a size there are ⌊M/P⌋ groups, or one if M < P, as equal as can be. With a size the last group holds the
+    rest. No group is smaller than P, so no chunk waits for the next one.
 
     >>> groups_of(10, 4)
     [range(0, 5), range(5, 10)]
-    >>> groups_of(10, 4, group_size=4)
-    [range(0, 4), range(4, 8), range(8, 10)]
+    >>> groups_of(10, 4, group_size=6)
+    [range(0, 6), range(6, 10)]
+
+    Raises:
+        ValueError: A group would be smaller than P: then ranks with three chunks or more can wait for each other.
     """
     if group_size is not None:
+        fitting = [g for g in range(min(ranks, microbatches), microbatches + 1) if not 0 < microbatches % g < ranks]
+        if group_size not in fitting:
+            nearest = min(fitting, key=lambda size: abs(size - group_size))
+            allowed = f"{fitting[0]} to {microbatches} with a last group of {ranks} or more, nearest {nearest}"
+            raise ValueError(
+                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: "
+                + (allowed if len(fitting) > 1 else f"{nearest}, all in one group")
+            )
         return [range(m, min(m + group_size, microbatches)) for m in range(0, microbatches, group_size)]
     rounds = max(1, microbatches // ranks)
     cuts = [-(-microbatches * group // rounds) for group in range(rounds + 1)]
@@ -41,7 +53,8 @@ def chunk_orders(
     return forwards, backwards
 
 
-def one_f_one_b(microbatches: int, ranks: int = 1, extra_warmup: int = 0) -> Program:
+@dataclass(frozen=True)
+class OneFOneB(Schedule):
     """One forward, one backward (PipeDream-Flush, arXiv 2006.09503; Megatron-LM without interleaving).
 
     ::
@@ -53,12 +66,15 @@ def one_f_one_b(microbatches: int, ranks: int = 1, extra_warmup: int = 0) -> Pro
 
     Rank r begins with P−r−1 forwards. Bubble (P−1)(F+B); peak min(P−r, M). Every extra warm-up costs one activation.
     """
-    return _interleave("1f1b", microbatches, ranks, 1, groups_of(microbatches, ranks), extra_warmup)
+
+    extra_warmup: int = 0
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        return _interleave("1f1b", microbatches, ranks, 1, groups_of(microbatches, ranks), self.extra_warmup)
 
 
-def interleaved_1f1b(
-    microbatches: int, ranks: int = 1, chunks: int = 1, extra_warmup: int = 0, group_size: int | None = None
-) -> Program:
+@dataclass(frozen=True)
+class Interleaved1F1B(Schedule):
     """1F1B over several chunks of the model a rank (arXiv 2104.04473; Megatron-LM with interleaving).
 
     ::
@@ -71,8 +87,14 @@ def interleaved_1f1b(
     warm-up has at most all forwards (Megatron-LM runs all forwards first if M = P: as fast, but with more memory).
     With one chunk the warm-up is 2(P−r−1), about twice that of 1F1B.
     """
-    groups = groups_of(microbatches, ranks, group_size)
-    return _interleave("interleaved_1f1b", microbatches, ranks, chunks, groups, extra_warmup, hop=2)
+
+    chunks: int = 1
+    extra_warmup: int = 0
+    group_size: int | None = None
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        groups = groups_of(microbatches, ranks, self.group_size)
+        return _interleave("interleaved_1f1b", microbatches, ranks, self.chunks, groups, self.extra_warmup, hop=2)
 
 
 def _interleave(
@@ -101,9 +123,8 @@ def _interleave(
     return program_of(f"{name}+{extra}" if extra else name, microbatches, Placement.loop(ranks, chunks), rows)
 
 
-def combined_1f1b(
-    microbatches: int, extra_warmup: int | None = None, ranks: int = 1, chunks: int = 1, group_size: int | None = None
-) -> Program:
+@dataclass(frozen=True)
+class Combined1F1B(Schedule):
     """Each backward paired with the forward of a later microbatch (Megatron-Core's merged step).
 
     One rank::
@@ -126,13 +147,21 @@ def combined_1f1b(
     (with P−r of them the pairs stall). Bubble (P−1)(F+B)/v if F&B = F+B; peak 1/v above interleaved 1F1B, 2(P−r) with
     one chunk. Pairs a rank for G = P: vM − 2(P−r−1) − (v−1)P − 1 of vM.
     """
-    if extra_warmup is None:
-        extra_warmup = DEFAULT_EXTRA_WARMUP if ranks == chunks == 1 else 0
-    groups = groups_of(microbatches, ranks, group_size)
-    return _interleave("combined_1f1b", microbatches, ranks, chunks, groups, extra_warmup, hop=2, paired=True)
+
+    chunks: int = 1
+    extra_warmup: int | None = None
+    group_size: int | None = None
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        extra = self.extra_warmup
+        if extra is None:
+            extra = DEFAULT_EXTRA_WARMUP if ranks == self.chunks == 1 else 0
+        groups = groups_of(microbatches, ranks, self.group_size)
+        return _interleave("combined_1f1b", microbatches, ranks, self.chunks, groups, extra, hop=2, paired=True)
 
 
-def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | None = None) -> Program:
+@dataclass(frozen=True)
+class ZBH1(Schedule):
     """1F1B's memory, a third of its bubble (zero-bubble pipelining, arXiv 2401.10241, section 3.1).
 
     ::
@@ -145,15 +174,19 @@ def zb_h1(microbatches: int, ranks: int = 1, chunks: int = 1, group_size: int | 
     and I, and M ≥ P; peak min(P, M) on every rank. With chunks there are (v−1)G more forwards first, as in torch, and
     the peak is min(P + (v−1)G, vM)/v.
     """
-    groups = groups_of(microbatches, ranks, group_size)
-    rows = [
-        _delayed(rank, ranks, chunks, groups, ranks - rank - 1 + (chunks - 1) * len(groups[0]), rank)
-        for rank in range(ranks)
-    ]
-    return program_of("zb_h1", microbatches, Placement.loop(ranks, chunks), rows)
+
+    chunks: int = 1
+    group_size: int | None = None
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        groups = groups_of(microbatches, ranks, self.group_size)
+        earlier = (self.chunks - 1) * len(groups[0])
+        rows = [_delayed(rank, ranks, self.chunks, groups, ranks - rank - 1 + earlier, rank) for rank in range(ranks)]
+        return program_of("zb_h1", microbatches, Placement.loop(ranks, self.chunks), rows)
 
 
-def zb_h2(microbatches: int, ranks: int = 1) -> Program:
+@dataclass(frozen=True)
+class ZBH2(Schedule):
     """No bubble on any rank, for twice the memory (zero-bubble pipelining, arXiv 2401.10241, section 3.2).
 
     ::
@@ -165,9 +198,11 @@ def zb_h2(microbatches: int, ranks: int = 1) -> Program:
     Rank r begins with 2(P−r)−1 forwards and lets 2r weight gradients wait. If F = I = W and M ≥ 2P−1, every rank
     works without a gap, from r·F on: the makespan is M(F+B) + (P−1)F. Peak min(2P−1, M).
     """
-    groups = groups_of(microbatches, ranks)
-    rows = [_delayed(rank, ranks, 1, groups, 2 * (ranks - rank - 1), 2 * rank) for rank in range(ranks)]
-    return program_of("zb_h2", microbatches, Placement.loop(ranks), rows)
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        groups = groups_of(microbatches, ranks)
+        rows = [_delayed(rank, ranks, 1, groups, 2 * (ranks - rank - 1), 2 * rank) for rank in range(ranks)]
+        return program_of("zb_h2", microbatches, Placement.loop(ranks), rows)
 
 
 def _delayed(rank: int, ranks: int, chunks: int, groups: Sequence[range], warmup: int, waiting: int) -> list[Slot]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from overlap1f1b.schedule.action import Action, Kind, peaks_of
 from overlap1f1b.schedule.generators.interleaved import chunk_orders
+from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
 
-def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
+@dataclass(frozen=True)
+class Sequential(Schedule):
     """Each microbatch forward, then backward: the baseline of every comparison, with one activation alive.
 
     ::
@@ -20,7 +22,11 @@ def sequential(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
 
     Over several ranks only one of them works at a time. Peak: ``chunks`` stages of one microbatch.
     """
-    return one_by_one(microbatches, Placement.loop(ranks, chunks))
+
+    chunks: int = 1
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        return one_by_one(microbatches, Placement.loop(ranks, self.chunks))
 
 
 def one_by_one(microbatches: int, placement: Placement) -> Program:
@@ -38,21 +44,10 @@ def one_by_one(microbatches: int, placement: Placement) -> Program:
     return program_of("sequential", microbatches, placement, rows)
 
 
-def forward_only(microbatches: int) -> Program:
-    """Forwards alone on one rank, for evaluation.
-
-    ::
-
-        F0 F1 F2
-    """
-    slots = tuple(Action(Kind.F, 0, m) for m in range(microbatches))
-    return Program("forward_only", microbatches, (slots,), (microbatches,))
-
-
 def forwards_of(program: Program) -> Program:
     """Return the forwards of a program in its order, for evaluation over the same placement.
 
-    >>> print(forwards_of(sequential(3)).draw())
+    >>> print(forwards_of(Sequential().program(microbatches=3, ranks=1)).draw())
     rank 0: F0 F1 F2
     """
     ranks = tuple(
@@ -63,7 +58,8 @@ def forwards_of(program: Program) -> Program:
     return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=(0,) * len(ranks))
 
 
-def afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
+@dataclass(frozen=True)
+class Afab(Schedule):
     """All forwards, then all backwards in the same order (GPipe, arXiv 1811.06965; with chunks breadth first).
 
     ::
@@ -73,5 +69,9 @@ def afab(microbatches: int, ranks: int = 1, chunks: int = 1) -> Program:
 
     Bubble (P−1)(F+B)/v for v chunks and M ≥ P; peak M, whatever the rank.
     """
-    rows = [chain(*chunk_orders(rank, ranks, chunks, [range(microbatches)])) for rank in range(ranks)]
-    return program_of("afab", microbatches, Placement.loop(ranks, chunks), rows)
+
+    chunks: int = 1
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        rows = [chain(*chunk_orders(rank, ranks, self.chunks, [range(microbatches)])) for rank in range(ranks)]
+        return program_of("afab", microbatches, Placement.loop(ranks, self.chunks), rows)

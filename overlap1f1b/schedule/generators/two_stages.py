@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of
+from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
 
@@ -64,7 +66,8 @@ class RankBuilder:
         self.slots.append(Pair(self._next(forward, Kind.F), self._next(backward, Kind.B)))
 
 
-def dualpipe(microbatches: int, ranks: int) -> Program:
+@dataclass(frozen=True)
+class DualPipe(Schedule):
     """Two pipes in opposite directions (DeepSeek-V3, arXiv 2412.19437): every rank holds two stages of the model.
 
     Eight steps, with H = P/2, h = min(r, P−1−r), and the pipes 0 and 1, swapped in the second half of the ranks::
@@ -86,30 +89,33 @@ def dualpipe(microbatches: int, ranks: int) -> Program:
     Bubble (P/2−1)(F&B + B − 3W); peak P+1; parameters twice. Pairs a rank: M − 3P/2 + h + 1 of M, one less on the two
     middle ranks. Needs P even, M even, M ≥ 2P. The gradients of a stage's two replicas are summed.
     """
-    if ranks % 2:
-        nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-        raise ValueError(f"dualpipe over {ranks} ranks; allowed: an even number, nearest {nearest}")
-    if microbatches % 2 or microbatches < 2 * ranks:
-        nearest = str(2 * ranks) if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
-        raise ValueError(
-            f"dualpipe over {ranks} ranks with {microbatches} microbatches; "
-            f"allowed: an even number from {2 * ranks} on, nearest {nearest}"
-        )
-    placement = Placement.bidirectional(ranks)
-    first = [placement.microbatches(pipe, microbatches).start for pipe in (0, 1)]
-    rows: list[list[Slot]] = []
-    for rank in range(ranks):
-        near, far = ((0, rank), (1, ranks - 1 - rank))[:: 1 if rank < ranks // 2 else -1]
-        depth = min(rank, ranks - 1 - rank)
-        main = microbatches // 2 - ranks + depth + 1
-        rows.append(_eight_steps(RankBuilder(first), ranks // 2, depth, main, near, far))
-    return program_of("dualpipe", microbatches, placement, rows)
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        if ranks % 2:
+            nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
+            raise ValueError(f"dualpipe over {ranks} ranks; allowed: an even number, nearest {nearest}")
+        if microbatches % 2 or microbatches < 2 * ranks:
+            nearest = str(2 * ranks) if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
+            raise ValueError(
+                f"dualpipe over {ranks} ranks with {microbatches} microbatches; "
+                f"allowed: an even number from {2 * ranks} on, nearest {nearest}"
+            )
+        placement = Placement.bidirectional(ranks)
+        first = [placement.microbatches(pipe, microbatches).start for pipe in (0, 1)]
+        rows: list[list[Slot]] = []
+        for rank in range(ranks):
+            near, far = ((0, rank), (1, ranks - 1 - rank))[:: 1 if rank < ranks // 2 else -1]
+            depth = min(rank, ranks - 1 - rank)
+            main = microbatches // 2 - ranks + depth + 1
+            rows.append(_eight_steps(RankBuilder(first), ranks // 2, depth, main, near, far))
+        return program_of("dualpipe", microbatches, placement, rows)
 
 
-def dualpipev(microbatches: int, ranks: int) -> Program:
+@dataclass(frozen=True)
+class DualPipeV(Schedule):
     """DualPipe cut in half and folded: one pipe on a V, parameters once (DualPipeV, "cut-in-half", Sea AI Lab 2025).
 
-    The eight steps of :func:`dualpipe` with H → P, h → r, M−2P+r+1 rounds of step 4, chunk 0 for 0 and chunk 1 for 1;
+    The eight steps of :class:`DualPipe` with H → P, h → r, M−2P+r+1 rounds of step 4, chunk 0 for 0 and chunk 1 for 1;
     the last rank alone is the middle. P = 2, M = 4::
 
         rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3B1‖0F3 0B0‖3F2 3B2 0B1‖3F3 3B3 0I2 0W2 0I3 0W3
@@ -118,15 +124,21 @@ def dualpipev(microbatches: int, ranks: int) -> Program:
     Bubble (P−1)(F&B + B − 3W) in costs of a chunk; peak P+½ (2P+1 chunks). Pairs a rank: 2M − 3P + r + 1 of 2M, one
     less on the last rank. Needs M ≥ 2P.
     """
-    if microbatches < 2 * ranks:
-        raise ValueError(f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more")
-    rows = [
-        _eight_steps(
-            RankBuilder(), ranks, rank, microbatches - 2 * ranks + rank + 1, (0, rank), (0, 2 * ranks - 1 - rank)
-        )
-        for rank in range(ranks)
-    ]
-    return program_of("dualpipev", microbatches, Placement.v(ranks), rows)
+
+    fixed_chunks = 2
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        if microbatches < 2 * ranks:
+            raise ValueError(
+                f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more"
+            )
+        rows = [
+            _eight_steps(
+                RankBuilder(), ranks, rank, microbatches - 2 * ranks + rank + 1, (0, rank), (0, 2 * ranks - 1 - rank)
+            )
+            for rank in range(ranks)
+        ]
+        return program_of("dualpipev", microbatches, Placement.v(ranks), rows)
 
 
 def _eight_steps(row: RankBuilder, half: int, depth: int, main: int, zero: PipeStage, one: PipeStage) -> list[Slot]:
@@ -160,7 +172,8 @@ def _eight_steps(row: RankBuilder, half: int, depth: int, main: int, zero: PipeS
     return row.slots
 
 
-def zb_v(microbatches: int, ranks: int = 1) -> Program:
+@dataclass(frozen=True)
+class ZBV(Schedule):
     """Two chunks a rank, down and up again: no bubble on any rank with 1F1B's memory (arXiv 2401.10241, section 6).
 
     ::
@@ -173,9 +186,13 @@ def zb_v(microbatches: int, ranks: int = 1) -> Program:
     chunks), the same on every rank. With fewer than 2P−1 microbatches the table of 2P−1 is used without the missing
     ones: the formulas do not hold then, and the peak is at most P.
     """
-    return program_of(
-        "zb_v", microbatches, Placement.v(ranks), [_v_row(rank, ranks, microbatches) for rank in range(ranks)]
-    )
+
+    fixed_chunks = 2
+
+    def program(self, microbatches: int, ranks: int) -> Program:
+        return program_of(
+            "zb_v", microbatches, Placement.v(ranks), [_v_row(rank, ranks, microbatches) for rank in range(ranks)]
+        )
 
 
 def _v_row(rank: int, ranks: int, microbatches: int) -> list[Slot]:

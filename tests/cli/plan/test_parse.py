@@ -12,9 +12,9 @@ from overlap1f1b.simulation import Candidate
     ("text", "candidate"),
     [
         ("1f1b", Candidate("1f1b")),
-        ("combined_1f1b:chunks=2", Candidate("combined_1f1b", chunks=2)),
-        ("1f1b: extra-warmup = 2", Candidate("1f1b", extra_warmup=2)),
-        ("zb_h1:chunks=3,group_size=8", Candidate("zb_h1", chunks=3, group_size=8)),
+        ("combined_1f1b:chunks=2", Candidate("combined_1f1b", {"chunks": 2})),
+        ("1f1b: extra-warmup = 2", Candidate("1f1b", {"extra_warmup": 2})),
+        ("zb_h1:chunks=3,group_size=8", Candidate("zb_h1", {"chunks": 3, "group_size": 8})),
         ("1f1b:overlap=pairs", Candidate("1f1b", overlap="pairs")),
         ("1f1b:overlap=2", Candidate("1f1b", overlap=2)),
     ],

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.failures import LostRankError
 from tests.engine.checkpoint.test_state import Run, equal
 from tests.ranks import RankError, Ranks, run
@@ -78,8 +79,8 @@ def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, mon
     def note(device: torch.device) -> None:
         found.append((threading.current_thread() is threading.main_thread(), device))
 
-    monkeypatch.setattr(streams, "is_queued", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "set_device", note)
+    gpu = SimpleNamespace(set_device=note, is_initialized=lambda: False)
+    monkeypatch.setattr(devices, "of", lambda device: gpu)
     one.save(tmp_path, background=True).result()
     assert found == [(False, torch.device("cpu"))]
 

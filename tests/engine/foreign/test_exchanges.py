@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from overlap1f1b.engine.foreign.exchanges import Seen, Shown, matched
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
@@ -278,9 +280,10 @@ def test_four_ranks(ranks4: Ranks) -> None:
 def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may take rows on a side stream of its own, which it orders by the handle alone."""
     compute, side = Stream(), Stream()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    gpu = SimpleNamespace(current_stream=lambda device: compute)
+    monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     handle = Arrived(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
+    gpu.current_stream = lambda device: side
     assert handle.wait()
     assert side.behind == [compute]
 

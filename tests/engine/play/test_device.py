@@ -9,17 +9,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from overlap1f1b.engine import Engine
-from overlap1f1b.engine.play.device import Carveout, Watch, watch_of
+from overlap1f1b.engine import DeviceOptions, Engine
+from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -91,7 +92,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     exchange = LoopbackExchange(CPU, gbps=1e-3)
     overlapped = engine(2, exchange, 2, costs=COSTS)
     player = overlapped.player
-    player._watch = watch
+    player.watch = watch
     for lane in player.lanes.values():
         lane.stamp = watch.stamp
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
@@ -111,9 +112,9 @@ def test_launches_are_measured_without_waits_for_counts() -> None:
     overlapped.step(data[0], target=data[1])
     assert overlapped.player.launches == ()
     player = overlapped.player
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     begun = time.perf_counter()
     overlapped.step(data[0], target=data[1])
     launches = player.launches
@@ -164,52 +165,39 @@ def test_the_device_of_the_model_sleeps_whichever_is_current(monkeypatch: pytest
         yield
         entered.pop()
 
-    monkeypatch.setattr(streams, "is_queued", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(torch.cuda, "stream", within)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: asleep.append(list(entered)))
+    gpu = SimpleNamespace(
+        current_stream=lambda device: f"the stream of {device}",
+        stream=within,
+        _sleep=lambda cycles: asleep.append(list(entered)),
+    )
+    monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     watch = watch_of(torch.device("cuda", 1))
     assert watch is not None
     watch.hold()
     assert asleep == [["the stream of cuda:1"]]
 
 
-def test_compute_leaves_multiprocessors_to_exchanges_in_flight() -> None:
-    told: list[int | None] = []
-    carveout = Carveout(16, told.append)
-    carveout.launched()
-    carveout.launched()
-    carveout.awaited()
-    assert told == [16]
-    carveout.awaited()
-    assert told == [16, None]
-    carveout.launched()
-    carveout.clear()
-    carveout.clear()
-    assert told == [16, None, 16, None]
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_step_leaves_multiprocessors_only_if_asked(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_products_leave_two_multiprocessors_for_each_block_of_rows(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
     told: list[int | None] = []
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", told.append)
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: 5)
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
-    overlapped = engine(4, exchange, 3, costs=COSTS, **({"carveout": True} if asked else {}))
+    overlapped = engine(4, exchange, 3, costs=COSTS, verify=False, device=DeviceOptions(carveout=wanted))
     data = models.batch(4)
     overlapped.step(data[0], target=data[1])
-    assert bool(told) == asked
-    assert told[::2] == [12] * (len(told) // 2)
-    assert told[1::2] == [None] * (len(told) // 2)
-    assert torch._C._get_sm_carveout_experimental() is None
+    assert told == ([24, 5] if wanted else [])
 
 
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     player, data = overlapped.player, models.batch(2)
-    player._watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
     for lane in player.lanes.values():
-        lane.stamp = player._watch.stamp
+        lane.stamp = player.watch.stamp
     with Recorder(overlapped, Silent()) as recorder:
         for _ in range(2):
             result = overlapped.step(data[0], target=data[1])

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.engine import LONE_STEPS
 from overlap1f1b.engine.play.measure import measured_costs
+from overlap1f1b.engine.tuner import LONE_STEPS
 from overlap1f1b.plan import Node, NodeCosts, Op, Span, cost_key
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
@@ -72,5 +72,5 @@ def test_a_launch_takes_the_median_over_microbatches_and_blocks() -> None:
     launches = [Span(node, 10.0, 10.0 + took) for node, took in zip(nodes, (9, 1, 2, 3, 8, 1, 0.5), strict=True)]
     costs = measured_costs(nodes, (), Mesh(None), shared_links=False, launches=launches)
     assert costs.launch == {(Op.EXPERTS, Kind.F): 2.5, (Op.COUNTS, Kind.F): 0.5}
-    assert all(len(key) == 5 and key[2] >= 0 for key in costs.by_node)
+    assert all(len(key) == 6 and key[2] >= 0 for key in costs.by_node)
     assert measured_costs(nodes, (), Mesh(None), shared_links=False).launch == {}

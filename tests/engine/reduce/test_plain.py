@@ -30,7 +30,7 @@ def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, si
     problems: list[str] = []
     stage = Stage([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)], reduce_own=True)
     apart = set(stage.own_parameters(2))
-    lane = Lane("reduce", timedelta(seconds=20), Failures(), background=True)
+    lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane, apart=apart)
     if not reducer.reduces or Reducer({0: stage}, None, None, lane).reduces:
         problems.append("what is reduced")
@@ -74,7 +74,7 @@ class Made(TorchDispatchMode):
 def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
     """Large gradients and small ones, of two dtypes: no copy is made, and the sums are there."""
     stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_own=True)
-    lane = Lane("reduce", timedelta(seconds=20), Failures(), background=True)
+    lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
     blocks = [Node(Op.REDUCE, Kind.W, 0, block) for block in (2, 1, 0)]
     reducer.begin(blocks)
@@ -100,7 +100,7 @@ def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
 def _others_memory(rank: int, size: int) -> list[float]:
     """Gradients in memory that something else still needs, and with gaps between their elements."""
     stage = Stage([nn.Linear(4, 4)], reduce_own=True)
-    lane = Lane("reduce", timedelta(seconds=20), Failures(), background=True)
+    lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
     node = Node(Op.REDUCE, Kind.W, 0, 0)
     reducer.begin([node])

@@ -33,7 +33,7 @@ def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
     first, second = microbatch(), Stage([nn.Linear(2, 2)], number=1).microbatch()
     second.before, first.after = first, second
     passed = torch.ones(2)
-    first.outputs, first.differentiable = (passed,), (True,)
+    first.outputs, first.requires_grad = (passed,), (True,)
     (leaf,) = second.take_activations()
     assert leaf is passed
     assert leaf.requires_grad

@@ -106,7 +106,7 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
         loss_fn=models.loss_fn,
         options=EngineOptions(costs=COSTS, parts=2),
     )
-    order = [(node.op, node.seam) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
+    order = [(node.op, node.part) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
     assert order.index((Op.DISPATCH, 1)) < order.index((Op.EXPERTS, 0)) < order.index((Op.COMBINE, 0))
     assert order.index((Op.COMBINE, 0)) < order.index((Op.EXPERTS, 1))
     measured = Engine(
@@ -119,8 +119,8 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
     for _ in range(3):
         measured.step(data[0], target=data[1])
     assert measured.costs is not None
-    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.F} == {0, 1}
-    assert {key[4] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
+    assert {key[5] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.F} == {0, 1}
+    assert {key[5] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
 
 
 def _two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[str]:
@@ -194,8 +194,8 @@ def _chosen(rank: int, size: int) -> list[str]:
             model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(parts="auto", tries=0, timeout=30)
         )
         for parts in (1, 1, 2, 2, 4, 4, None):
-            if parts != (None if engine.costs else engine.parts_choice.parts):
-                problems.append(f"{engine.parts_choice.parts} instead of {parts} parts")
+            if parts != (None if engine.costs else engine.tuner.parts):
+                problems.append(f"{engine.tuner.parts} instead of {parts} parts")
             model.zero_grad()
             with pauses(rank):
                 engine.step(data[0], target=data[1])
@@ -204,12 +204,10 @@ def _chosen(rank: int, size: int) -> list[str]:
             for name, gradient in gradients.items():
                 if not torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-12):
                     problems.append(f"{parts} parts: {name} differs")
-        predicted = engine.parts_choice.predicted
+        predicted = engine.tuner.predicted
         if list(predicted) != [1, 2, 4] or engine.plan.predicted > min(predicted.values()) / 0.98:
-            problems.append(f"{engine.parts_choice} was chosen")
-        if {block.parts for stage in engine.plan.shapes for block in stage if block.seams} != {
-            engine.parts_choice.parts
-        }:
+            problems.append(f"{engine.tuner.parts_choice} was chosen")
+        if {block.parts for stage in engine.plan.shapes for block in stage if block.seams} != {engine.tuner.parts}:
             problems.append("the plan has other parts")
         return problems
     finally:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from overlap1f1b.integrations.megatron.chunk import Chunk
-from overlap1f1b.transport import streams
+from overlap1f1b.transport import devices
 
 CPU = torch.device("cpu")
 
@@ -41,8 +41,8 @@ def test_overlapped_shared_experts_compute_on_the_stream_of_the_step(
     chunk, step = Chunk(model, stage=0, last=True, exchanges=exchanges), SimpleNamespace()
     with chunk.stepping(step):
         assert model.overlapped.stream == "their own"
-    monkeypatch.setattr(streams, "is_queued", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(of=device))
+    gpu = SimpleNamespace(current_stream=lambda device: SimpleNamespace(of=device))
+    monkeypatch.setattr(devices, "of", lambda device: gpu)
     with chunk.stepping(step):
         assert model.overlapped.stream == SimpleNamespace(of=CPU)
         assert model.plain.stream is None

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import overlap1f1b as o1
-from overlap1f1b.engine import EngineOptions
-from overlap1f1b.engine.play import trials
-from overlap1f1b.engine.play.trials import Trials
+from overlap1f1b.engine import EngineOptions, tuner
+from overlap1f1b.engine.tuner import Tuner
 from overlap1f1b.integrations.megatron import (
     SCHEDULES,
     ForwardBackward,
@@ -396,12 +395,12 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
             block.tp = tp
     problems, tried = [], list[int]()
 
-    def note(of: Trials, _: float) -> None:  # each tensor rank would keep another plan
-        tried.append(of.plans.index(of.plan))
+    def note(of: Tuner, _: float) -> None:  # each tensor rank would keep another plan
+        tried.append(of._turns.index(of.plan))
         noted(of, 1.0 + (tried[-1] != tp.rank()))
 
-    noted, within = Trials.note, trials.WITHIN
-    Trials.note, trials.WITHIN = note, 1e9  # type: ignore[method-assign]
+    noted, within = Tuner._note_time, tuner.MOST_RATIO
+    Tuner._note_time, tuner.MOST_RATIO = note, 1e9  # type: ignore[method-assign]
     for step in range(2 if given else 12):
         part.zero_grad()
         reference.zero_grad()
@@ -415,7 +414,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     (prepared,) = function._engines.values()
     plans: list[Any] = [None] * 4
     dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
-    Trials.note, trials.WITHIN = noted, within  # type: ignore[method-assign]
+    Tuner._note_time, tuner.MOST_RATIO = noted, within  # type: ignore[method-assign]
     problems += [f"tried {tried}"] if len(set(tried)) < 2 and not given else []
     return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
 

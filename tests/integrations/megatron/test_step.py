@@ -141,7 +141,7 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
         config.experimental_attention_variant = "dsa"
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
     function = get_forward_backward_func(pg_collection=groups, options=EngineOptions(costs=COSTS))
-    monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.agreed", lambda costs, *_: costs)
+    monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.playing_alike", lambda groups: [])
     monkeypatch.setattr("overlap1f1b.integrations.megatron.forward_backward.limit_inner", lambda *_: None)
     part = Attaches(list(models.build(layers=LAYERS)), config, first=True, last=True)
     part.of, part.seen = scalers, []  # type: ignore[assignment]

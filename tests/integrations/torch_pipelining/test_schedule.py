@@ -98,7 +98,7 @@ def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap:
         schedule, mesh=mesh, exchange=exchange, options=EngineOptions(overlap=overlap, tries=1, timeout=20)
     )
     problems: list[str] = []
-    while ours.result is None or ours.engine.settling:
+    while ours.result is None or ours.engine.tuner.settling:
         problems += [f"measured: {what}" for what in Step(ours, stages, data).differs(expected)]
     return problems + Step(ours, stages, data).differs(expected)
 

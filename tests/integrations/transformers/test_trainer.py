@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 
+from overlap1f1b.engine.tuner import State
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.plan import RECOMPUTES, Op
 from tests.integrations.transformers import tiny
@@ -519,10 +520,10 @@ def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, layout=OverlapArguments(ep=2, parts="auto"))
     expected = history(plain(spec, 2))
-    look = attrgetter("state.log_history", "engine.parts_choice.predicted", "engine.parts_choice.open")
-    for found, chosen, still in ranks2.run(train, spec, look):
+    look = attrgetter("state.log_history", "engine.tuner.predicted", "engine.tuner.state")
+    for found, chosen, state in ranks2.run(train, spec, look):
         close(shown(found), expected)
-        assert (list(chosen), still) == ([1, 2, 4], False)
+        assert (list(chosen), state == State.MEASURING) == ([1, 2, 4], False)
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
@@ -536,7 +537,7 @@ def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
         close(shown(lines), expected)
         assert len(plays) == spec.steps
         assert any(node.op in RECOMPUTES for node in nodes)
-        parts = {node.seam for node in nodes if node.op is Op.EXPERTS}
+        parts = {node.part for node in nodes if node.op is Op.EXPERTS}
         assert parts == ({0, 1} if sizes.pp > 1 else set())  # one rank runs layers whole
         for step, line in enumerate([line for line in lines if "exchange_hidden" in line]):
             measured = [others[step] for _, others, _ in every]

@@ -130,7 +130,6 @@ def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     ends = torch.zeros(4, dtype=torch.int32)
     return [
         (permute.take_rows, (tokens, whole(rows))),
-        (permute.put_rows, (tokens, whole(rows))),
         (permute.spread_rows, (tokens, flat, flat, 2)),
         (permute.spread_rows, (tokens, flat, flat, 2, True)),
         (permute.spread_weighted, (tokens, weights, flat, flat)),
@@ -140,6 +139,8 @@ def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         (swiglu.swiglu_rows_backward, (half(rows, 40), half(rows, 80), half(rows), ends[-1:])),
         (slots.place_slots, (whole(rows, 2), 4)),
         (slots.pack_places, (flat, flat, whole(4), 2, rows + 3)),
+        (slots.group_places, (whole(2, 4), rows)),
+        (slots.group_places, (whole(2, 4), 2 * rows, True)),
         (routing.route_tokens, (torch.empty(rows, 4), torch.empty(4), rule)),
         (routing.route_tokens_backward, (torch.empty(rows, 2), None, torch.empty(rows, 4), whole(rows, 2), rule)),
         (grouped_mm.add_weight_grad_, (torch.empty(4, 40, 40), sent, sent, ends)),
@@ -245,9 +246,17 @@ def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_all_others_compile(compiled: Any) -> None:
     rule = Rule(K, normalize=True)
-    compiled(permute.put_rows, half(T, H), whole(T))
     assert [k.name for k in compiled(slots.place_slots, whole(T, K), E)] == ["_count", "_offsets", "_place"]
     compiled(slots.pack_places, whole(T * K), whole(T * K), whole(E), 8, T * K)
+    for ranks, local, padded in (
+        (1, 1, True),
+        (8, 16, False),
+        (8, 16, True),
+        (3, 40, False),
+        (64, 4, True),
+        (2, 256, False),
+    ):
+        compiled(slots.group_places, whole(ranks, local), T * K, padded)
     compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
     compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
     main, ends = torch.empty(2, 2 * INTERMEDIATE, H), whole(2)

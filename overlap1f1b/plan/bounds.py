@@ -7,9 +7,11 @@ from functools import cache
 from heapq import heappush, heappushpop
 from itertools import accumulate
 
-from overlap1f1b.plan import RECOMPUTES, Chains, NodeCosts, Op, Overlap, Resource, parse_overlap
-from overlap1f1b.plan.chains import Shapes
+from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import Clock
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.node import RECOMPUTES, Op, Resource
+from overlap1f1b.plan.plan import Overlap, parse_overlap
 from overlap1f1b.schedule import Action, Kind, Placement, Program, actions_of
 from overlap1f1b.schedule.program import flow
 from overlap1f1b.schedule.values import check_size

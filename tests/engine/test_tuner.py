@@ -1,24 +1,23 @@
-"""Plans that are tried in steps."""
+"""The plans of an engine, and what its first steps learn."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.engine.play.plans import Plans
-from overlap1f1b.engine.play.trials import Trials, worth_trying
-from overlap1f1b.plan import BlockShape, NodeCosts, Plan, fastest
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.engine.tuner import State, Tuner, worth_trying
+from overlap1f1b.plan import NodeCosts, Plan, StageShape, compile, fastest
+from overlap1f1b.schedule import build_schedule, forwards_of
 from overlap1f1b.transport.exchange import build_exchange
-from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engine.run.plain import engine_of
 from tests.engine.test_engine import Delayed
@@ -27,70 +26,132 @@ from tests.ranks import Ranks
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4)
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
+SHAPES = make(models.build(), PROGRAM, loss_fn=models.loss_fn).shapes
 
 
 @pytest.fixture
 def all_near() -> Iterator[None]:
     """All orders are worth a try, whatever was measured."""
-    with patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):
+    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
         yield
 
 
-def plans(*predicted: float) -> list[Plan]:
+def plans(*predicted: float, shapes: tuple[StageShape, ...] = SHAPES) -> list[Plan]:
     """Plans of different orders with these predicted times."""
-    found = fastest(PROGRAM, (BlockShape(1),), COSTS, 3)
+    found = fastest(PROGRAM, shapes, COSTS, 3)
     return [replace(plan, predicted=seconds) for plan, seconds in zip(found, predicted, strict=False)]
+
+
+def tuner(tries: int = 3, mesh: DeviceMesh | None = None, **options: Any) -> Tuner:
+    model = models.build(None if mesh is None else mesh.get_group("ep"))
+    return make(model, PROGRAM, loss_fn=models.loss_fn, mesh=mesh, tries=tries, **options).tuner
+
+
+def play(of: Tuner, *seconds: float) -> list[Plan]:
+    """Note the times of steps; return their plans."""
+    played = []
+    for time_of_step in seconds:
+        played.append(of.plan)
+        of._note_time(time_of_step)
+    return played
+
+
+def test_steps_are_serial_until_there_are_costs() -> None:
+    of = tuner()
+    assert of.state is State.MEASURING
+    serial = of.plan
+    assert serial is of.plan  # compiled once
+    assert serial.fingerprint == compile(PROGRAM, SHAPES, NodeCosts(), "serial").fingerprint
+    of.costs = COSTS
+    assert of.state is State.SETTLED
+    assert of.plan.fingerprint == compile(PROGRAM, SHAPES, COSTS, 3).fingerprint
+    of.costs = None
+    assert of.state is State.MEASURING
+    assert of.plan.fingerprint == serial.fingerprint
+
+
+def test_a_plan_that_is_set_stays_until_costs_are() -> None:
+    mine = compile(PROGRAM, SHAPES, COSTS, "pairs")
+    of = tuner(plan=mine)
+    assert of.plan is mine
+    assert of.state is State.SETTLED
+    of.costs = COSTS
+    assert of.plan is not mine
+    other = compile(build_schedule("sequential", microbatches=4), SHAPES, COSTS, 1)
+    with pytest.raises(ValueError, match="a plan of 'sequential' for other blocks"):
+        of.plan = other
+
+
+def test_an_evaluation_has_the_forwards_alone() -> None:
+    assert {node.kind.value for node in tuner().of_evaluation.nodes} == {"F"}
+
+
+@pytest.mark.parametrize("other", ["combined_1f1b", "sequential"])
+@pytest.mark.usefixtures("all_near")
+def test_an_evaluation_follows_the_program_that_is_kept(other: str) -> None:
+    """Beside an order that is found, fixed schedules are tried; they may begin forwards in another order."""
+    program = build_schedule(other, microbatches=4)  # type: ignore[arg-type]
+    turns = [compile(PROGRAM, SHAPES, COSTS, "pairs"), compile(program, SHAPES, COSTS, "serial")]
+    of = tuner(tries=1)
+    of._adopt(COSTS, turns)
+    before = of.of_evaluation
+    play(of, 2.0, 1.0)
+    assert of.plan is turns[1]
+    assert (of.of_evaluation is before) == (program == PROGRAM)
+    assert of.of_evaluation.program.name == forwards_of(program).name
 
 
 def test_plans_take_turns() -> None:
     first, second = plans(1.0, 1.05)
-    trials = Trials([first, second], 2)
-    played = []
-    while trials.open:
-        played.append(trials.plan)
-        trials.note(1.0)
-    assert played == [first, second, first, second]
+    of = tuner(tries=2)
+    of._adopt(COSTS, [first, second])
+    assert play(of, 1.0, 1.0, 1.0, 1.0) == [first, second, first, second]
+    assert of.state is State.SETTLED
 
 
 def test_far_slower_plans_are_left_out() -> None:
-    assert len(worth_trying(plans(1.0, 1.11))) == 1
-    assert not Trials(worth_trying(plans(1.0, 1.11)), 3).open  # nothing to compare
+    of = tuner()
+    of._adopt(COSTS, plans(1.0, 1.11))
+    assert of.state is State.SETTLED  # nothing to compare
     assert [plan.predicted for plan in worth_trying(plans(1.0, 1.0, 1.05, 1.09))] == [1.0, 1.0, 1.05]
 
 
 def test_one_order_under_two_names_is_tried_once() -> None:
     first, second = plans(1.0, 1.05)
-    assert worth_trying([first, replace(first, order="another"), second]) == [first, second]
+    assert worth_trying([first, second, replace(first, order="another")]) == [first, second]
 
 
 def test_one_slow_step_does_not_decide() -> None:
     first, second = plans(1.0, 1.05)
-    trials = Trials([first, second], 3)
-    for seconds in (1.0, 1.1, 9.0, 1.1, 1.0, 1.1):
-        trials.note(seconds)
-    assert [(one.plan, one.seconds) for one in trials.tried(Mesh(None))] == [(first, 1.0), (second, 1.1)]
+    of = tuner()
+    of._adopt(COSTS, [first, second])
+    play(of, 1.0, 1.1, 9.0, 1.1, 1.0, 1.1)
+    assert [(one.plan, one.seconds) for one in of.tried] == [(first, 1.0), (second, 1.1)]
 
 
 def _kept(rank: int, size: int) -> tuple[str, list[float]]:
     """Rank 1 alone finds the first plan slow."""
-    mesh = Mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
-    trials = Trials(plans(1.0, 1.0), 1)
-    for seconds in (1.0 + 2 * rank, 2.0 - rank):
-        trials.note(seconds)
-    tried = trials.tried(mesh)
-    return tried[0].plan.order, [one.seconds for one in tried]
+    of = tuner(1, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
+    of._adopt(COSTS, plans(1.0, 1.0, shapes=of.shapes))
+    play(of, 1.0 + 2 * rank, 2.0 - rank)
+    return of.plan.order, [one.seconds for one in of.tried]
 
 
 def test_the_slowest_rank_counts_on_all(ranks2: Ranks) -> None:
     assert ranks2.run(_kept) == [(plans(1.0, 1.0)[1].order, [2.0, 3.0])] * 2
 
 
-def test_times_may_be_shared_with_ranks_outside_of_the_mesh() -> None:
-    first, second = plans(1.0, 1.0)
-    trials = Trials([first, second], 1)
-    for seconds in (1.0, 2.0):
-        trials.note(seconds)
-    assert trials.tried(Mesh(None), lambda mine: mine[::-1])[0].plan is second
+def _beside(rank: int, size: int) -> tuple[str, list[float]]:
+    """Two engines that play alike: the times of the first rank count."""
+    of = tuner(1)
+    of.outside_groups = [list(range(size))]
+    of._adopt(COSTS, plans(1.0, 1.0))
+    play(of, 1.0 + 2 * rank, 2.0)
+    return of.plan.order, [one.seconds for one in of.tried]
+
+
+def test_times_are_shared_with_ranks_outside_of_the_mesh(ranks2: Ranks) -> None:
+    assert ranks2.run(_beside) == [(plans(1.0, 1.0)[0].order, [1.0, 2.0])] * 2
 
 
 class Sluggish(models.Block):
@@ -111,7 +172,7 @@ def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
     model = models.build(block=Sluggish)
     engine = Engine(model, PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(tries=2))
     steps, reference = 0, dict[str, Tensor]()
-    while engine.settling:
+    while engine.tuner.settling:
         if steps == 2:  # measured: the plan that is predicted to be the fastest comes next
             model[1].engine, model[1].order = engine, engine.plan.order
         model.zero_grad()
@@ -119,12 +180,12 @@ def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
         steps += 1
         reference = reference or models.gradients(model)
         assert not models.equal(models.gradients(model), reference)
-    assert len(engine.tried) > 1
-    assert steps == 2 + 2 * len(engine.tried)
-    assert engine.plan is engine.tried[0].plan
+    assert len(engine.tuner.tried) > 1
+    assert steps == 2 + 2 * len(engine.tuner.tried)
+    assert engine.plan is engine.tuner.tried[0].plan
     assert engine.plan.order != model[1].order
     name = f"{PROGRAM.name} {engine.plan.order}"
-    assert engine.choice.startswith(f"{name} (measured step: {name}: ")
+    assert engine.tuner.choice.startswith(f"{name} (measured step: {name}: ")
 
 
 @pytest.mark.parametrize("given", ["costs", "tries"])
@@ -135,9 +196,9 @@ def test_nothing_is_tried(given: str) -> None:
     engine = make(models.build(), PROGRAM, loss_fn=models.loss_fn, **options)  # type: ignore[arg-type]
     for _ in range(2):
         engine.step(inputs, target=target)
-    assert not engine.settling
-    assert engine.tried == ()
-    assert "predicted step: " in engine.choice
+    assert not engine.tuner.settling
+    assert engine.tuner.tried == ()
+    assert "predicted step: " in engine.tuner.choice
 
 
 @pytest.mark.usefixtures("all_near")
@@ -148,13 +209,13 @@ def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
         Engine(models.build(), PROGRAM, loss_fn=models.loss_fn, options=EngineOptions(parts="auto", tries=1)),
         0,
     )
-    with patch.object(Plans, "_compiled_all", autospec=True, side_effect=Plans._compiled_all) as compiled:
-        while engine.settling:
+    with patch.object(Tuner, "_fastest", autospec=True, side_effect=Tuner._fastest) as compiled:
+        while engine.tuner.settling:
             engine.step(inputs, target=target)
             steps += 1
-    assert steps == 6 + len(engine.tried) > 7
+    assert steps == 6 + len(engine.tuner.tried) > 7
     assert compiled.call_count == 3
-    assert {block.parts for block in engine.plan.shapes[0] if block.seams} == {engine.parts_choice.parts}
+    assert {block.parts for block in engine.plan.shapes[0] if block.seams} == {engine.tuner.parts}
 
 
 @pytest.mark.usefixtures("all_near")
@@ -163,14 +224,14 @@ def test_a_plan_that_is_set_ends_the_trials() -> None:
     engine = Engine(models.build(), PROGRAM, loss_fn=models.loss_fn)
     for _ in range(2):
         engine.step(inputs, target=target)
-    assert engine.settling
+    assert engine.tuner.settling
     mine = fastest(PROGRAM, engine.shapes, COSTS, "pairs")[0]
     engine.plan = mine
     engine.step(inputs, target=target)
-    assert not engine.settling
+    assert not engine.tuner.settling
     assert engine.plan is mine
     engine.costs = None  # all is measured anew
-    assert engine.settling
+    assert engine.tuner.settling
 
 
 def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
@@ -181,8 +242,8 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, exchange=exchange)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
-    with patch("overlap1f1b.engine.play.trials.WITHIN", 1e9):
-        while engine.settling:
+    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
+        while engine.tuner.settling:
             played.append(engine.plan.fingerprint)
             model.zero_grad()
             engine.step(inputs, target=target)

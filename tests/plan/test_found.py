@@ -11,12 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, check, compile, play_ranks
+from overlap1f1b.plan import (
+    BlockShape,
+    Chains,
+    NodeCosts,
+    Op,
+    Plan,
+    check,
+    compile,
+    found_orders,
+    pipeline_bound,
+    play_ranks,
+)
+from overlap1f1b.plan.found import plan_of
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.placement import SINGLE
-from overlap1f1b.simulation import found_orders, pipeline_bound
-from overlap1f1b.simulation.synthesis import plan_of
 from tests.plan.cases import costs_of, shapes
 from tests.plan.tries import all_tries
 
@@ -128,11 +138,11 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
     costs, shape = even(ratio).in_parts(2), layers(placement, 2, 2)
     if loop_is_slow == (placement == Placement.loop(2, 2)):
         slower = {
-            (op, kind, placement.stages - 1, block, seam): 1.3 * cost
+            (op, kind, placement.stages - 1, block, 0, part): 1.3 * cost
             for (op, kind), cost in costs.by_op.items()
             if op in (Op.ATTENTION, Op.EXPERTS)
             for block in range(len(shape))
-            for seam in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
+            for part in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
         }
         costs = NodeCosts(costs.by_op, slower)
     limit = 3.0

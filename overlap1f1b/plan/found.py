@@ -10,12 +10,15 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from overlap1f1b.plan import RECOMPUTES, Chains, Node, NodeCosts, Op, Plan, Resource, compile, cost_key, play_ranks
-from overlap1f1b.plan.chains import Shapes
-from overlap1f1b.plan.clock import Key
+from overlap1f1b.plan.bounds import bound, pipeline_bound
+from overlap1f1b.plan.chains import Chains, Shapes
+from overlap1f1b.plan.clock import Key, play_ranks
+from overlap1f1b.plan.compiler import compile
+from overlap1f1b.plan.costs import NodeCosts, cost_key
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.node import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_reductions
-from overlap1f1b.plan.plan import most_open
+from overlap1f1b.plan.plan import Plan, most_open
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
@@ -30,7 +33,6 @@ from overlap1f1b.schedule import (
     schedule_of,
 )
 from overlap1f1b.schedule.values import check_size
-from overlap1f1b.simulation.bound import bound, pipeline_bound
 
 NODES_PER_SECOND = 150_000
 """Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
@@ -101,7 +103,7 @@ def found_orders(
         seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
             ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
             does not depend on the speed of the machine; its time does.
-        counts_block: Whether the host waits for counts, as on CUDA.
+        counts_block: Whether the host waits for counts, as on a GPU.
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
     Raises:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, compile
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, bound, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
-from overlap1f1b.simulation.bound import bound
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes
 
 CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")

@@ -1,0 +1,402 @@
+"""What the first steps learn: where blocks exchange rows by themselves, what nodes cost, which plan is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import chain
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+from overlap1f1b import plan as planning
+from overlap1f1b.engine.foreign.exchanges import shown_by_all
+from overlap1f1b.engine.options import EngineOptions
+from overlap1f1b.engine.play.measure import measured_costs
+from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.result import StepResult
+from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.engine.stages import all_shapes, cut_alike
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Span, StageShape, found_orders
+from overlap1f1b.schedule import Program, forwards_of, one_by_one
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.groups import collectives_begun, gathered
+from overlap1f1b.transport.mesh import Mesh
+
+T = TypeVar("T")
+
+WARM_STEPS = 3
+"""Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
+LONE_STEPS = 4
+"""Steps that are measured if each has a single microbatch: a median needs several times of each node."""
+LEAST_GAIN = 0.02
+"""Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
+MOST_PLANS = 3
+"""Plans that are tried."""
+MOST_RATIO = 1.1
+"""Largest predicted time of a plan that is tried, as a multiple of the fastest's."""
+
+
+class State(StrEnum):
+    """What the steps of an engine are for."""
+
+    MEASURING = "measuring"
+    """They play the serial plan, and the last of them times every node (with a single microbatch the last four). Each
+    number of parts to choose from has such steps."""
+    TRYING = "trying"
+    """They play in turns the plans that the costs predict to be the fastest."""
+    SETTLED = "settled"
+    """They play one plan: the fastest in fact, the predicted one for costs that are given, or one that is set."""
+
+
+class Tried(NamedTuple):
+    """A plan that was tried, with the median of its steps in seconds, of the slowest rank."""
+
+    plan: Plan
+    seconds: float
+
+    def __str__(self) -> str:
+        """Return name and times of the plan."""
+        return f"{self.plan.program.name} {self.plan.order}: {milliseconds(self.seconds)}"
+
+
+class Tuner:
+    """Decides which plan a step plays, by what the steps before it have shown. All ranks decide alike.
+
+    Costs are measured in serial steps. Where compute and exchanges slow each other down, or the host is late, the plan
+    that is predicted to be the fastest need not be it, so the fastest few are tried.
+
+    Args:
+        program: Schedule of a step; with ``search_seconds`` another order is found when there are costs.
+        stages: Of this rank.
+        mesh: Ranks that must have the same plan.
+        options: Of the engine.
+        player: Plays the plans, and has timed what the host launched on a device.
+        boundary: Has timed the transfers between stages.
+        counts_block: Whether the host waits for counts.
+
+    Attributes:
+        state: What the next step is for.
+        steps: Number of steps so far.
+        looks: Whether the next step shows where blocks exchange rows by themselves.
+        shapes: Of all stages.
+        parts: Parts of a call of experts in the next step.
+        predicted: Predicted seconds of a step, by the numbers of parts that were measured.
+        tried: The plans that were tried, the fastest first; empty before, and if there was one alone.
+        verified: Fingerprints of the plans whose first step was equal to a plain loop's.
+        rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
+        outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
+            the first step shows which ranks blocks meet in collectives.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        mesh: Mesh,
+        options: EngineOptions,
+        player: Player,
+        boundary: Boundary,
+        *,
+        counts_block: bool,
+    ) -> None:
+        self.program, self.stages, self.mesh, self.options = program, stages, mesh, options
+        self._player, self._boundary = player, boundary
+        self.overlap: Overlap = planning.parse_overlap(options.overlap)
+        self.shapes = all_shapes(stages, program.placement, mesh)
+        self.rendezvous, self._counts_block = not mesh.on_gloo, counts_block
+        self.looks = mesh.exchanging is not None
+        self.outside_groups: Sequence[Sequence[int]] | None = None
+        self.steps = 0
+        self.verified: set[str] = set()
+        self.predicted: dict[int, float] = {}
+        self.parts, *more = options.numbers_of_parts
+        self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
+        self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
+        self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
+        self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
+        self._serial_plans: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
+        self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
+        self.costs = options.costs
+        if options.plan is not None:
+            self.plan = options.plan
+
+    # ------------------------------------------------------------------------------------------- what is played
+
+    @property
+    def costs(self) -> NodeCosts | None:
+        """Seconds of every node; None until they are measured. If they are set, the plan for them is not tried."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: NodeCosts | None) -> None:
+        self._costs = costs
+        self.state = State.MEASURING if costs is None else State.SETTLED
+        self._plan: Plan | None = None  # compiled when it is needed
+        self._evaluation: Plan | None = None
+        self._is_set = False
+        self._spans: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
+        self._turns: Sequence[Plan] = ()
+        self._seconds: list[float] = []  # of the steps in turns
+        self.tried: Sequence[Tried] = ()
+        self._agreed: set[str] = set()  # a step of the same order may measure now
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the next step.
+
+        One that is set before the first step decides whether blocks are cut at the exchanges that they make by
+        themselves; if they are, it is played from the second step on.
+
+        Raises:
+            ValueError: One that is set is for another program or other blocks.
+        """
+        if self.state is State.TRYING:
+            return self._turns[len(self._seconds) % len(self._turns)]
+        if self._plan is None:
+            if self._costs is None:
+                self._plan = self._compiled(self.program, self.shapes, NodeCosts(), "serial")
+            else:
+                self._plan = self._checked(self._fastest(self._costs)[0], self._costs)
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        if self.looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
+            self._cut_plan = plan
+            return
+        if plan.program != self.program or plan.shapes != self.shapes:
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
+            )
+        self._keep(self._checked(plan, self._costs))
+        self.looks, self.tried, self._is_set = False, (), True
+
+    def _keep(self, plan: Plan) -> None:
+        if self._plan is not None and plan.program != self._plan.program:
+            self._evaluation = None
+        self._plan, self.state = plan, State.SETTLED
+
+    @property
+    def of_evaluation(self) -> Plan:
+        """Plan of the forwards alone."""
+        if self._evaluation is None:
+            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+            # them from other collectives.
+            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+            program = forwards_of(self.program if self._plan is None else self._plan.program)
+            self._evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
+        return self._evaluation
+
+    @property
+    def settling(self) -> bool:
+        """Whether the next step still measures nodes or tries a plan."""
+        return self.state is not State.SETTLED
+
+    @property
+    def choice(self) -> str:
+        """Name of the plan of the next step, and the times by which it was chosen."""
+        name = f"{self.plan.program.name} {self.plan.order}"
+        if self.tried:
+            return f"{name} (measured step: {', '.join(map(str, self.tried))})"
+        if self.state is State.MEASURING:
+            return f"{name} (measures the nodes)"
+        return f"{name} ({'given' if self._is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
+
+    @property
+    def parts_choice(self) -> str:
+        """Number of parts, and the predicted steps by which it was chosen."""
+        if self._more_parts or len(self.predicted) < 2:
+            return str(self.parts)
+        steps = ", ".join(f"{parts}: {1e3 * step:.0f} ms" for parts, step in self.predicted.items())
+        return f"{self.parts} (predicted step by number of parts: {steps})"
+
+    # ------------------------------------------------------------------------------------------- around a step
+
+    def agree(self, plan: Plan) -> None:
+        """Compare the plan of a step or an evaluation over the ranks, once. All ranks must call this.
+
+        Raises:
+            ValueError: Ranks have different plans, or not all of them measure.
+            LostRankError: A rank failed, or did not answer within the limit.
+        """
+        if plan.fingerprint not in self._agreed:
+            self.mesh.agree({"plan": plan.fingerprint, "measuring": self.state is State.MEASURING})
+            self._agreed.add(plan.fingerprint)
+        if not self.steps and self.outside_groups is None:
+            self._begun = collectives_begun()
+
+    def verifies_next(self, *, grad: bool = True) -> bool:
+        """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
+        return self.must_verify(self.plan if grad else self.of_evaluation)
+
+    def must_verify(self, plan: Plan) -> bool:
+        """Return whether a plan has to be verified: not while nodes are measured, nor if it is the loop's."""
+        if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.verified:
+            return False
+        return self._serial_plan(plan, plain=True).fingerprint != plan.fingerprint
+
+    def reference_of(self, plan: Plan) -> Plan:
+        """Return the plan of the loop with which a plan is compared."""
+        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
+        return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
+
+    def learn(self, plan: Plan, result: StepResult) -> None:
+        """Note what a step has shown: it decides how the next ones are played. All ranks must call this."""
+        state, warm = self.state, self._warm
+        self._warm = max(0, warm - 1)
+        if self.outside_groups is None:
+            # Blocks have met ranks outside of the mesh in collectives.
+            begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
+            self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
+        if self.looks:
+            self._adopt_exchanges()
+        if state is State.TRYING:
+            self._note_time(result.overlap.makespan)
+        elif state is State.MEASURING and not warm:
+            self._note_nodes(plan, result.overlap.spans)
+        self.steps += 1
+
+    def _adopt_exchanges(self) -> None:
+        """Cut blocks at the exchanges that they have made by themselves."""
+        self.looks = False
+        shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
+        for stage in self.stages.values():
+            stage.adopt_exchanges(shown)
+        shapes, cut = all_shapes(self.stages, self.program.placement, self.mesh), self._cut_plan
+        if shapes != self.shapes or cut is not None:
+            self.shapes, self._cut_plan = shapes, None
+            self.costs = self._costs
+            if cut is not None:
+                self.plan = cut
+
+    def _note_nodes(self, plan: Plan, spans: Sequence[Span]) -> None:
+        """Note the times of the nodes of a step; go on to another number of parts, or to the plans for the costs."""
+        self._spans += (spans,)
+        if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
+            return
+        costs = self._agreed_outside(
+            measured_costs(
+                plan.ranks[self.mesh.rank("pp")],
+                chain.from_iterable(self._spans),
+                self.mesh,
+                shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
+                launches=self._player.launches,
+                transfers=self._boundary.timed(),
+            )
+        )
+        self._of_parts[self.parts] = costs, (plans := self._fastest(costs))
+        self.predicted[self.parts] = plans[0].predicted
+        if self._more_parts:
+            self._cut_into(self._more_parts.pop(0))
+            self.costs = None
+            return
+        best, *more = self._of_parts
+        for parts in more:
+            if self.predicted[parts] < (1 - LEAST_GAIN) * self.predicted[best]:
+                best = parts
+        self._cut_into(best)
+        self._adopt(*self._of_parts[best])
+        self._of_parts.clear()
+
+    def _cut_into(self, parts: int) -> None:
+        """Cut calls of experts into another number of parts from the next step on."""
+        if parts != self.parts:
+            for stage in self.stages.values():
+                stage.cut_into(parts)
+            self.parts, self._warm = parts, 1
+            self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
+        """Play by measured costs from the next step on: try the plans for them, or keep the first."""
+        self.costs = costs
+        candidates = worth_trying(plans) if self.options.tries else plans[:1]
+        turns = [self._checked(plan, costs) for plan in candidates]
+        self._keep(turns[0])
+        if len(turns) > 1:
+            self.state, self._turns = State.TRYING, turns
+
+    def _note_time(self, seconds: float) -> None:
+        """Note the time of a step in turns, and after the last one keep the plan that was the fastest."""
+        self._seconds.append(seconds)
+        count = len(self._turns)
+        if len(self._seconds) == self.options.tries * count:
+            slowest = self.mesh.combined(self._seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
+            slowest = self._agreed_outside(slowest)
+            times = [median(slowest[number::count]) for number in range(count)]
+            self.tried = sorted(map(Tried, self._turns, times), key=lambda one: one.seconds)
+            self._keep(self.tried[0].plan)
+
+    def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
+        """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
+        self.outside_groups = groups
+        self._costs = self._agreed_outside(self._costs)
+
+    def _agreed_outside(self, measured: T) -> T:
+        """Return what was measured on the first of the ranks outside of the mesh that must play the same plan."""
+        for ranks in self.outside_groups or ():
+            measured = gathered(ranks, measured, self.mesh.failures.limit)[0]
+        return measured
+
+    # ------------------------------------------------------------------------------------------- plans
+
+    def _fastest(self, costs: NodeCosts) -> list[Plan]:
+        """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
+        program, placement, blocks = self.program, self.program.placement, self._counts_block
+        if not program.search_seconds:
+            return planning.fastest(program, self.shapes, costs, self.overlap, counts_block=blocks)
+        return found_orders(
+            placement,
+            program.microbatches,
+            self.shapes,
+            costs,
+            peak_activations=min(program.peak_activations) * placement.share,
+            seconds=program.search_seconds,
+            counts_block=blocks,
+        )
+
+    def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
+        """Return the plan of the same step in which actions follow one another.
+
+        Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
+        """
+        key = plan.fingerprint, plain
+        if key not in self._serial_plans:
+            program = plan.program
+            if plain:
+                program = one_by_one(program.microbatches, program.placement)
+                program = forwards_of(program) if plan.program.forward_only else program
+            self._serial_plans[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
+        return self._serial_plans[key]
+
+    def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
+        plan = planning.compile(program, shapes, costs, overlap, counts_block=self._counts_block)
+        return self._checked(plan, costs)
+
+    def _checked(self, plan: Plan, costs: NodeCosts | None) -> Plan:
+        """Check a plan; return it with both ends of its transfers at one place if the device needs that."""
+        planning.check(plan)
+        if not self.rendezvous:
+            return plan
+        plan = planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self._counts_block)
+        planning.check(plan)
+        planning.check_rendezvous(plan)
+        return plan
+
+
+def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
+    found: dict[str, Plan] = {}
+    for plan in plans:
+        if plan.predicted <= MOST_RATIO * plans[0].predicted:
+            found.setdefault(plan.fingerprint, plan)
+    return list(found.values())[:MOST_PLANS]
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time as text, with three digits or whole milliseconds.
+
+    >>> milliseconds(4.2149), milliseconds(0.0051234)
+    ('4215 ms', '5.12 ms')
+    """
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
