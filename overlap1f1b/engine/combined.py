@@ -51,7 +51,7 @@ def combined_forward_backward_step(
         forward: Microbatch to run forward; None runs the backward alone.
         backward: Microbatch, already run forward, to run backward; None runs the forward alone.
         output_grad: Gradient of ``backward``'s output; not given if its ``loss_fn`` made a loss.
-        overlap: ``"pairs"`` is Megatron-Core's order; 2 orders the nodes by typical costs; ``"serial"`` keeps them apart.
+        overlap: ``"pairs"`` is Megatron-Core's order; 2 uses typical costs; ``"serial"`` keeps them apart.
         timeout: Limit in seconds of every wait for another rank.
         split: Whether the backward stops at input gradients; :meth:`Microbatch.accumulate_weights` does the rest.
 
