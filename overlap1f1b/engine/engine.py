@@ -260,20 +260,24 @@ class Engine:
                     "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
                     stacklevel=2,
                 )
-        make_feed = self._feed_of(inputs, target, loss_scale=loss_scale, keep=return_outputs)
+        make_feed = self._feed_maker(inputs, target, loss_scale=loss_scale, return_outputs=return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        return self.play(self._feed_of(inputs, target, loss_scale=1.0, keep=return_outputs), grad=False).result
+        return self.play(
+            self._feed_maker(inputs, target, loss_scale=1.0, return_outputs=return_outputs), grad=False
+        ).result
 
-    def _feed_of(
-        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool
+    def _feed_maker(
+        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        return partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
+        return partial(
+            feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, return_outputs=return_outputs
+        )
 
     def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
