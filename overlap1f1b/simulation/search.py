@@ -151,17 +151,15 @@ class NodeModel:
             ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
         """
         placements, waits, plans = _placements(ranks, chunks), bool(self.costs.launch), list[Plan]()
+
+        def tell(share: float) -> None:
+            self.progress((len(plans) + share) / len(placements))
+
+        options: dict[str, Any] = {"peak_activations": memory, "counts_block": waits, "progress": tell}
+        options["seconds"] = self.seconds / len(placements)
         for placement in placements:
-            plans += found_orders(
-                placement,
-                microbatches,
-                self._shape_of_a_stage(placement),
-                self._costs,
-                peak_activations=memory,
-                seconds=self.seconds / len(placements),
-                counts_block=waits,
-                progress=lambda share: self.progress((len(plans) + share) / len(placements)),
-            )[:1]
+            shape = self._shape_of_a_stage(placement)
+            plans.append(found_orders(placement, microbatches, shape, self._costs, **options)[0])
         return play_nodes(min(plans, key=lambda plan: plan.predicted), self._costs, counts_block=waits)
 
     def bound(self, candidate: Candidate, ranks: int, microbatches: int, *, forward_only: bool = False) -> float:
