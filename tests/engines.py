@@ -1,12 +1,15 @@
-"""An engine whose options stand beside its arguments, where tests pass them on by name."""
+"""An engine whose options stand beside its arguments, where tests pass them on by name, and costs of nodes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Program
 from tests.models import loss_fn
+
+COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 
 
 def make(model: Any, program: Program, **given: Any) -> Engine:

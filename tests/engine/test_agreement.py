@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions, Stage
-from overlap1f1b.engine.agreement import calls, described, structure, values
+from overlap1f1b.engine.agreement import described, structure, values
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import LostRankError
@@ -301,14 +301,3 @@ def test_values_of_any_dtype_have_a_sum(dtype: torch.dtype) -> None:
 def test_options_of_another_order_of_actions_differ() -> None:
     one, other = (build_schedule("combined_1f1b", microbatches=4, extra_warmup=w) for w in (0, 1))
     assert described(one) != described(other)
-
-
-def test_calls_are_noted_in_the_first_step() -> None:
-    data = models.batch(2)
-    engine = Engine(models.build(), build_schedule("sequential", microbatches=2), loss_fn=models.loss_fn)
-    assert calls(engine.stages) == {}
-    engine.step(data[0], target=data[1])
-    assert calls(engine.stages) == {
-        f"call 0 of experts in block {block} (Block) of stage 0": "2 experts a token, hidden 20, float32"
-        for block in (1, 3)
-    }

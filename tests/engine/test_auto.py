@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.schedule import Placement, Program, auto, build_schedule
 from tests import models
-from tests.engine.test_pipeline import COSTS, build, compared, of_one_process
-from tests.engines import make
+from tests.engine.test_pipeline import build, compared, of_one_process
+from tests.engines import COSTS, make
 from tests.ranks import Ranks
 
 PLACEMENTS = {"loop": Placement.loop(2, 2), "v": Placement.v(2), "long v": Placement.v(2, 3)}

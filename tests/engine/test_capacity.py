@@ -14,15 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import CapacityOverflowError, Engine, LostRankError
 from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2)
 PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
 
 

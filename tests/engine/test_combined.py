@@ -162,18 +162,6 @@ def test_without_a_seed_dropout_draws_from_the_thread() -> None:
     assert torch.equal(torch.rand(1), after)
 
 
-@over(2)
-def test_two_ranks_are_bit_equal(rank: int, size: int) -> list[str]:
-    group, reference, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep"), None, []
-    for overlap in OVERLAPS:
-        model = models.build(group)
-        run(Stage(model, build_exchange(group)), model, 4, overlap, seed=rank)
-        found = models.gradients(model)
-        reference = reference or found
-        problems += models.equal(found, reference)
-    return problems
-
-
 @over(2, timeout=120)
 def test_pauses_wherever_threads_meet_change_nothing(rank: int, size: int) -> list[str]:
     """Loops whose threads pause wherever two of them meet, against the same without pauses and recomputation."""

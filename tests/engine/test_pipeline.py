@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, compile
+from overlap1f1b.plan import Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import simulate
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks, over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
 LAYERS = {2: 3, 4: 5}  # with embedding, dense block and head 6 and 8 blocks: stages of unlike blocks
@@ -212,7 +211,7 @@ def test_four_stages(ranks4: Ranks, name: str) -> None:
 # Above the other schedules have more stages and expert ranks; here they meet, and data ranks.
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SORTS)
 def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 4, 1, 2) == [[]] * 8

@@ -15,15 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
-
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:

@@ -25,9 +25,9 @@ from overlap1f1b.schedule.program import program_of
 from tests import models
 from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
-from tests.engine.run.plain import COSTS, HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
-from tests.engines import make
-from tests.ranks import Ranks, over, run
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
+from tests.engines import COSTS, make
+from tests.ranks import Ranks, over
 
 
 @pytest.mark.parametrize("place", ["another class", "another file's global"])
@@ -416,9 +416,9 @@ def _over(rank: int, size: int, layout: str, place: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("layout", "size"), [("pp x ep", 4), ("FSDP2", 2)])
-def test_over_pipelines_and_under_fsdp2(layout: str, size: int) -> None:
-    said = run(_over, size, layout, "a closure")
-    assert len(set(said)) == 1
-    assert "differs from a plain loop, first in aggregate.f of block" in said[0]
-    assert run(_over, size, layout, "") == [""] * size
+def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks]) -> None:
+    for layout, size in (("pp x ep", 4), ("FSDP2", 2)):
+        said = kept[size].run(_over, layout, "a closure")
+        assert len(set(said)) == 1
+        assert "differs from a plain loop, first in aggregate.f of block" in said[0]
+        assert kept[size].run(_over, layout, "") == [""] * size

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -98,16 +99,10 @@ class Pairs:
         return outputs0, loss0
 
 
-class OwnMlp(Pairs, Mlp):
-    pass
-
-
-class OwnStreams(Pairs, Streams):
-    pass
-
-
-class OwnRouted(Pairs, Routed):
-    pass
+@cache
+def own(kind: Any) -> Any:
+    """Return a class of modules that overlap their pairs themselves."""
+    return type(f"Own{kind.__name__}", (Pairs, kind), {})
 
 
 class Store:
@@ -152,7 +147,7 @@ class _Late(torch.autograd.Function):
         return grads[0] @ weight, None
 
 
-class LateMlp(OwnMlp):
+class LateMlp(Pairs, Mlp):
     """Leaves its weight gradients in the store."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,15 +157,15 @@ class LateMlp(OwnMlp):
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda group: Mlp(),
-    "own": lambda group: OwnMlp(),
-    "mixed": lambda group: OwnMlp(),  # but the first stage is of another class, so that its rank overlaps nothing
+    "own": lambda group: own(Mlp)(),
+    "mixed": lambda group: own(Mlp)(),  # but the first stage is of another class, so that its rank overlaps nothing
     "late": lambda group: LateMlp(),
     "streams": lambda group: Streams(),
-    "own streams": lambda group: OwnStreams(),
+    "own streams": lambda group: own(Streams)(),
     "sequential": lambda group: nn.Sequential(Mlp(), nn.LayerNorm(H), Mlp()),
     "experts": models.Block,
     "routed": lambda group: Routed(),
-    "own routed": lambda group: OwnRouted(),
+    "own routed": lambda group: own(Routed)(),
 }
 
 
@@ -328,8 +323,8 @@ def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: A
         for step in range(STEPS):
             problems += [f"step {step}: {problem}" for problem in case.train(keep=step != 1)]
         found = sum(getattr(module, "pairs", 0) for module in pipeline.module)
-        own = len({type(module) for module in pipeline.module}) == 1 and isinstance(pipeline.module[0], Pairs)
-        problems += [f"{found} pairs of {STEPS} × {case.pairs}"] * (found != own * STEPS * case.pairs)
+        alike = len({type(module) for module in pipeline.module}) == 1 and isinstance(pipeline.module[0], Pairs)
+        problems += [f"{found} pairs of {STEPS} × {case.pairs}"] * (found != alike * STEPS * case.pairs)
         if kind == "late":
             problems += ["no weight gradient came later"] * (STORE.popped == 0)
             problems += ["weight gradients are left"] * bool(STORE.groups or STORE.left)
@@ -373,7 +368,7 @@ def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, "experts", 2) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_eight_ranks(ranks8: Ranks) -> None:
     """More ranks than any other test of it has, in both directions."""
     assert ranks8.run(_compare, "dualpipe", "own") == [[]] * 8
@@ -504,14 +499,10 @@ class Recorded(Mlp):
         return y
 
 
-class OwnRecorded(Pairs, Recorded):
-    pass
-
-
-def _order(rank: int, size: int, own: bool) -> str:
+def _order(rank: int, size: int, pairs: bool) -> str:
     STORE.__init__()
     notes: list[str] = []
-    kind = OwnRecorded if own else Recorded
+    kind = own(Recorded) if pairs else Recorded
     pipeline = DualPipeV(
         [kind(stage, notes) for stage in range(2)], weight_store=STORE, options=EngineOptions(timeout=20)
     )
@@ -527,10 +518,6 @@ def test_the_forward_of_a_pair_runs_before_its_backward(own: bool) -> None:
 class Failing(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         raise OSError("no disk")
-
-
-class OwnFailing(Pairs, Failing):
-    pass
 
 
 def _said(call: Callable[[], object]) -> str:
@@ -594,7 +581,7 @@ def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
     """What the ranks say when rank 0 makes a mistake, and to a step after it."""
     given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "labels": [torch.zeros(8, H)], "failing": False}
     given |= FAULTS[fault][0] if rank == 0 else {}
-    modules = [Failing() if kind == "mlp" else OwnFailing() for _ in range(2)] if given["failing"] else None
+    modules = [Failing() if kind == "mlp" else own(Failing)() for _ in range(2)] if given["failing"] else None
     pipeline = DualPipeV(modules or stages_of(kind, 2), options=EngineOptions(timeout=20))
 
     def step(microbatches: int) -> str:
@@ -626,17 +613,13 @@ class Mean(nn.Module):
         return (y.square().mean(), y) if self.last else y
 
 
-class OwnMean(Pairs, Mean):
-    pass
-
-
 def _first(loss: Tensor, *_: Tensor) -> Tensor:
     return loss.clone()
 
 
-def _one_number(rank: int, size: int, name: str, own: bool) -> list[tuple[Any, ...]]:
+def _one_number(rank: int, size: int, name: str, pairs: bool) -> list[tuple[Any, ...]]:
     """Shapes of losses and outputs, and whether they are the same numbers, of a step and of its forwards alone."""
-    kind, microbatches = OwnMean if own else Mean, MICROBATCHES[name][size]
+    kind, microbatches = own(Mean) if pairs else Mean, MICROBATCHES[name][size]
     stages = size if name == "dualpipe" else 2 * size
     places = build_schedule(name, ranks=size, microbatches=microbatches).placement.places(rank)
     torch.manual_seed(3)

@@ -219,6 +219,7 @@ def _resumed(rank: int, size: int, folders: list[Path]) -> list[tuple[int, bool]
     return found
 
 
+@pytest.mark.wide  # a rank that is killed meanwhile is above, and every moment of a save in test_save.py
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """The newest checkpoint is whole, and has the bits of the run that never stopped. KILLS=50 kills more often."""
     source = random.Random(2)

@@ -24,13 +24,11 @@ from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint import load, save
 from overlap1f1b.engine.checkpoint.held import Held
 from overlap1f1b.engine.checkpoint.optimizer import Table
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, run
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 ROWS = 8
 LAYOUTS: list[dict[str, int]] = [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2, "dp": 2}]
 

@@ -15,13 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
 from overlap1f1b.engine import load_checkpoint, save_checkpoint
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks
-
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 
 
 class Loader:

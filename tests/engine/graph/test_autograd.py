@@ -13,27 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.graph.autograd import Root, SplitLinear, WeightQueue, accumulate
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.test_engine import OVERLAPS, programs, step
-from tests.engines import make
-
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_split_layer_queues_its_weight_gradient_and_gives_all_others(bias: bool) -> None:
-    linear, x, queue = nn.Linear(5, 3, bias=bias), torch.randn(2, 7, 5, requires_grad=True), WeightQueue()
-    y = SplitLinear.apply(x, (linear.weight,), linear.bias, queue, torch.empty(0, requires_grad=True))
-    grad = torch.randn_like(y)
-    expected = torch.autograd.grad(F.linear(x, linear.weight, linear.bias), [x, *linear.parameters()], grad)
-    y.backward(grad)
-    found = [x.grad, *([linear.bias.grad] if bias else [])]
-    assert linear.weight.grad is None
-    assert all(torch.equal(a, b) for a, b in zip(found, [expected[0], *expected[2:]], strict=True))
-    assert torch.equal(queue.compute()[linear.weight], expected[1])
-    assert queue.compute() == {}
+from tests.engines import COSTS, make
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -212,14 +195,6 @@ def _differences(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Any, over
             elif p.grad is not None and not torch.allclose(p.grad, expected[name], rtol=1e-5, atol=1e-6):
                 found.append(name)
     return found
-
-
-def test_a_queue_sums_what_it_keeps_and_what_it_computes() -> None:
-    weight, queue = nn.Parameter(torch.zeros(2)), WeightQueue()
-    queue.keep(weight, torch.tensor([1.0, 2.0]))
-    queue.put(weight, lambda: torch.tensor([10.0, 20.0]))
-    queue.put(weight, lambda: None)  # added elsewhere
-    assert queue.compute()[weight].tolist() == [11, 22]
 
 
 def test_accumulating_fires_each_parameters_hooks_once_and_takes_a_first_gradient_as_it_is() -> None:

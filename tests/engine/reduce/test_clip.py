@@ -15,13 +15,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1, reduce=2, send=1)
 IGNORED = -100
 
 
@@ -116,7 +114,7 @@ def test_tokens_norm_and_scale_on_four_ranks(ranks4: Ranks, shape: tuple[int, in
     assert ranks4.run(_whole_mesh, shape, name) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_tokens_norm_and_scale_on_eight_ranks(ranks8: Ranks) -> None:
     assert ranks8.run(_whole_mesh, (2, 2, 2), "dualpipe") == [[]] * 8
 

@@ -22,15 +22,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.reduce.fsdp import AHEAD
-from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, compile
+from overlap1f1b.plan import Node, Op, Overlap, Resource, compile
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
 WRAPS = ["blocks", "hybrid", "replicate", "root", "some"]

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.plan import NodeCosts, Op
+from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
-from tests.engines import make
+from tests.engines import COSTS, make
 
 HIDDEN, MICROBATCHES, ROWS, STEPS = 12, 3, 6, 3
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

@@ -243,16 +243,3 @@ def test_experts_on_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
     return compare("experts", lambda: nn.Sequential(KeepingExperts(group), KeepingExperts(group)), mesh)
-
-
-def test_a_block_that_keeps_nothing_carries_nothing() -> None:
-    block = nn.Linear(2, 2)
-    attributes = ModuleAttributes(block)
-    attributes.begin(None)
-    assert attributes.leave(ended=False).values == {}
-    attributes.begin(None)
-    block.late = 1  # type: ignore[assignment]
-    assert list(attributes.leave(ended=False).values.values()) == [1]
-    assert not hasattr(block, "late")
-    attributes.learning = False
-    assert attributes.carries

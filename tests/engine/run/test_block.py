@@ -10,17 +10,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.moe import MoEConfig, MoETransformer
-from overlap1f1b.plan import NodeCosts, Overlap, Recompute
+from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engine.test_engine import Delayed
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 3
 Case = tuple[str, Overlap, dict[str, Any]]
 CASES: list[Case] = [

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
-from overlap1f1b.plan import NodeCosts, Recompute
+from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 MICROBATCHES = 3
 Compile = Callable[[nn.Sequential, str], nn.Sequential]
 

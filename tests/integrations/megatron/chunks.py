@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions, split_blocks
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
-from overlap1f1b.plan import NodeCosts
 from tests import models
+from tests.engines import COSTS
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, send=1)
 LAYERS = 4  # with embedding, dense block and head 7 modules
 Item = tuple[Tensor, Tensor]
 
@@ -115,10 +114,6 @@ def plain(parts: list[Part], data: list[Item], scale: float = 1.0) -> list[Tenso
     return losses
 
 
-def grads_of(part: nn.Module) -> dict[str, Tensor]:
-    return models.gradients(part)
-
-
 def call(forward_backward: ForwardBackward, parts: list[Part], data: list[Item], **more: Any) -> list[Any]:
     iterators = [iter(data) for _ in parts]
     alone = len(parts) == 1 and "interleav" not in forward_backward.__name__
@@ -131,12 +126,18 @@ def call(forward_backward: ForwardBackward, parts: list[Part], data: list[Item],
     )
 
 
+grads_of = models.gradients
+
+
+def combined(**options: Any) -> ForwardBackward:
+    """Return the function that opens several forwards at once, without a pipeline."""
+    given = EngineOptions(costs=COSTS, **options)
+    return get_forward_backward_func(schedule="combined_1f1b_schedule_for_no_pipelining", options=given)
+
+
 def with_config(**fields: Any) -> tuple[ForwardBackward, Part, SimpleNamespace]:
     config = SimpleNamespace(**fields)
-    function = get_forward_backward_func(
-        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS, verify=False)
-    )
-    return function, build(1, config=config)[0], config
+    return combined(verify=False), build(1, config=config)[0], config
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> SimpleNamespace:

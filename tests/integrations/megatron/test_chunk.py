@@ -15,16 +15,16 @@ from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.moe import GroupedExperts
 from tests import models
+from tests.engines import COSTS
 from tests.integrations.megatron.chunks import (
-    COSTS,
     LAYERS,
     Listed,
     Part,
     Wrapped,
     build,
     call,
+    combined,
     forward_step,
-    grads_of,
     items,
     plain,
     with_config,
@@ -77,7 +77,7 @@ def test_a_wrapped_chunk_is_looked_into() -> None:
     data = items(3)
     plain([reference], data, scale=2.0)
     call(function, [Wrapped(part)], data)  # type: ignore[list-item]
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert models.equal(models.gradients(part), models.gradients(reference)) == []
 
 
 class Skips(Part):
@@ -115,9 +115,7 @@ class Leaves(Part):
 
 @pytest.mark.parametrize("kind", [Skips, Passes, Borrows, Backwards, Leaves])
 def test_gradients_may_go_round_a_layer(kind: type[Part]) -> None:
-    function = get_forward_backward_func(
-        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS)
-    )
+    function = combined()
     cut, reference = (kind(list(models.build(layers=LAYERS)), None, first=True, last=True) for _ in range(2))
     data = items(3)
     if kind is Leaves:  # experts that are not called are an error
@@ -126,7 +124,7 @@ def test_gradients_may_go_round_a_layer(kind: type[Part]) -> None:
         return
     call(function, [cut], data)
     plain([reference], data)
-    assert models.equal(grads_of(cut), grads_of(reference)) == []
+    assert models.equal(models.gradients(cut), models.gradients(reference)) == []
 
 
 class Fused(torch.autograd.Function):
@@ -186,15 +184,13 @@ def fused_part(layers: int) -> Part:
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_head_and_loss_are_walked_once(layers: int) -> None:
-    function = get_forward_backward_func(
-        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS)
-    )
+    function = combined()
     part, reference = fused_part(layers), fused_part(layers)
     data = items(4)
     for tokens, target in data:
         (in_place_loss(target, reference(tokens))[0] / len(data)).backward()
     call(function, [part], data, forward_step_func=partial(forward_step, function=in_place_loss))
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert models.equal(models.gradients(part), models.gradients(reference)) == []
     assert float(reference.head.weight.main_grad.norm()) > 0
     assert torch.equal(part.head.weight.main_grad, reference.head.weight.main_grad)
 
@@ -240,9 +236,7 @@ def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> N
         ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
         return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
 
-    function = get_forward_backward_func(
-        schedule="combined_1f1b_schedule_for_no_pipelining", options=EngineOptions(costs=COSTS, verify=False)
-    )
+    function = combined(verify=False)
     cut, reference = part(), part()
     fired: dict[str, int] = {}
     for name, parameter in cut.named_parameters():
@@ -250,5 +244,5 @@ def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> N
     data = items(4)
     plain([reference], data)
     call(function, [cut], data)
-    assert models.equal(grads_of(cut), grads_of(reference)) == []
+    assert models.equal(models.gradients(cut), models.gradients(reference)) == []
     assert fired == dict.fromkeys(dict(cut.named_parameters()), len(data))

@@ -9,7 +9,8 @@ import pytest
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
-from tests.integrations.megatron.chunks import COSTS, build, call, fake, items
+from tests.engines import COSTS
+from tests.integrations.megatron.chunks import build, call, fake, items
 
 
 def test_groups_of_megatrons_parallel_state_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

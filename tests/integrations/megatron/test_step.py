@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
 from tests import models
+from tests.engines import COSTS
 from tests.integrations.megatron.chunks import (
-    COSTS,
     LAYERS,
     Part,
     build,
     call,
     fake,
     forward_step,
-    grads_of,
     items,
     plain,
     sum_func,
@@ -39,7 +38,7 @@ def test_grad_scale_func_scales_gradients_and_no_report() -> None:
     data = items(5)
     losses = plain([reference], data, scale=8.0)
     assert [report["loss"] for report in call(function, [part], data)] == losses
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert models.equal(models.gradients(part), models.gradients(reference)) == []
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -59,7 +58,7 @@ def test_loss_by_tokens(per_token: bool) -> None:
         counts.append(int(count))
     reports = call(function, [part], data, forward_step_func=partial(forward_step, function=sum_func))
     assert len(reports) == 5
-    assert models.equal(grads_of(part), grads_of(reference)) == []
+    assert models.equal(models.gradients(part), models.gradients(reference)) == []
     ((chunks, tokens, more),) = told
     assert chunks == [part]
     assert tokens is None if not per_token else int(tokens) == sum(counts)
@@ -77,7 +76,7 @@ def test_context_parallel_ranks_multiply_the_loss(rank: int, size: int) -> list[
     (part,), (reference,) = build(1), build(1)
     call(function, [part], items(3))
     plain([reference], items(3), scale=float(size))
-    return models.equal(grads_of(part), grads_of(reference))
+    return models.equal(models.gradients(part), models.gradients(reference))
 
 
 @pytest.mark.parametrize("grad_sync", [False, True])

@@ -26,8 +26,8 @@ from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import own_exchange
 from tests import models
 from tests.campaign import hidden
-from tests.engine.run.plain import COSTS
 from tests.engine.test_engine import Delayed
+from tests.engines import COSTS
 from tests.ranks import Ranks, over
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")

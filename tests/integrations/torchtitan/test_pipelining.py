@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
 from overlap1f1b.integrations.torchtitan import SCHEDULES, pipelining_fn
-from overlap1f1b.plan import NodeCosts
+from tests.engines import COSTS
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Plain
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, own, train, weights_of
 from tests.ranks import Ranks
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
 
 

@@ -49,6 +49,16 @@ class Sentences(torch.utils.data.Dataset[Any]):
         return {"input_ids": self.rows[index], "labels": labels}
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """The same rows without a length."""
+
+    def __init__(self, rows: Sentences) -> None:
+        self.held = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.held[index] for index in range(len(self.held)))
+
+
 def pad(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pad to the longest row, which differs from batch to batch."""
     longest = max(len(row["input_ids"]) for row in rows)

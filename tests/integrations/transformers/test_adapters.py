@@ -520,34 +520,22 @@ def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, targets: s
     loops.same_weights(tmp_path / "again", tmp_path / "plain")
 
 
-def _ends() -> Any:
-    model = adapted("mixtral", "ends", 2)
+def _ends(build: Callable[..., Any]) -> Any:
+    model = build("mixtral", "ends", 2)
     torch.manual_seed(7)  # the order of the rows follows
     return model
-
-
-def _ends_on_meta() -> Any:
-    model = on_meta("mixtral", "ends", 2)
-    torch.manual_seed(7)
-    return model
-
-
-def _new_on_meta() -> Any:
-    return on_meta("mixtral", "everything", 2)
-
-
-def _dora_on_meta() -> Any:
-    return on_meta("mixtral", "dora", 2)
 
 
 def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
-    _ends().save_pretrained(tmp_path / "adapter")
-    spec = loops.Spec(tmp_path, model=None, arguments=EVALUATED, rows=48, steps=2, trainer={"model_init": _ends})
+    _ends(adapted).save_pretrained(tmp_path / "adapter")
+    spec = loops.Spec(
+        tmp_path, model=None, arguments=EVALUATED, rows=48, steps=2, trainer={"model_init": partial(_ends, adapted)}
+    )
     plain = loops.alone(replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, accumulation=8))
     folders = {"pretrained": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
-    parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": _ends_on_meta})
+    parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": partial(_ends, on_meta)})
     for lines in ranks4.run(loops.train, parts, timeout=120):
         loops.close(loops.shown(lines), loops.history(plain))
     loops.same_weights(tmp_path, tmp_path / "plain")
@@ -558,12 +546,19 @@ def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path:
     pytest.importorskip("peft")
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     layout = OverlapArguments(pretrained=str(tmp_path / "base"))
-    spec = loops.Spec(tmp_path, model=None, rows=48, steps=2, trainer={"model_init": _new_on_meta}, layout=layout)
+    spec = loops.Spec(
+        tmp_path,
+        model=None,
+        rows=48,
+        steps=2,
+        trainer={"model_init": partial(on_meta, "mixtral", "everything", 2)},
+        layout=layout,
+    )
     expected = loops.history(loops.alone(replace(spec, accumulation=8)))
     for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
         loops.close(loops.shown(lines), expected)
     with pytest.raises(ValueError, match=r"lora_magnitude.* has no values .*; allowed: adapter= a folder") as caught:
-        replace(spec, trainer={"model_init": _dora_on_meta}).build()
+        replace(spec, trainer={"model_init": partial(on_meta, "mixtral", "dora", 2)}).build()
     assert "\n" not in str(caught.value)
 
 

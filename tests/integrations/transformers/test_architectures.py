@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +15,13 @@ pytest.importorskip("transformers")
 import transformers
 from packaging.version import Version
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.integrations.transformers.experts import adopt
 from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
-from tests.integrations.transformers.test_split import Own, own_of, problems_of
+from tests.integrations.transformers.test_split import compare, on_one_rank, own_of
 from tests.ranks import Ranks
 
 INSTALLED = architectures.names()
@@ -110,36 +110,9 @@ PLAYED: list[tuple[str, Overlap]] = [("sequential", "serial"), ("combined_1f1b",
 @pytest.mark.parametrize("name", [name for name in UNUSUAL if name in INSTALLED])
 @pytest.mark.parametrize(("schedule", "overlap"), PLAYED)
 def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
-    tokens, labels = tiny.batch(6)
-    losses, expected = tiny.own_gradients(
-        architectures.build(name, torch.float32), {"input_ids": tokens}, labels, microbatches=3
-    )
-    program = build_schedule(schedule, ranks=1, microbatches=3)
-    stages = split_model(architectures.build(name, torch.float32), program)
-    engine = tiny.engine(stages, program, overlap=overlap)
-    result = engine.step(tokens, target=labels)
-    assert list(result.losses) == losses
-    # The embedding is also the head: two stages sum its gradient in another order.
-    limit = 1e-6 if name == "jetmoe" and len(stages) > 1 else 0.0
-    assert problems_of(stages, expected, limit) == []
-
-
-def _compare(rank: int, size: int, name: str, pp: int, ep: int, own: Own) -> list[str]:
-    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
-    ep_rank = mesh["ep"].get_local_rank()
-    (tokens, labels), (every, expected) = tiny.batch(8, seed=ep_rank), own
-    problems, limit = [], 1e-5 if name in ROUNDED else 1e-12
-    for schedule, overlap in PLAYED[1:] if pp > 1 else PLAYED[:2]:
-        program = build_schedule(schedule, ranks=pp, microbatches=4)
-        stages = split_model(_model(name), program, mesh)
-        engine = tiny.engine(stages, program, mesh, overlap=overlap)
-        result = engine.step(tokens, target=labels)
-        found = problems_of(stages, expected, limit)
-        for loss, wanted in zip(result.losses, every[ep_rank], strict=bool(result.losses)):
-            if tiny.difference(loss, wanted) > limit:
-                found.append(f"loss {float(loss)} instead of {float(wanted)}")
-        problems += [f"{schedule} {overlap}: {problem}" for problem in found]
-    return problems
+    """The embedding of one is also its head: two stages sum its gradient in another order."""
+    limit = 1e-6 if name == "jetmoe" else 0.0
+    assert on_one_rank(partial(architectures.build, name, torch.float32), schedule, overlap, limit) == []
 
 
 def _model(name: str) -> Any:
@@ -156,7 +129,8 @@ def _model(name: str) -> Any:
 @pytest.mark.parametrize("name", [name for name in [*UNUSUAL, "zaya"] if name in INSTALLED])
 def test_unusual_layers_on_two_ranks(ranks2: Ranks, name: str, pp: int, ep: int) -> None:
     """Zaya's layers hand on states that require a gradient."""
-    assert ranks2.run(_compare, name, pp, ep, own_of(_model(name), 4, ep)) == [[]] * 2
+    played, limit = PLAYED[1:] if pp > 1 else PLAYED[:2], 1e-5 if name in ROUNDED else 1e-12
+    assert ranks2.run(compare, partial(_model, name), pp, played, limit, 1, own_of(_model(name), 4, ep)) == [[]] * 2
 
 
 class Experts(nn.Module):

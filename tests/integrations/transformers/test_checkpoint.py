@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import safetensors
@@ -33,44 +37,28 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 IDS = ["mixtral", "mixtral tied", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 
 
-class Reader:
-    """Stands in for safetensors' ``safe_open`` and counts the bytes that are read, by tensor."""
+class Slice:
+    """A tensor of a file that notes how many bytes are read of it."""
 
-    read: dict[str, int]
+    def __init__(self, own: Any, read: list[int]) -> None:
+        self.own, self.read, self.get_shape = own, read, own.get_shape
 
-    def __init__(self) -> None:
-        self.read = {}
+    def __getitem__(self, rows: Any) -> Tensor:
+        value: Tensor = self.own[rows]
+        self.read.append(value.nbytes)
+        return value
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reader, opened = self, self.own(*args, **kwargs)
 
-        class File:
-            def __enter__(self) -> Any:
-                opened.__enter__()
-                return self
+def opened(read: list[int]) -> Callable[..., Any]:
+    """Return what stands in for safetensors' ``safe_open`` and notes in ``read`` what is read."""
+    own = safetensors.safe_open
 
-            def __exit__(self, *error: Any) -> Any:
-                return opened.__exit__(*error)
+    @contextmanager
+    def opens(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with own(*args, **kwargs) as file:
+            yield SimpleNamespace(keys=file.keys, get_slice=lambda key: Slice(file.get_slice(key), read))
 
-            def keys(self) -> Any:
-                return opened.keys()
-
-            def get_slice(self, key: str) -> Any:
-                return Slice(key, opened.get_slice(key))
-
-        class Slice:
-            def __init__(self, key: str, own: Any) -> None:
-                self.key, self.own = key, own
-                self.get_shape = own.get_shape
-
-            def __getitem__(self, rows: Any) -> Tensor:
-                value: Tensor = self.own[rows]
-                reader.read[self.key] = reader.read.get(self.key, 0) + value.nbytes
-                return value
-
-        return File()
-
-    own = staticmethod(safetensors.safe_open)
+    return opens
 
 
 def on_meta(folder: Path, program: Program, mesh: Any = None) -> SplitModel:
@@ -86,16 +74,14 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
     results = []
     for folder in folders:
         stages = on_meta(folder, program, mesh)
-        safetensors.safe_open = reader = Reader()  # type: ignore[misc, assignment]
-        try:
+        read: list[int] = []
+        with patch.object(safetensors, "safe_open", opened(read)):
             stages.load_pretrained(folder)
-        finally:
-            safetensors.safe_open = Reader.own  # type: ignore[misc]
         tokens, labels = tiny.batch(4)
         engine = tiny.engine(stages, program, mesh)
         losses = list(engine.evaluate(tokens, target=labels).losses)
         held = {value.data_ptr(): value.nbytes for value in stages.state_dict().values()}
-        results.append((losses, sum(reader.read.values()), sum(held.values())))
+        results.append((losses, sum(read), sum(held.values())))
     return results
 
 

@@ -88,17 +88,10 @@ def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, l
     return worst, plans[0] == plans[1], names, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("way", ["attention", "model"])  # the third is below
-def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str) -> None:
-    for worst, planned, names, graphs in ranks2.run(_compared, way, "mixtral", timeout=200):
-        assert names == []
-        assert worst <= 1e-5
-        assert planned
-        assert graphs > 0
-
-
-def test_a_dense_layer_and_shared_experts(ranks2: Ranks) -> None:
-    for worst, planned, names, graphs in ranks2.run(_compared, "layers", "deepseek_v3", timeout=200):
+@pytest.mark.parametrize(("way", "name"), [("attention", "mixtral"), ("model", "mixtral"), ("layers", "deepseek_v3")])
+def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str, name: str) -> None:
+    """The last has a dense layer and shared experts."""
+    for worst, planned, names, graphs in ranks2.run(_compared, way, name, timeout=200):
         assert (names, planned) == ([], True)
         assert worst <= 1e-5
         assert graphs > 0

@@ -17,7 +17,7 @@ import transformers
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.integrations.transformers.ahead import Ahead
-from tests.integrations.transformers.loops import Sentences, Spec, launched
+from tests.integrations.transformers.loops import Sentences, Spec, Stream, launched
 from tests.ranks import Ranks
 
 ROWS = 13
@@ -135,16 +135,8 @@ def _by_batch(rank: int, size: int, spec: Spec) -> dict[str, float]:
     return {name: found[name] for name in ("eval_batches", "eval_rows")}
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """The same rows without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        rows = Sentences(ROWS, seed=9)
-        return (rows[index] for index in range(ROWS))
-
-
 def test_rows_without_a_length(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, 2, trainer={"eval_dataset": Stream()})
+    spec = spec_of(tmp_path, 2, trainer={"eval_dataset": Stream(Sentences(ROWS, seed=9))})
     expected = evaluated(0, 1, replace(spec, kind=transformers.Trainer))
     assert expected[0][1]["eval_rows"] == ROWS
     same(evaluated(0, 1, spec), expected, 2)

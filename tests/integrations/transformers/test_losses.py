@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from tests.integrations.transformers.loops import (
     shown,
     train,
 )
+from tests.integrations.transformers.test_adapters import adapted
 from tests.ranks import Ranks
 
 
@@ -92,18 +94,17 @@ def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path)
     same_weights(tmp_path, tmp_path / "plain")
 
 
-def adapted() -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(
-        tiny.build("qwen3_moe", num_hidden_layers=2), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    )
-
-
 def test_label_smoothing_of_a_model_with_adapters(tmp_path: Path) -> None:
     """Trainer shifts the labels of a causal LM inside PEFT's model, too."""
     pytest.importorskip("peft")
     arguments = {"label_smoothing_factor": 0.1}
-    spec = Spec(tmp_path, None, steps=2, trainer={"model_init": adapted}, arguments=arguments)
+    spec = Spec(
+        tmp_path,
+        None,
+        steps=2,
+        trainer={"model_init": partial(adapted, "qwen3_moe", "everything", 2)},
+        arguments=arguments,
+    )
     close(history(alone(spec)), history(plain(spec)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,23 +52,28 @@ def problems_of(stages: SplitModel, expected: dict[str, Tensor], limit: float) -
     return problems
 
 
+def on_one_rank(build: Callable[[], Any], schedule: str, overlap: Overlap, several: float) -> list[str]:
+    """Return what differs from a model's own step; ``several`` is the limit where it has more stages than one."""
+    tokens, labels = tiny.batch(8)
+    losses, expected = tiny.own_gradients(build(), {"input_ids": tokens}, labels, MICROBATCHES)
+    program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
+    stages = split_model(build(), program)
+    result = tiny.engine(stages, program, overlap=overlap).step(tokens, target=labels)
+    problems = problems_of(stages, expected, 0.0 if len(stages) == 1 else several)
+    return problems + ["losses"] * (list(result.losses) != losses)
+
+
 @pytest.mark.parametrize("name", tiny.MODELS)
 @pytest.mark.parametrize(("schedule", "overlap"), PLAYED)
 def test_one_rank_is_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
-    tokens, labels = tiny.batch(8)
+    """Of several stages sums over router logits have another order."""
     options = {"output_router_logits": True} if name != "deepseek_v3" else {}
-    losses, expected = tiny.own_gradients(tiny.build(name, **options), {"input_ids": tokens}, labels, MICROBATCHES)
-    program = build_schedule(schedule, ranks=1, microbatches=MICROBATCHES)
-    stages = split_model(tiny.build(name, **options), program)
-    engine = tiny.engine(stages, program, overlap=overlap)
-    result = engine.step(tokens, target=labels)
-    assert list(result.losses) == losses
-    limit = 0.0 if len(stages) == 1 else 1e-6  # copies of stages: sums over router logits have another order
-    assert problems_of(stages, expected, limit) == []
+    assert on_one_rank(partial(tiny.build, name, **options), schedule, overlap, 1e-6) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(  # four layers on one stage, and on two
-    ("name", "schedule"), zip(tiny.MODELS, ["sequential", "dualpipev", "dualpipev", "sequential"], strict=True)
+    ("name", "schedule"), list(zip(tiny.MODELS, ["sequential", "dualpipev", "dualpipev", "sequential"], strict=True))
 )
 def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
     tokens, labels = tiny.batch(8)
@@ -92,25 +99,24 @@ def own_of(whole: Any, microbatches: int, ep: int) -> Own:
     return [losses for losses, _ in every], every[-1][1]
 
 
-def _compare(
+def compare(
     rank: int,
     size: int,
-    name: str,
+    build: Callable[[], Any],
     pp: int,
     played: list[tuple[str, Overlap]],
-    double: bool,
-    options: dict[str, Any],
+    limit: float,
+    parts: int,
     own: Own,
 ) -> list[str]:
-    ep = size // pp
-    mesh = init_device_mesh("cpu", (pp, ep), mesh_dim_names=("pp", "ep"))
+    """Return what differs from one process over stages and expert ranks; overlaps of 3 play in ``parts``."""
+    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
     ep_rank = mesh["ep"].get_local_rank()
-    (tokens, labels), (every, expected) = tiny.batch(8, seed=ep_rank), own
-    problems, limit = [], 1e-12 if double else 1e-5
+    (tokens, labels), (every, expected), problems = tiny.batch(8, seed=ep_rank), own, list[str]()
     for schedule, overlap in played:
         program = build_schedule(schedule, ranks=pp, microbatches=MICROBATCHES)
-        stages = split_model(tiny.build(name, double=double, **options), program, mesh)
-        engine = tiny.engine(stages, program, mesh, overlap=overlap, parts=2 if overlap == 3 else 1)
+        stages = split_model(build(), program, mesh)
+        engine = tiny.engine(stages, program, mesh, overlap=overlap, parts=parts if overlap == 3 else 1)
         result = engine.step(tokens, target=labels)
         found = problems_of(stages, expected, limit)
         for loss, wanted in zip(result.losses, every[ep_rank], strict=bool(result.losses)):
@@ -129,18 +135,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("number", "pp"), enumerate([2, 1, 1, 2]))  # below every model has stages and expert ranks
+@pytest.mark.parametrize(
+    ("number", "pp"), list(enumerate([2, 1, 1, 2]))
+)  # below every model has stages and expert ranks
 def test_two_ranks(ranks2: Ranks, number: int, pp: int) -> None:
     name, options = CASES[number]
-    own = own_of(tiny.build(name, **options), MICROBATCHES, 2 // pp)
-    assert ranks2.run(_compare, name, pp, PLAYED[1:], False, options, own) == [[]] * 2
+    build = partial(tiny.build, name, **options)
+    own = own_of(build(), MICROBATCHES, 2 // pp)
+    assert ranks2.run(compare, build, pp, PLAYED[1:], 1e-5, 2, own) == [[]] * 2
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
-    own = own_of(tiny.build(name, double=True, **options), MICROBATCHES, 2)
+    build = partial(tiny.build, name, double=True, **options)
+    own = own_of(build(), MICROBATCHES, 2)
     played = {"qwen3_moe": PLAYED[2:], "deepseek_v3": PLAYED[1:2]}.get(name, PLAYED[1:])
-    assert ranks4.run(_compare, name, 2, played, True, options, own) == [[]] * 4
+    assert ranks4.run(compare, build, 2, played, 1e-12, 2, own) == [[]] * 4
 
 
 def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.integrations.transformers.loops import (
     LAYOUTS,
     Sentences,
     Spec,
+    Stream,
     alone,
     close,
     counted,
@@ -305,16 +305,8 @@ def test_masks_of_the_collator(tmp_path: Path) -> None:
     close(history(alone(spec)), history(plain(spec)))
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """The same rows without a length."""
-
-    def __iter__(self) -> Iterator[Any]:
-        rows = Sentences(48)
-        return (rows[index] for index in range(len(rows)))
-
-
 def test_rows_without_a_length(ranks4: Ranks, tmp_path: Path) -> None:
-    arguments = {"train_dataset": Stream()}
+    arguments = {"train_dataset": Stream(Sentences(48))}
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), steps=2, trainer=arguments)
     expected = history(plain(spec, 2))
     same_logs(ranks4.run(train, spec), expected)

@@ -10,12 +10,10 @@ import transformers
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Program
-from tests.engines import make
+from tests.engines import COSTS, make
 
 V, S = 37, 8
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "intermediate_size": 24, "num_hidden_layers": 4}),

@@ -112,8 +112,11 @@ CASES: dict[str, Case] = {
             "moe_router_dtype": "fp64", "grad_scale_func": lambda loss: loss * 3, "moe_shared_expert_gate": True,
         }, ddp=DDP,
     ),
-    "allgather, dropout, core attention recomputed": Case(
-        {"moe_token_dispatcher_type": "allgather", "attention_dropout": 0.2, **selective("core_attn")}
+    "allgather, dropout, core attention recomputed, routing is replayed": Case(
+        {
+            "moe_token_dispatcher_type": "allgather", "moe_enable_routing_replay": True, "attention_dropout": 0.2,
+            **selective("core_attn"),
+        }
     ),
     "capacity, padded, MoE layers recomputed": Case({**PADDED, **selective("moe")}),
     "core attention, norm, MLP and shared experts recomputed": Case(
@@ -123,8 +126,11 @@ CASES: dict[str, Case] = {
         {**AUX, **Z_LOSS, "hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1},
         layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE, quick=True,
     ),
-    "fused weight gradients, shared expert with a gate, overlapped, biases": Case(
-        {**OVERLAPPED, "moe_shared_expert_gate": True, "add_qkv_bias": True}, fused=True, quick=True
+    "fused weight gradients, shared expert with a gate, overlapped, biases, global aux loss": Case(
+        {
+            **OVERLAPPED, **AUX, "moe_router_load_balancing_type": "global_aux_loss", "moe_shared_expert_gate": True,
+            "add_qkv_bias": True,
+        }, fused=True, quick=True
     ),
     "MTP twice, tied, core attention recomputed": Case(
         {"mtp_num_layers": 2, **selective("core_attn")}, tied=True, ddp=DDP

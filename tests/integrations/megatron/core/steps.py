@@ -15,12 +15,12 @@ from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_INTERLEAVED, COMBINED_NO_PIPELINING
 from overlap1f1b.integrations.megatron.step import logged
-from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.plan import Overlap
+from tests.engines import COSTS
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import Case
 
 LEARNING_RATE = 0.1
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 class Step(NamedTuple):
