@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.graph.segment import check_gradients_possible
-from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
+from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.suspend import Kept

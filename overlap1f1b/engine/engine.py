@@ -29,7 +29,7 @@ from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import Watch, carved_out, watch_of
+from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
@@ -51,6 +51,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -154,15 +155,13 @@ class Engine:
             # 4. Transfers between stages, and sums of gradients.
             device = self._device = next(iter(self.stages.values())).device
             watch = watch_of(device)
-            stamp = None if watch is None else watch.stamp
-            self._communicators.use(device, stamp)
+            stamp = watch and watch.stamp
+            self._communicators.use(device)
             self.boundary = Boundary(
                 self.mesh,
                 placement,
                 device=device,
                 dynamic=options.dynamic_shapes,
-                stamp=stamp,
-                between=None if watch is None else watch.between,
                 ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from overlap1f1b.engine import DeviceOptions, Engine
-from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
