@@ -113,9 +113,9 @@ class SideStream(Protocol):
     def empty(self, like: Tensor, *shape: int) -> Tensor:
         """Return memory of the stream's own, as ``like``: a job may fill it before compute has come to this place.
 
-        Other memory may have been freed by kernels that compute still has to run.
+        Other memory of a GPU may have been freed by kernels that compute still has to run.
         """
-        ...
+        return like.new_empty(shape)
 
 
 class EventMark:
@@ -219,7 +219,7 @@ class _Borrowed:
         return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
 
 
-class InlineStream:
+class InlineStream(SideStream):
     """The calling thread in place of a side stream: a job has ended when :meth:`run` returns."""
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
@@ -229,14 +229,11 @@ class InlineStream:
         mark.reach()
         return mark
 
-    def empty(self, like: Tensor, *shape: int) -> Tensor:
-        return like.new_empty(shape)
-
 
 _Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
 
 
-class ThreadStream:
+class ThreadStream(SideStream):
     """A thread in place of a device's stream.
 
     Like that stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
@@ -259,9 +256,6 @@ class ThreadStream:
         mark = ThreadMark()
         self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
         return mark
-
-    def empty(self, like: Tensor, *shape: int) -> Tensor:
-        return like.new_empty(shape)
 
 
 def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -> None:

@@ -6,7 +6,7 @@ import gzip
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -80,12 +80,9 @@ class Profile:
     def _traced(self) -> Iterator[None]:
         device = devices.present()
         devices.settle(device)  # the work of earlier steps stays outside
-        tracing: AbstractContextManager[Any]
-        if self.tool == "nsys":
-            tracing = devices.CAPTURE()
-        else:
-            tracing = self._profiler = profile(acc_events=True)  # else torch 2.11 warns
-        with tracing:
+        if self.tool == "torch":
+            self._profiler = profile(acc_events=True)  # else torch 2.11 warns
+        with self._profiler or devices.CAPTURE():
             yield
             devices.settle(device)  # the work of these steps is inside
 
