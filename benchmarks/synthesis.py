@@ -17,7 +17,7 @@ from time import process_time
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, bound, check, compile, found_orders, pipeline_bound
 from overlap1f1b.schedule import Kind, Placement
-from overlap1f1b.simulation import candidates
+from overlap1f1b.simulation.search import candidates
 
 PARTS, LAYERS = 2, 4
 ROWS = (

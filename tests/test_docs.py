@@ -1,11 +1,14 @@
-"""README and docs: the first program runs, and every file and link that a page names exists."""
+"""README and docs: their programs run, and every file and link that a page names exists."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -42,3 +45,37 @@ def test_the_first_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert all(re.fullmatch(r"loss \d\.\d{3}", line) for line in lines)
+
+
+def _play_the_page(rank: int, size: int) -> tuple[list[str], list[bool]]:
+    """The nodes that the page's engine plays, and for both replacements whether gradients are a plain loop's."""
+    page: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "new-dispatcher.md").read_text(), re.DOTALL):
+        exec(program, page)
+    engine, model, x, target = (page[name] for name in ("engine", "model", "x", "target"))
+
+    def gradients() -> list[Any]:
+        found = [parameter.grad for parameter in model.parameters()]
+        model.zero_grad()
+        return found
+
+    def engine_of(program: Any) -> Any:
+        return page["o1"].Engine(model, program, mesh=page["mesh"], loss_fn=engine.loss_fn)
+
+    found = [gradients()]
+    with page["replaced"](entry for layer in model for entry in page["by_library"](layer.dispatcher)):
+        other = engine_of(engine.program)
+        for _ in page["results"]:
+            other.step(x, target=target)
+        found.append(gradients())
+    plain = engine_of(page["o1"].build_schedule("sequential", microbatches=4))
+    for _ in page["results"]:
+        plain.step(x, target=target)
+    want = gradients()
+    return page["ops"], [all(map(page["torch"].equal, one, want)) for one in found]
+
+
+def test_the_page_of_a_new_dispatcher_runs(ranks2: Ranks) -> None:
+    for ops, equal in ranks2.run(_play_the_page):
+        assert [ops.count(op) for op in ("dispatch.f", "combine.f", "combine.b", "dispatch.b")] == [2] * 4
+        assert equal == [True, True]

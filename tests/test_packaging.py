@@ -182,6 +182,21 @@ def test_no_modules_import_each_other_in_a_circle_for_type_checkers_neither() ->
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+KNOWS_CUDA = {
+    "transport/devices.py": "the devices of the package",
+    "profiling/chrome.py": "names of events in traces",
+    "running/launch.py": "options of nsys",
+    "cli/doctor.py": "versions and variables of the environment",
+    "integrations/megatron/config.py": "names of Megatron-Core",
+}
+
+
+def test_one_file_knows_the_devices_and_four_know_the_names_of_others() -> None:
+    """Another kind of device is a change of the first file alone, and its name stands in no other."""
+    named = {str(path.relative_to(PACKAGE)) for path in SOURCES if "cuda" in path.read_text().lower()}
+    assert {path for path in named if not path.startswith("kernels/")} == set(KNOWS_CUDA)
+
+
 @pytest.mark.parametrize("floor", PURE)
 def test_pure_floors_import_the_standard_library_alone(floor: str) -> None:
     for path in SOURCES:

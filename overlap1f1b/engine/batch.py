@@ -14,8 +14,8 @@ from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, Optional
 from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.transport.mesh import Mesh
 
-Part = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
-Batch = Part | Sequence[Part]
+MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
+Batch = MicrobatchInput | Sequence[MicrobatchInput]
 """A tensor or several, to be split along the first dimension; or a list with such an entry for each microbatch.
 
 Several tensors are a tuple, or, if the model's first block names its inputs, a mapping by these names, in which None
@@ -102,8 +102,8 @@ class Feed(NamedTuple):
 
     Args:
         given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
-            ``loss_scale``, ``keep_outputs``) by the numbers of stage and microbatch.
-        shares: Part of each microbatch in the mean loss over all ranks, by its number.
+            ``loss_scale``, ``return_outputs``) by the numbers of stage and microbatch.
+        shares: Weight of each microbatch in the mean loss over all ranks, by its number.
         aux_scale: Scale of auxiliary losses; None for the scale that each router has.
     """
 
@@ -134,12 +134,12 @@ def feed_batch(
     inputs: Batch | None,
     target: Batch | None,
     *,
-    keep: bool,
+    return_outputs: bool,
 ) -> Feed:
     """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
 
     Args:
-        keep: Whether outputs are kept beside the loss.
+        return_outputs: Whether outputs are kept beside the loss.
 
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
@@ -159,7 +159,7 @@ def feed_batch(
                 "target": target_of(microbatch),
                 "loss_fn": loss.function if shares[microbatch] else _of_no_token,
                 "loss_scale": shares[microbatch] * loss.loss_scale,
-                "keep_outputs": keep,
+                "return_outputs": return_outputs,
             }
         return arguments
 
@@ -194,7 +194,7 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
     return {index: number / total for index, number in zip(here, tokens, strict=True)}
 
 
-_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_scale", "keep_outputs"))
+_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_scale", "return_outputs"))
 
 
 def check_feed(feed: Feed, program: Program, rank: int) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.graph.segment import check_gradients_possible
-from overlap1f1b.engine.play.device import watch_of
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
+from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 from overlap1f1b.transport.suspend import Kept
@@ -31,7 +31,6 @@ def combined_forward_backward_step(
     *,
     output_grad: Tensor | Sequence[Tensor | None] | None = None,
     overlap: Overlap = "pairs",
-    costs: NodeCosts = _TYPICAL,
     timeout: float = DEFAULT_LIMIT_S,
     split: bool = False,
 ) -> tuple[Passed, Passed]:
@@ -52,8 +51,7 @@ def combined_forward_backward_step(
         forward: Microbatch to run forward; None runs the backward alone.
         backward: Microbatch, already run forward, to run backward; None runs the forward alone.
         output_grad: Gradient of ``backward``'s output; not given if its ``loss_fn`` made a loss.
-        overlap: ``"pairs"`` is Megatron-Core's order; 2 orders the nodes by ``costs``; ``"serial"`` keeps them apart.
-        costs: Of the nodes, in any unit.
+        overlap: ``"pairs"`` is Megatron-Core's order; 2 uses typical costs; ``"serial"`` keeps them apart.
         timeout: Limit in seconds of every wait for another rank.
         split: Whether the backward stops at input gradients; :meth:`Microbatch.accumulate_weights` does the rest.
 
@@ -90,7 +88,7 @@ def combined_forward_backward_step(
         Action(Kind.F if number == _FORWARD else Kind.B, stages.index(microbatch.stage), number)
         for number, microbatch in members.items()
     ]
-    nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap, costs)
+    nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap)
     watch = watch_of(stages[0].device)
     player = Player(Failures(limit=timedelta(seconds=timeout)), exchange=stages[0].exchange, watch=watch)
     with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
@@ -106,10 +104,10 @@ def combined_forward_backward_step(
 _BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
-def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap, costs: NodeCosts) -> Sequence[Node]:
+def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap) -> Sequence[Node]:
     overlap = parse_overlap(overlap)
     if overlap == "serial":
         return list(serial(actions, chains))
     if overlap == "pairs":
         return list(pairs([Pair(actions[1], actions[0])] if len(actions) == 2 else actions, chains))
-    return ListScheduler(actions, chains, costs, Policy(overlap), peak=2).run()
+    return ListScheduler(actions, chains, _TYPICAL, Policy(overlap), peak=2).run()

@@ -29,7 +29,7 @@ from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import Watch, carved_out, watch_of
+from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
@@ -51,6 +51,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -154,15 +155,13 @@ class Engine:
             # 4. Transfers between stages, and sums of gradients.
             device = self._device = next(iter(self.stages.values())).device
             watch = watch_of(device)
-            stamp = None if watch is None else watch.stamp
-            self._communicators.use(device, stamp)
+            stamp = watch and watch.stamp
+            self._communicators.use(device)
             self.boundary = Boundary(
                 self.mesh,
                 placement,
                 device=device,
                 dynamic=options.dynamic_shapes,
-                stamp=stamp,
-                between=None if watch is None else watch.between,
                 ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
@@ -260,20 +259,24 @@ class Engine:
                     "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
                     stacklevel=2,
                 )
-        make_feed = self._feed_of(inputs, target, loss_scale=loss_scale, keep=return_outputs)
+        make_feed = self._feed_maker(inputs, target, loss_scale=loss_scale, return_outputs=return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
     def evaluate(
         self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
     ) -> StepResult:
         """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        return self.play(self._feed_of(inputs, target, loss_scale=1.0, keep=return_outputs), grad=False).result
+        return self.play(
+            self._feed_maker(inputs, target, loss_scale=1.0, return_outputs=return_outputs), grad=False
+        ).result
 
-    def _feed_of(
-        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, keep: bool
+    def _feed_maker(
+        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        return partial(feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, keep=keep)
+        return partial(
+            feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, return_outputs=return_outputs
+        )
 
     def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.

@@ -25,7 +25,7 @@ class StepResult:
 
     Args:
         losses: Loss of each microbatch that ended on this rank, in their order.
-        weights: Part of each microbatch in the mean over all ranks.
+        weights: Weight of each microbatch in the mean over all ranks.
         outputs: Arguments of each loss that the last block returned, if ``return_outputs`` was set.
         measured: Returns the measured spans of the nodes.
         peak_activations: Most microbatches of a stage that were alive at once.
@@ -76,7 +76,7 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
     assert len(losses) == len(ended)
     # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
-    kept = tuple(one(m.kept) for m in ended) if any(m.keep_outputs for m in ended) else ()
+    kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
     return StepResult(losses, tuple(weights), kept, player.measured(), player.peak_activations, player.peak_held)
 
 

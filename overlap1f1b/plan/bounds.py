@@ -46,8 +46,8 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
     stages = program.placement.stages
 
     @cache
-    def alone(forward: bool, stage: int, pipe: int) -> _Alone:
-        return _Alone(Action(Kind.F if forward else Kind.I, stage, 0, pipe), chains, costs)
+    def alone(forward: bool, stage: int, pipe: int) -> Alone:
+        return Alone(Action(Kind.F if forward else Kind.I, stage, 0, pipe), chains, costs)
 
     rows = [
         _RankBound(window, peak if len(program.placement.places(rank)) == 1 and not program.forward_only else None)
@@ -95,7 +95,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
     check_size("microbatches", microbatches)
     chains = Chains(placement, shape)
     ways = {  # of one microbatch, down and up
-        kind: [_Alone(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
+        kind: [Alone(Action(kind, stage, 0), chains, costs) for stage in range(placement.stages)]
         for kind in (Kind.F, Kind.I)
     }
     down = [0.0, *accumulate(way.whole + way.send for way in ways[Kind.F])]
@@ -121,7 +121,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
     return least
 
 
-class _Alone:
+class Alone:
     """Times of an action that finds every resource free.
 
     Attributes:
@@ -173,7 +173,7 @@ class _RankBound:
         self.compute, self.exchange, self.weights = _Load(window), _Load(window), _Load(window)
         self.last = 0.0
 
-    def run(self, action: _Alone, forward: bool, ready: float) -> float:
+    def run(self, action: Alone, forward: bool, ready: float) -> float:
         """Add the next action, and return its end."""
         if forward and self.peak is not None and self.forwards >= self.peak:
             ready = max(ready, self.inputs[self.forwards - self.peak])

@@ -109,7 +109,11 @@ def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
         shapes = (cast("StageShape", tuple(shape)),) * stages
     else:
         shapes = tuple(cast("Sequence[StageShape]", shape))
-    _check_blocks(shapes)
+    for stage, blocks in enumerate(shapes):
+        if isinstance(blocks, BlockShape) or not isinstance(blocks, Sequence):
+            raise ValueError(f"stage {stage}: shape={blocks!r}; allowed: a sequence of blocks for each stage")
+        for block in blocks:
+            _check_block(block, stage)
     if len(shapes) != stages:
         raise ValueError(f"shapes of {len(shapes)} stages for a program of {stages}; allowed: one, or one for each")
     if not all(shapes):
@@ -117,18 +121,14 @@ def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
     return shapes
 
 
-def _check_blocks(shapes: Sequence[object]) -> None:
-    for stage, shape in enumerate(shapes):
-        if isinstance(shape, BlockShape) or not isinstance(shape, Sequence):
-            raise ValueError(f"stage {stage}: shape={shape!r}; allowed: a sequence of blocks for each stage")
-        for block in shape:
-            if not isinstance(block, BlockShape):
-                raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
-            check_size(f"stage {stage}: seams", block.seams, 0)
-            parse_parts(block.parts)
-            if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
-                named = ", ".join(block.exchanges)
-                raise ValueError(
-                    f"stage {stage}: exchanges {named} and {block.seams} seams; allowed: dispatch and combine, or seams"
-                )
-            parse_recompute(block.recompute)
+def _check_block(block: object, stage: int) -> None:
+    if not isinstance(block, BlockShape):
+        raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
+    check_size(f"stage {stage}: seams", block.seams, 0)
+    parse_parts(block.parts)
+    parse_recompute(block.recompute)
+    if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
+        named = ", ".join(block.exchanges)
+        raise ValueError(
+            f"stage {stage}: exchanges {named} and {block.seams} seams; allowed: dispatch and combine, or seams"
+        )

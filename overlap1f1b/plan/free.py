@@ -10,6 +10,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
+from overlap1f1b.plan.bounds import Alone
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
@@ -83,14 +84,9 @@ class Steps:
 
     def _load(self, rank: int) -> tuple[float, float]:
         """Return the time of one microbatch's compute and of its exchanges on a rank."""
-        loads = {_COMPUTE: 0.0, _EXCHANGE: 0.0}
-        for _, stage in self.chains.placement.places(rank):
-            for kind in (_F, _I, Kind.W):
-                for node in self.chains.of(Action(kind, stage, 0)):
-                    if node.resource in loads:
-                        links = self.costs.links(node)
-                        loads[node.resource] += sum(links) / len(links)
-        return loads[_COMPUTE], loads[_EXCHANGE]
+        places = self.chains.placement.places(rank)
+        ways = [Alone(Action(kind, stage, 0), self.chains, self.costs) for _, stage in places for kind in (_F, _I)]
+        return sum(way.compute + way.weights for way in ways), sum(way.exchange for way in ways)
 
     def _of(self, kind: Kind, stage: int, microbatch: int) -> tuple[_Step, ...]:
         nodes = [node for node in self.chains.of(Action(kind, stage, microbatch)) if node.op is not _RECEIVE]

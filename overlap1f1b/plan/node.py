@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from overlap1f1b.schedule import Action, Kind
 
@@ -304,7 +304,6 @@ def parse_recompute(value: str) -> Recompute:
     Raises:
         ValueError: An unknown mode.
     """
-    for mode in get_args(Recompute):
-        if value == mode:
-            return mode
+    if value in get_args(Recompute):
+        return cast("Recompute", value)
     raise ValueError(f"recompute={value!r}; allowed: {', '.join(get_args(Recompute))}")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 from overlap1f1b.plan.node import Node, Op, Resource, StageShape
 from overlap1f1b.schedule import Action, Kind, Program
@@ -128,10 +128,8 @@ def parse_overlap(value: str | int) -> Overlap:
         ValueError: The value is not ``serial``, ``pairs`` or a whole number from 1.
     """
     text = str(value)
-    if text == "serial":
-        return "serial"
-    if text == "pairs":
-        return "pairs"
+    if text in ("serial", "pairs"):
+        return cast("Overlap", text)
     if text.isdecimal() and int(text) >= 1:
         return int(text)
     raise ValueError(f"overlap={value!r}; allowed: serial, pairs, or a number of open actions from 1")

@@ -38,8 +38,7 @@ class Placement:
         held = {rank for pipe in self.pipes for rank in pipe}
         if held != set(range(len(held))):
             raise ValueError(
-                f"stages on ranks {quoted(sorted(held, key=_by_number))}; "
-                "allowed: every rank from 0 to the last holds a stage"
+                f"stages on ranks {quoted(sorted(held, key=str))}; allowed: every rank from 0 to the last holds a stage"
             )
 
     @classmethod
@@ -115,10 +114,6 @@ class Placement:
         """
         count = len(self.pipes)
         return range(-(-microbatches * pipe // count), -(-microbatches * (pipe + 1) // count))
-
-
-def _by_number(rank: object) -> tuple[bool, object]:
-    return (False, rank) if isinstance(rank, int) else (True, repr(rank))
 
 
 SINGLE = Placement(((0,),))

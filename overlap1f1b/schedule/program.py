@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, levels_of, peaks_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
@@ -247,6 +248,7 @@ class _RankCheck:
 
     def __init__(self, program: Program, rank: int, trains: bool) -> None:
         self.program, self.rank, self.trains = program, rank, trains
+        self.where = f"program {program.name!r}, rank {rank}"
         self.stages = program.placement.stages
         self.seen = {  # for each place and microbatch, bits of the kinds that it has passed
             place: bytearray(program.microbatches) for place in program.placement.places(rank)
@@ -256,7 +258,7 @@ class _RankCheck:
     def run(self) -> None:
         slots = self.program.ranks[self.rank]
         if not slots:
-            raise ValueError(f"{self._where()} has no action; allowed: every microbatch's forward")
+            raise ValueError(f"{self.where} has no action; allowed: every microbatch's forward")
         levels = levels_of(slots)
         for position, slot in enumerate(slots):
             if isinstance(slot, Pair):
@@ -268,40 +270,33 @@ class _RankCheck:
                 self._check_peaks(alive, pending, position)
         self._complete()
 
-    def _where(self, position: int | None = None) -> str:
-        at = "" if position is None else f", position {position}"
-        return f"program {self.program.name!r}, rank {self.rank}{at}"
+    def _refuse(self, position: int, why: str) -> NoReturn:
+        raise ValueError(f"{self.where}, position {position}: {why}")
 
     def _pair(self, pair: Pair, position: int) -> None:
         forward, backward = pair
         if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.I):
-            raise ValueError(f"{self._where(position)}: {pair} must join a forward and a backward")
+            self._refuse(position, f"{pair} must join a forward and a backward")
         if (forward.microbatch, forward.pipe) == (backward.microbatch, backward.pipe):
-            raise ValueError(
-                f"{self._where(position)}: {pair} joins two actions of one microbatch, the second needs the first"
-            )
+            self._refuse(position, f"{pair} joins two actions of one microbatch, the second needs the first")
 
     def _action(self, action: Action, position: int) -> None:
         kind, stage, microbatch, pipe = action
         seen = self.seen.get((pipe, stage))
         if seen is None:
             self._refuse_place(action, position)
-            return
-        allowed = self.allowed[pipe]
-        if microbatch not in allowed:
-            raise ValueError(
-                f"{self._where(position)}: {action} names microbatch {microbatch}, "
-                f"allowed are {allowed.start} to {allowed.stop - 1}"
-            )
+        if microbatch not in self.allowed[pipe]:
+            allowed = f"{self.allowed[pipe].start} to {self.allowed[pipe].stop - 1}"
+            self._refuse(position, f"{action} names microbatch {microbatch}, allowed are {allowed}")
         bits = seen[microbatch]
         if bits & _BIT[kind]:
-            raise ValueError(f"{self._where(position)}: {action} comes a second time")
+            self._refuse(position, f"{action} comes a second time")
         if kind is not Kind.F:
             if kind is not Kind.W and bits & 6:
-                raise ValueError(f"{self._where(position)}: {action} repeats the backward of its microbatch")
+                self._refuse(position, f"{action} repeats the backward of its microbatch")
             needed = Kind.I if kind is Kind.W else Kind.F
             if not bits & _BIT[needed]:
-                self._refuse_order(action, action._replace(kind=needed), position)
+                self._refuse(position, f"{action} comes before {action._replace(kind=needed)}, which it needs")
         if kind is not Kind.W:
             self._check_neighbour(action, position)
         seen[microbatch] = bits | _BIT[kind]
@@ -309,36 +304,27 @@ class _RankCheck:
     def _check_neighbour(self, action: Action, position: int) -> None:
         """Check the microbatch's neighbouring stage if this rank holds it too."""
         forward = action.kind is Kind.F
-        neighbour = self.seen.get((action.pipe, action.stage + (-1 if forward else 1)))
-        if neighbour is not None and not neighbour[action.microbatch] & (1 if forward else 6):
-            self._refuse_order(action, action._replace(stage=action.stage + (-1 if forward else 1)), position)
+        before = action._replace(stage=action.stage + (-1 if forward else 1))
+        seen = self.seen.get((action.pipe, before.stage))
+        if seen is not None and not seen[action.microbatch] & (1 if forward else 6):
+            self._refuse(position, f"{action} comes before {before}, which it needs")
 
-    def _refuse_order(self, action: Action, needed: Action, position: int) -> None:
-        raise ValueError(f"{self._where(position)}: {action} comes before {needed}, which it needs")
-
-    def _refuse_place(self, action: Action, position: int) -> None:
+    def _refuse_place(self, action: Action, position: int) -> NoReturn:
         pipes = self.program.placement.pipes
         if action.pipe not in range(len(pipes)) or action.stage not in range(self.stages):
-            raise ValueError(
-                f"{self._where(position)}: {action} names stage {action.stage} of pipe {action.pipe}, "
-                f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"
-            )
+            allowed = f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"
+            self._refuse(position, f"{action} names stage {action.stage} of pipe {action.pipe}, {allowed}")
         held = self.program.placement.rank(action.pipe, action.stage)
-        raise ValueError(f"{self._where(position)}: {action} is on rank {self.rank}, its stage is on rank {held}")
+        self._refuse(position, f"{action} is on rank {self.rank}, its stage is on rank {held}")
 
     def _check_peaks(self, alive: int, pending: int, position: int) -> None:
         program, rank = self.program, self.rank
-        slot = program.ranks[rank][position]
-        if alive > program.peak_activations[rank]:
-            raise ValueError(
-                f"{self._where(position)}: {slot} makes {alive} microbatches alive, "
-                f"declared are {program.peak_activations[rank]}"
-            )
+        slot, most = program.ranks[rank][position], program.peak_activations[rank]
+        if alive > most:
+            self._refuse(position, f"{slot} makes {alive} microbatches alive, declared are {most}")
         if program.peak_weights and pending > program.peak_weights[rank]:
-            raise ValueError(
-                f"{self._where(position)}: {slot} lets {pending} weight gradients wait, "
-                f"declared are {program.peak_weights[rank]}"
-            )
+            most = program.peak_weights[rank]
+            self._refuse(position, f"{slot} lets {pending} weight gradients wait, declared are {most}")
 
     def _complete(self) -> None:
         whole = _TRAINED if self.trains else (1,)
@@ -347,4 +333,4 @@ class _RankCheck:
                 bits = seen[microbatch]
                 if bits not in whole:
                     lacks = "its weight gradient" if bits & 4 else "a backward" if bits & 1 else "a forward"
-                    raise ValueError(f"{self._where()}: {Action(Kind.F, stage, microbatch, pipe)} lacks {lacks}")
+                    raise ValueError(f"{self.where}: {Action(Kind.F, stage, microbatch, pipe)} lacks {lacks}")

@@ -7,7 +7,6 @@ from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
-from overlap1f1b.plan.node import RECOMPUTE_OF
 from overlap1f1b.schedule import Kind
 
 
@@ -23,19 +22,7 @@ class Timed(Protocol):
 
 T = TypeVar("T", bound=Timed)
 
-LETTERS = {
-    Op.DENSE: "M",
-    Op.ATTENTION: "A",
-    Op.COUNTS: "N",
-    Op.DISPATCH: "D",
-    Op.EXPERTS: "E",
-    Op.COMBINE: "C",
-    Op.AGGREGATE: "G",
-    Op.REDUCE: "R",
-    Op.SEND: "S",
-    Op.RECEIVE: "V",
-}
-LETTERS |= {again: LETTERS[op] for op, again in RECOMPUTE_OF.items()}
+LETTERS = dict(zip(Op, "MANDECGRSVMAE", strict=True))
 """The letter of each sub-op in a drawing."""
 
 LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}

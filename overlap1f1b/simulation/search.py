@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, bound, found_orders, pipeline_bound
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, bound, found_orders, pipeline_bound
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
@@ -151,37 +150,31 @@ class NodeModel:
         Raises:
             ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
         """
-        placements = _placements(ranks, chunks)
-        costs, waits = self._costs, bool(self.costs.launch)
-        plans = [
-            found_orders(
-                placement,
-                microbatches,
-                self._shape_of_a_stage(placement),
-                costs,
-                peak_activations=memory,
-                seconds=self.seconds / len(placements),
-                counts_block=waits,
-                progress=partial(self._tell, number, len(placements)),
-            )[0]
-            for number, placement in enumerate(placements)
-        ]
-        return play_nodes(min(plans, key=lambda plan: plan.predicted), costs, counts_block=waits)
+        placements, waits, plans = _placements(ranks, chunks), bool(self.costs.launch), list[Plan]()
 
-    def _tell(self, searched: int, searches: int, share: float) -> None:
-        self.progress((searched + share) / searches)
+        def tell(share: float) -> None:
+            self.progress((len(plans) + share) / len(placements))
 
-    def bound(self, program: Program, overlap: Overlap | None) -> float:
-        """Return the bound of :func:`overlap1f1b.plan.bound`."""
-        shape = self._shape_of_a_stage(program.placement)
-        return bound(program, shape, self._costs, self.default if overlap is None else overlap)
+        options: dict[str, Any] = {"peak_activations": memory, "counts_block": waits, "progress": tell}
+        options["seconds"] = self.seconds / len(placements)
+        for placement in placements:
+            shape = self._shape_of_a_stage(placement)
+            plans.append(found_orders(placement, microbatches, shape, self._costs, **options)[0])
+        return play_nodes(min(plans, key=lambda plan: plan.predicted), self._costs, counts_block=waits)
 
-    def bound_of_orders(self, ranks: int, microbatches: int, chunks: int) -> float:
-        """Return a lower bound of the time of every order that :meth:`synthesized` may find."""
-        return min(
-            pipeline_bound(placement, microbatches, self._shape_of_a_stage(placement), self._costs)
-            for placement in _placements(ranks, chunks)
-        )
+    def bound(self, candidate: Candidate, ranks: int, microbatches: int, *, forward_only: bool = False) -> float:
+        """Return a lower bound of the time of a candidate: 0 of an impossible one; of ``auto`` that of every order."""
+        try:
+            if candidate.schedule == AUTO:
+                return min(
+                    pipeline_bound(placement, microbatches, self._shape_of_a_stage(placement), self._costs)
+                    for placement in _placements(ranks, candidate.options.get("chunks", 1))
+                )
+            program = candidate.build(ranks, microbatches, forward_only=forward_only)
+            overlap = self.default if candidate.overlap is None else candidate.overlap
+            return bound(program, self._shape_of_a_stage(program.placement), self._costs, overlap)
+        except ValueError:
+            return 0.0
 
     @property
     def _costs(self) -> NodeCosts:
@@ -309,7 +302,9 @@ def search(
     over: list[tuple[float, int]] = []
     refused: list[tuple[int, str]] = []
     pruned: list[tuple[float, int]] = []
-    bounds = [0.0 if top is None else _bound(candidate, model, **step) for candidate in tried]
+    bounds = [0.0] * len(tried)
+    if top is not None and isinstance(model, NodeModel):  # playing actions is as fast as finding a bound
+        bounds = [model.bound(candidate, **step) for candidate in tried]
     fastest: list[float] = []
     for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
         candidate = tried[index]
@@ -340,14 +335,3 @@ def search(
         tuple((tried[index], why) for index, why in sorted(refused)),
         tuple((tried[index], least) for least, index in sorted(pruned)),
     )
-
-
-def _bound(candidate: Candidate, model: Model, **step: Any) -> float:
-    if isinstance(model, ActionModel):  # playing actions is as fast as finding a bound
-        return 0.0
-    try:
-        if candidate.schedule == AUTO:  # its order is not known before it is played
-            return model.bound_of_orders(step["ranks"], step["microbatches"], candidate.options.get("chunks", 1))
-        return model.bound(candidate.build(**step), candidate.overlap)
-    except ValueError:  # it will be refused
-        return 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise, starmap
 from statistics import median
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from overlap1f1b.plan import CostKey, Node, Op, cost_key
 from overlap1f1b.schedule import Kind, Placement
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import Mesh
@@ -145,8 +146,6 @@ class Boundary:
         placement: Rank of each stage.
         device: Device of the tensors.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
-        stamp: Clock of the device, see :class:`Lane`.
-        between: Function that returns the seconds from one time of this clock to another.
         ctas: Largest number of thread blocks of a transfer on a GPU.
         tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
@@ -163,13 +162,12 @@ class Boundary:
         *,
         device: torch.device,
         dynamic: bool = False,
-        stamp: Callable[[], Any] | None = None,
-        between: Callable[[Any, Any], float] | None = None,
         ctas: int | None = None,
         tensor_mesh: DeviceMesh | None = None,
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
-        self._stamp, self._between = stamp, between or (lambda begun, ended: ended - begun)
+        self._watch = watch_of(device)
+        stamp = self._watch and self._watch.stamp
         self.placement, self.device, self._dynamic = placement, device, dynamic
         self.rank = rank = mesh.rank("pp")
         self._out: dict[int, _Link] = {}
@@ -316,10 +314,9 @@ class Boundary:
         takes the median of all but the first. All ranks must call this after a step.
         """
         landed: dict[CostKey, list[Any]] = {}
-        now = self._stamp or time.perf_counter
-        limit = (
-            None if self._stamp else self.mesh.failures.limit
-        )  # with a limit, a wait for NCCL would block the thread
+        watch = self._watch or Watch(time.perf_counter, lambda begun, ended: ended - begun, lambda: None)
+        failures = self.mesh.failures
+        limit = None if self._watch else failures.limit  # with one, a wait for NCCL would block the thread
         for source, to in sorted(_directions(self.placement)):
             self.mesh.sums(0.0)  # until all ranks have come
             for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
@@ -333,10 +330,10 @@ class Boundary:
                     times = landed[cost_key(node)] = []
                     for transfer in [self._post_receive(node, link, specs) for _ in range(4)]:
                         transfer.receive(limit)
-                        times.append(now())
-        if self._stamp:
-            EventMark(self.device, None, now()).synchronize(self.mesh.failures.limit, self.mesh.failures.is_lost)
-        return {key: median(starmap(self._between, pairwise(times))) for key, times in landed.items()}
+                        times.append(watch.stamp())
+        if self._watch:
+            EventMark(self.device, None, watch.stamp()).synchronize(failures.limit, failures.is_lost)
+        return {key: median(starmap(watch.between, pairwise(times))) for key, times in landed.items()}
 
     def close(self) -> None:
         """Let the lanes' threads end, and drop the groups."""

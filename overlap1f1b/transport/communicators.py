@@ -7,20 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.transport import devices, streams
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import LostRankError, headline
 from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.mesh import DATA, Mesh
 from overlap1f1b.transport.streams import EventMark
 from overlap1f1b.transport.watchdog import Watchdog
-
-Stamp = Callable[[], Any]
 
 LEAST_CTAS = 16
 """Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
@@ -91,7 +90,7 @@ class Communicators:
             self._aborts.append(partial(abort, group))
         self._own: list[CollectiveExchange] = []
         self._device = torch.device("cpu")
-        self._stamp: Stamp | None = None
+        self._watch: Watch | None = None
         self._dropped = weakref.finalize(owner, _end, mesh, self._own)
         self._dropped.atexit = False
 
@@ -119,17 +118,15 @@ class Communicators:
             self.mesh.new_group("reduce experts", pp=replicas, over=self.mesh.expert_copies, ctas=ctas),
         )
 
-    def use(self, device: torch.device, stamp: Stamp | None) -> None:
+    def use(self, device: torch.device) -> None:
         """Say what the groups carry: tensors of a device.
-
-        ``stamp`` records an event behind what the device was given; None on a CPU, where threads wait for transfers.
 
         Raises:
             ValueError: The mesh's groups, the default group or the budget do not fit the device.
         """
         self.mesh.check_device(device)
         self.options.check(device)
-        self._device, self._stamp = device, stamp
+        self._device, self._watch = device, watch_of(device)
 
     def warm_up(self) -> None:
         """Make all communicators on a device; all ranks must call this.
@@ -137,7 +134,7 @@ class Communicators:
         Raises:
             LostRankError: Another rank failed, or did not come within the limit.
         """
-        if self._stamp is not None:
+        if self._watch is not None:
             with self.watched():
                 for exchange in self._own:
                     exchange.warm_up(self._device)
@@ -152,7 +149,7 @@ class Communicators:
             LostRankError: Another rank failed, or the device stood still for twice the timeout, and transfers were
                 aborted. Also instead of an error of the body, which may have computed with values that nobody sent.
         """
-        if self._stamp is None or not self.mesh.several:
+        if self._watch is None or not self.mesh.several:
             yield
             return
         failures = self.mesh.failures
@@ -179,18 +176,18 @@ class Communicators:
         Raises:
             LostRankError: Another rank failed, or the device did not end within the limit.
         """
-        if self._stamp is None or not self.mesh.several:
+        if self._watch is None or not self.mesh.several:
             return
         failures = self.mesh.failures
         try:
-            EventMark(self._device, None, self._stamp()).synchronize(failures.limit, failures.is_lost)
+            EventMark(self._device, None, self._watch.stamp()).synchronize(failures.limit, failures.is_lost)
         except (TimeoutError, ConnectionError) as error:
             why = failures.read(wait=True) or failures.lost or f"no answer within {failures.limit.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error
 
     def abort(self) -> None:
         """End every transfer under way, after a failure."""
-        if self._stamp is not None:
+        if self._watch is not None:
             side_by_side(self._aborts)
             return
         for end in self._aborts:

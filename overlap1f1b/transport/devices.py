@@ -6,9 +6,10 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ PRECISIONS = ("cuda", "matmul"), ("mkldnn", "matmul")
 """Products of float32 whose precision is a setting."""
 RANGES, CAPTURE = torch.cuda.nvtx, torch.cuda.profiler.profile
 """For nsys: functions that write ranges, and the context of the part that it records."""
+HOLD_CYCLES = 4_000_000
+"""Cycles for which a measured node finds the device asleep: 2 to 3 ms, more than the host needs to launch it."""
 
 
 def of(device: torch.device) -> Any:
@@ -45,6 +48,38 @@ def sleep(device: torch.device, cycles: int) -> None:
     gpu = of(device)
     with gpu.stream(gpu.current_stream(device)):  # else the thread's own device sleeps
         gpu._sleep(cycles)
+
+
+class Watch(NamedTuple):
+    """The clock of a device on which the thread only queues work.
+
+    Args:
+        stamp: Record a mark behind the work that has been queued so far.
+        between: Return the seconds from one mark to another; the device has passed both.
+        settle: Wait until the device has passed all marks.
+        hold: Let the device do nothing for a while, so that the thread gets ahead of it. Else the time of a node on an
+            idle device would be that of its launch.
+    """
+
+    stamp: Callable[[], Any]
+    between: Callable[[Any, Any], float]
+    settle: Callable[[], object]
+    hold: Callable[[], object] = lambda: None
+
+
+def watch_of(device: torch.device) -> Watch | None:
+    """Return a clock of events on the current stream; None for a CPU, where the thread itself computes."""
+    gpu = of(device)
+    if gpu is None:
+        return None
+
+    def stamp() -> Any:
+        event = gpu.Event(enable_timing=True)
+        event.record(gpu.current_stream(device))
+        return event
+
+    wait, hold = partial(settle, device), partial(sleep, device, HOLD_CYCLES)
+    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, wait, hold)
 
 
 def in_host_memory(like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 
 from overlap1f1b.cli.draw import Cell, Grid, Track, tracks_of
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.simulation import ActionModel
+from overlap1f1b.simulation.search import ActionModel
 from tests.cli.plan.run import plan
 
 Capture = pytest.CaptureFixture[str]

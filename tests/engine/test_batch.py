@@ -72,7 +72,9 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
     stages, program = {0: Stage([nn.Linear(2, 2)])}, build_schedule("sequential", microbatches=3)
 
     def feed(count: Any) -> Feed:
-        return feed_batch(stages, program, Mesh(None), Loss(models.loss_fn, count, 2.0), X, X[:, :1], keep=False)
+        return feed_batch(
+            stages, program, Mesh(None), Loss(models.loss_fn, count, 2.0), X, X[:, :1], return_outputs=False
+        )
 
     even = feed(None)
     assert even.shares == dict.fromkeys(range(3), 1 / 3)
@@ -116,7 +118,7 @@ def test_a_feed_plays_losses_of_its_own() -> None:
         def loss_fn(logits: Tensor) -> Tensor:
             return models.loss_fn(logits, target.chunk(3)[microbatch]) * (microbatch + 1)
 
-        return {"inputs": inputs.chunk(3)[microbatch], "loss_fn": loss_fn, "keep_outputs": True}
+        return {"inputs": inputs.chunk(3)[microbatch], "loss_fn": loss_fn, "return_outputs": True}
 
     engine = Engine(model, build_schedule("combined_1f1b", microbatches=3))
     played = engine.play(lambda: Feed(given, dict.fromkeys(range(3), 1.0), None))

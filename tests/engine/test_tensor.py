@@ -391,7 +391,7 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     for shared in (("ep",), ("ep", "tp")):
         with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
             loss = Loss(models.loss_fn, None, 1.0)
-            feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), keep=False)
+            feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), return_outputs=False)
             found.append(float(feed.aux_scale or 0.0))
     return found
 

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
-from overlap1f1b.simulation import (
-    ActionModel,
-    Candidate,
-    Costs,
-    NodeModel,
-    Outcome,
-    candidates,
-    search,
-    simulate,
-)
+from overlap1f1b.simulation import Costs, simulate
+from overlap1f1b.simulation.search import ActionModel, Candidate, NodeModel, Outcome, candidates, search
 from tests.plan.tries import few_tries
 
 

@@ -161,7 +161,7 @@ def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, er
     monkeypatch.setattr(streams, "going_on", lambda device: lambda: False)
     aborted = threading.Event()
     communicators = Communicators.__new__(Communicators)
-    communicators.__dict__ |= {"timeout": timedelta(seconds=60), "_stamp": object, "_device": torch.device("cpu")}
+    communicators.__dict__ |= {"timeout": timedelta(seconds=60), "_watch": object(), "_device": torch.device("cpu")}
     communicators.__dict__ |= {"mesh": SimpleNamespace(several=True, failures=Told(0)), "abort": aborted.set}
     lost = pytest.raises(LostRankError, match="^rank 1 failed" + "; here since then: ValueError: 3 rows" * bool(error))
     own = pytest.raises(ValueError, match="3 rows") if error else nullcontext()

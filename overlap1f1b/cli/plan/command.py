@@ -13,19 +13,20 @@ from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, OPTIONS, SCHEDULES, Program
-from overlap1f1b.simulation import (
+from overlap1f1b.simulation import Costs, PlanTimeline
+from overlap1f1b.simulation.search import (
+    CHUNKS,
+    EXTRA_WARMUP,
     ActionModel,
     Candidate,
-    Costs,
     Model,
     NodeModel,
-    PlanTimeline,
     Played,
     Ranking,
+    candidates,
     played,
     search,
 )
-from overlap1f1b.simulation.search import CHUNKS, EXTRA_WARMUP, candidates
 from overlap1f1b.terminal.output import console, print_lines, write_json, writing
 from overlap1f1b.terminal.status import Say, showing
 

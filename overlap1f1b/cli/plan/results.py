@@ -9,7 +9,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from overlap1f1b.schedule import OPTIONS, Pair, Program
-from overlap1f1b.simulation import Candidate, Outcome, PlanTimeline, Played, ProgramTimeline, Ranking
+from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
+from overlap1f1b.simulation.search import Candidate, Outcome, Played, Ranking
 from overlap1f1b.terminal.output import middle_left_out, plain_table
 
 

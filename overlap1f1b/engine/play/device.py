@@ -1,55 +1,16 @@
-"""A GPU's own clock, and the multiprocessors that exchanges take from compute."""
+"""The times of a step by a GPU's own clock, and the multiprocessors that exchanges take from compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from overlap1f1b.plan import Node, Span
-from overlap1f1b.transport import devices
+from overlap1f1b.transport.devices import Watch
 from overlap1f1b.transport.lanes import Flight
-
-HOLD_CYCLES = 4_000_000
-"""Cycles for which a measured node finds the device asleep: 2 to 3 ms, more than the host needs to launch it."""
-
-
-class Watch(NamedTuple):
-    """The clock of a device on which the thread only queues work.
-
-    Args:
-        stamp: Record a mark behind the work that has been queued so far.
-        between: Return the seconds from one mark to another; the device has passed both.
-        settle: Wait until the device has passed all marks.
-        hold: Let the device do nothing for a while, so that the thread gets ahead of it. Else the time of a node on an
-            idle device would be that of its launch.
-    """
-
-    stamp: Callable[[], Any]
-    between: Callable[[Any, Any], float]
-    settle: Callable[[], object]
-    hold: Callable[[], object] = lambda: None
-
-
-def watch_of(device: torch.device) -> Watch | None:
-    """Return a clock of events on the current stream; None for a CPU, where the thread itself computes."""
-    gpu = devices.of(device)
-    if gpu is None:
-        return None
-
-    def stamp() -> Any:
-        event = gpu.Event(enable_timing=True)
-        event.record(gpu.current_stream(device))
-        return event
-
-    return Watch(
-        stamp,
-        lambda a, b: a.elapsed_time(b) / 1e3,
-        lambda: devices.settle(device),
-        lambda: devices.sleep(device, HOLD_CYCLES),
-    )
 
 
 class StepTimes:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from overlap1f1b.engine.graph.autograd import accumulate
-from overlap1f1b.engine.play.device import StepTimes, Watch
+from overlap1f1b.engine.play.device import StepTimes
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
@@ -24,6 +24,7 @@ from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource,
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.devices import Watch
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.lanes import Flight, Lane, Observer

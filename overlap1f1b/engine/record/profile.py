@@ -15,7 +15,7 @@ import torch
 from torch.profiler import profile
 
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.engine.record.recorder import NvtxRanges, RecordedSpan, RecordedStep, Recorder, TorchRanges
+from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep, Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, StepRange
 from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.simulation.drawing import stacked
@@ -59,7 +59,7 @@ class Profile:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder}: {error.strerror}; allowed: a folder that can be written") from error
-        self.recorder = Recorder(engine, NvtxRanges() if tool == "nsys" else TorchRanges(), first=first)
+        self.recorder = Recorder(engine, devices.RANGES if tool == "nsys" else TorchRanges(), first=first)
         self.files: tuple[Path, ...] = ()
         self._profiler: profile | None = None
         self._open = ExitStack()

@@ -18,7 +18,6 @@ from overlap1f1b.engine.play.player import Around, Issue
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
-from overlap1f1b.transport import devices
 from overlap1f1b.transport.lanes import Flight
 
 
@@ -28,37 +27,16 @@ class TorchRanges:
     Ranges that overlap without nesting are left out: :class:`Profile` adds them.
     """
 
-    def nested(self, name: str) -> AbstractContextManager[object]:
+    def range(self, name: str) -> AbstractContextManager[object]:
         """Return the context of a range inside the open ranges of this thread."""
         # The C class behind record_function, a private name: 0.6 instead of 12 µs, 3 instead of 45 under the profiler.
         return torch._C._profiler._RecordFunctionFast(name)
 
-    def start(self, name: str) -> Any:
+    def range_start(self, name: str) -> Any:
         """Do nothing: :class:`Profile` adds the ranges that nest in no other."""
 
-    def end(self, handle: Any) -> None:
-        """Do nothing, see :meth:`start`."""
-
-
-class NvtxRanges:
-    """Writes ranges for nsys, as :class:`TorchRanges` does for torch.profiler.
-
-    Raises:
-        ValueError: This torch was built without NVTX.
-    """
-
-    nested = staticmethod(devices.RANGES.range)
-    start = staticmethod(devices.RANGES.range_start)
-    end = staticmethod(devices.RANGES.range_end)
-
-    def __init__(self) -> None:
-        try:
-            devices.RANGES.mark("o1")
-        except RuntimeError as error:
-            raise ValueError(f"torch {torch.__version__} has no NVTX; allowed: a build with it") from error
-
-
-RangeWriter = TorchRanges | NvtxRanges
+    def range_end(self, handle: Any) -> None:
+        """Do nothing, see :meth:`range_start`."""
 
 
 class RecordedSpan(NamedTuple):
@@ -98,14 +76,14 @@ class Recorder:
 
     Args:
         engine: The engine, played by the thread that opens the recorder.
-        writer: Writes the ranges.
+        writer: Writes the ranges: :class:`TorchRanges`, or for nsys :data:`~overlap1f1b.transport.devices.RANGES`.
         first: Number of the first step.
 
     Raises:
         ValueError: The engine has a recorder already.
     """
 
-    def __init__(self, engine: Engine, writer: RangeWriter, *, first: int = 1) -> None:
+    def __init__(self, engine: Engine, writer: Any, *, first: int = 1) -> None:
         self.engine, self.writer, self.next = engine, writer, first
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh: dict[str, tuple[int, int]] = {
@@ -123,7 +101,7 @@ class Recorder:
         if self.engine.player.recorder is not None:
             raise ValueError("the engine is recorded already; allowed: one recorder at a time")
         self._thread = threading.get_ident()
-        self._label = self.writer.nested(str(Label(self.rank, self.mesh)))
+        self._label = self.writer.range(str(Label(self.rank, self.mesh)))
         self._label.__enter__()
         self._install(self)
         return self
@@ -144,13 +122,13 @@ class Recorder:
         """Record a step; one that fails leaves no record."""
         self._spans, number, before = [], self.next, time.perf_counter()
         try:
-            with self.writer.nested(str(StepRange(number))):
+            with self.writer.range(str(StepRange(number))):
                 begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
                 yield
                 ended = time.perf_counter()
         finally:
             for handle, _ in self._open.values():
-                self.writer.end(handle)
+                self.writer.range_end(handle)
             self._open.clear()
         self.next += 1
         spans = sorted([*self._spans, *self._flights()], key=lambda span: (span.start, span.end))
@@ -171,12 +149,12 @@ class Recorder:
         def ranged(node: Node, microbatches: Mapping[Any, Any]) -> None:
             action = self._action(node)
             if action is not None and begins[action] is node:
-                self._open[action] = self.writer.start(str(ActionRange(action))), time.perf_counter()
+                self._open[action] = self.writer.range_start(str(ActionRange(action))), time.perf_counter()
             with nullcontext() if node.resource is Resource.COMPUTE else self._ranged("node", node):
                 issue(node, microbatches)
             if action is not None and ends[action] is node:
                 handle, start = self._open.pop(action)
-                self.writer.end(handle)
+                self.writer.range_end(handle)
                 self._spans.append(RecordedSpan(ActionRange(action), start, time.perf_counter()))
 
         return ranged
@@ -197,12 +175,12 @@ class Recorder:
 
     def departed(self, flight: Flight[Any]) -> None:
         """Open the range of a flight, in the thread that started it."""
-        self._flying[flight] = self.writer.start(str(NodeRange("flight", flight.node)))
+        self._flying[flight] = self.writer.range_start(str(NodeRange("flight", flight.node)))
 
     def landed(self, flight: Flight[Any]) -> None:
         """Close the range of a flight, in the thread that saw its arrival."""
         if flight in self._flying:  # it departed under this recorder
-            self.writer.end(self._flying.pop(flight))
+            self.writer.range_end(self._flying.pop(flight))
 
     # ------------------------------------------------------------------------------------- results
 
@@ -231,7 +209,7 @@ class Recorder:
     @contextmanager
     def _ranged(self, kind: Any, node: Node) -> Iterator[None]:
         found = NodeRange(kind, node)
-        with self.writer.nested(str(found)):
+        with self.writer.range(str(found)):
             start = time.perf_counter()
             yield
             end = time.perf_counter()

@@ -38,7 +38,7 @@ class Microbatch:
         loss_scale: Derivative of the step's loss by the loss of this microbatch.
         seed: Seed of its stream of random numbers; None draws from the thread's generators.
         grad: Whether a backward follows.
-        keep_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
+        return_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Microbatch:
         loss_scale: float = 1.0,
         seed: int | None = 0,
         grad: bool = True,
-        keep_outputs: bool = False,
+        return_outputs: bool = False,
     ) -> None:
         self.stage, self.index, self.loss_fn, self.grad = stage, index, loss_fn, grad
-        self.target, self.loss_scale, self.keep_outputs = tensors(target), loss_scale, keep_outputs
+        self.target, self.loss_scale, self.return_outputs = tensors(target), loss_scale, return_outputs
         self.forwarded = self.ended = self.finished = False
         self.activations: Tensors | None = None if inputs is None else tensors(inputs)
         """Inputs of the next block: leaves, which require a gradient where one will come."""
@@ -64,7 +64,7 @@ class Microbatch:
         self.requires_grad: tuple[bool, ...] = ()
         """Whether each output will get a gradient."""
         self.kept: Tensors = ()
-        """Arguments of ``loss_fn``, if ``keep_outputs``."""
+        """Arguments of ``loss_fn``, if ``return_outputs``."""
         self.output_grads: OptionalTensors | None = None
         self.input_grads: OptionalTensors = ()
         self.before: Microbatch | None = None  # the same on the stage before and after, where this rank holds them
@@ -119,7 +119,7 @@ class Microbatch:
         """
         if self.loss_fn is None:
             return outs
-        if self.keep_outputs:
+        if self.return_outputs:
             self.kept = tuple(t.detach() for t in outs)
         loss = self.loss_fn(*outs, *self.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -56,8 +56,8 @@ def _versions(brought: Brought) -> list[int]:
     return [version_of(tensor) for _, tensors in brought for tensor in tensors]
 
 
-class Part(NamedTuple):
-    """A part of a forward that can be run again by itself.
+class Dropped(NamedTuple):
+    """A part of a forward whose activations are dropped, and that can be run again by itself.
 
     Args:
         rows: Its argument.
@@ -90,7 +90,7 @@ class RecomputedRun(BlockRun):
         """Buffers at the start of each segment."""
         self.part_random: RandomStream | None = None
         """Random numbers of the part that runs."""
-        self.parts: dict[int, Part] = {}
+        self.dropped: dict[int, Dropped] = {}
         """Parts that were dropped, by the number of their segment."""
         self.brought: list[tuple[Brought, list[int]] | None] = []
         """Rows brought to each segment but the first, and their versions; None if no second forward needs them."""
@@ -151,7 +151,7 @@ class RecomputedRun(BlockRun):
         if self.drops_experts:
             assert self.part_random is not None
             state, buffers = state._replace(hooks=kept), self.stage.buffers[self.block].copies()
-            self.parts[len(self.segments) - 1] = Part(
+            self.dropped[len(self.segments) - 1] = Dropped(
                 function, rows.detach(), version_of(rows), state, self.part_random, buffers
             )
             kept = (*kept, _FORGETTING)
@@ -170,7 +170,7 @@ class RecomputedRun(BlockRun):
         return value
 
     def _keep(self, outs: Tensors) -> None:
-        starts = self.buffers or [part.buffers for part in self.parts.values()]
+        starts = self.buffers or [part.buffers for part in self.dropped.values()]
         if starts and not self.again:
             self.stage.buffers[self.block].ended(starts[0])
         if self.again or not self.drops_own:
@@ -187,7 +187,7 @@ class RecomputedRun(BlockRun):
                     _drop_graph(segment)
                     segment.crossed, segment.parameters = {}, {}
         if self.drops_experts and not self.again:
-            for number in self.parts:
+            for number in self.dropped:
                 _drop_graph(self.segments[number])
 
     def _is_part(self, number: int) -> bool:
@@ -199,7 +199,7 @@ class RecomputedRun(BlockRun):
 
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
-        part, segment = self.parts.pop(len(self.segments) - 1), self.segments[-1]
+        part, segment = self.dropped.pop(len(self.segments) - 1), self.segments[-1]
         if version_of(part.rows) != part.version:
             raise self._in_place(f"{self.name} changes the rows that its experts have received in place")
         (entry,) = segment.received

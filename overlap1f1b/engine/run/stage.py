@@ -42,7 +42,7 @@ class Stage(Blocks):
         loss_scale: float = 1.0,
         seed: int | None = 0,
         grad: bool = True,
-        keep_outputs: bool = False,
+        return_outputs: bool = False,
     ) -> Microbatch:
         """Return a microbatch of this stage before its forward; for the arguments see :class:`Microbatch`."""
         return Microbatch(
@@ -54,5 +54,5 @@ class Stage(Blocks):
             loss_scale=loss_scale,
             seed=seed,
             grad=grad,
-            keep_outputs=keep_outputs,
+            return_outputs=return_outputs,
         )

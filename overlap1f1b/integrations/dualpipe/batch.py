@@ -39,7 +39,7 @@ class Batch:
     labels: Any
     criterion: Criterion | None
     dim: int
-    keep_outputs: bool
+    return_outputs: bool
 
     def _inputs_of(self, count: int) -> list[Tensors]:
         """Return the inputs of each microbatch, as leaves."""
@@ -90,7 +90,7 @@ class Batch:
             return {
                 "inputs": inputs[microbatch] if stage == 0 else None,
                 "loss_fn": None if criterion is None else Labelled(criterion, labels[microbatch]),
-                "keep_outputs": self.keep_outputs,
+                "return_outputs": self.return_outputs,
             }
 
         return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
@@ -105,7 +105,7 @@ class Batch:
         results = [microbatch.outputs for microbatch in last if microbatch.outputs is not None]
         assert len(results) == len(last)
         loss = torch.stack([loss for (loss,) in results]) if results and self.criterion is not None else None
-        if not results or not self.keep_outputs:
+        if not results or not self.return_outputs:
             return loss, None
         kept = results if self.criterion is None else [microbatch.kept for microbatch in last]
         outputs = tuple(  # scalars become [microbatches], as losses do

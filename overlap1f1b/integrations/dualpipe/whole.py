@@ -123,7 +123,7 @@ class WholeModules:
             name = type(self.modules[stage]).__name__
             what = ", ".join(type(t).__name__ for t in outputs) or "nothing"
             raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
-        if microbatch.keep_outputs and loss is not None:
+        if microbatch.return_outputs and loss is not None:
             microbatch.kept = tuple(t.detach() for t in outputs)
         microbatch.requires_grad = tuple(t.requires_grad for t in outputs)
         microbatch.outputs = tuple(t.detach() for t in (outputs if loss is None else (loss,)))

@@ -151,10 +151,8 @@ REFUSED: dict[str, object] = {
 }
 """Options of a config that would change results if they were ignored, each with the value without effect."""
 
-TRACKER = "get_cuda_rng_tracker"
-"""Function that returns the streams of random numbers."""
-KERNELS = "fused_weight_gradient_mlp_cuda"
-"""Module of the kernels that add weight gradients to ``main_grad``."""
+TRACKER, KERNELS = "get_cuda_rng_tracker", "fused_weight_gradient_mlp_cuda"
+"""Function that returns the streams of random numbers, and module of the kernels that add to ``main_grad``."""
 
 REFUSED_IF_SUSPENDED: dict[str, object] = {"fp8": None, "fp4": None}
 """Options that keep a state for the forward or backward that runs; they are refused if microbatches mix in a layer."""

@@ -194,7 +194,7 @@ class Schedule:
                     arguments |= {
                         "target": targets[index] if targets is not None else (),
                         "loss_fn": partial(self._loss, loss_kwargs or {}, named[index]),
-                        "keep_outputs": return_outputs,
+                        "return_outputs": return_outputs,
                     }
                 return arguments
 

@@ -19,7 +19,7 @@ class RankBuilder:
     """Builds the slots of one rank: counts the microbatches of each stage, and lets weight gradients wait in a queue.
 
     >>> row = RankBuilder()
-    >>> row.forward((0, 3)); row.forward((0, 3)); row.input((0, 3)); row.weight()
+    >>> row.add(Kind.F, (0, 3)); row.add(Kind.F, (0, 3)); row.add(Kind.I, (0, 3)); row.weight()
     >>> print(*row.slots)
     3F0 3F1 3I0 3W0
 
@@ -39,19 +39,12 @@ class RankBuilder:
         self.count[key] += 1
         return Action(kind, of[1], microbatch, of[0])
 
-    def forward(self, of: PipeStage) -> None:
-        """Add the next forward of a stage."""
-        self.slots.append(self._next(of, Kind.F))
-
-    def backward(self, of: PipeStage) -> None:
-        """Add the next whole backward of a stage."""
-        self.slots.append(self._next(of, Kind.B))
-
-    def input(self, of: PipeStage) -> None:
-        """Add the next input gradient of a stage; its weight gradient waits."""
-        action = self._next(of, Kind.I)
+    def add(self, kind: Kind, of: PipeStage) -> None:
+        """Add the next forward, backward or input gradient of a stage; the weight gradient of the last one waits."""
+        action = self._next(of, kind)
         self.slots.append(action)
-        self.waiting.append(action)
+        if kind is Kind.I:
+            self.waiting.append(action)
 
     def weight(self, of: PipeStage | None = None) -> None:
         """Add the oldest waiting weight gradient, of one stage or of any, if there is one."""
@@ -144,29 +137,29 @@ class DualPipeV(Schedule):
 def _eight_steps(row: RankBuilder, half: int, depth: int, main: int, zero: PipeStage, one: PipeStage) -> list[Slot]:
     outer, inner = half - depth - 1, depth + 1
     for _ in range(2 * outer):
-        row.forward(zero)
+        row.add(Kind.F, zero)
     for _ in range(inner):
-        row.forward(zero)
-        row.forward(one)
+        row.add(Kind.F, zero)
+        row.add(Kind.F, one)
     for _ in range(outer):
-        row.input(one)
+        row.add(Kind.I, one)
         row.weight()
-        row.forward(one)
+        row.add(Kind.F, one)
     for turn in range(main):
         if turn == 0 and outer == 0:
-            row.forward(zero)
-            row.backward(one)
+            row.add(Kind.F, zero)
+            row.add(Kind.B, one)
         else:
             row.pair(zero, one)
         row.pair(one, zero)
     for _ in range(outer):
-        row.backward(one)
+        row.add(Kind.B, one)
         row.pair(one, zero)
     for turn in range(2 * inner):  # one, zero, one, …: in the second half W waits
-        (row.backward if turn < inner else row.input)(zero if turn % 2 else one)
+        row.add(Kind.B if turn < inner else Kind.I, zero if turn % 2 else one)
     for _ in range(outer):
         row.weight()
-        row.input(zero)
+        row.add(Kind.I, zero)
     for _ in range(inner):
         row.weight()
     return row.slots
@@ -201,28 +194,28 @@ def _v_row(rank: int, ranks: int, microbatches: int) -> list[Slot]:
     row = RankBuilder()
 
     def whole(place: tuple[int, int]) -> None:
-        row.input(place)
+        row.add(Kind.I, place)
         row.weight(place)
 
     for _ in range(2 * (ranks - rank) - 1):
-        row.forward(down)
+        row.add(Kind.F, down)
     for _ in range(rank):
-        row.forward(up)
-        row.forward(down)
+        row.add(Kind.F, up)
+        row.add(Kind.F, down)
     for _ in range(ranks - rank):
-        row.forward(up)
+        row.add(Kind.F, up)
         whole(up)
     for microbatch in range(ranks, total):  # of the forward on the way up
         if microbatch + ranks - rank - 1 < total:
-            row.forward(down)
+            row.add(Kind.F, down)
         whole(down)
-        row.forward(up)
+        row.add(Kind.F, up)
         whole(up)
     for _ in range(rank):
-        row.input(down)
-        row.input(up)
+        row.add(Kind.I, down)
+        row.add(Kind.I, up)
     for _ in range(ranks - rank):
-        row.input(down)
+        row.add(Kind.I, down)
         row.weight(down)
     for place in (up, down):
         while any((action.pipe, action.stage) == place for action in row.waiting):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from overlap1f1b.cli.plan.command import parse
-from overlap1f1b.simulation import Candidate
+from overlap1f1b.simulation.search import Candidate
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from overlap1f1b.engine import DeviceOptions, Engine
-from overlap1f1b.engine.play.device import Watch, watch_of
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import ThreadStream
@@ -213,8 +213,8 @@ def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> No
 class Silent:
     """A writer of ranges that writes nothing."""
 
-    def nested(self, name: str) -> AbstractContextManager[None]:
+    def range(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def start(self, name: str) -> None: ...
-    def end(self, handle: None) -> None: ...
+    def range_start(self, name: str) -> None: ...
+    def range_end(self, handle: None) -> None: ...

@@ -33,7 +33,7 @@ class Log:
         self.depth = 0
 
     @contextmanager
-    def nested(self, name: str) -> Iterator[None]:
+    def range(self, name: str) -> Iterator[None]:
         assert threading.get_ident() == self.thread
         self.told.append(("nested", name))
         self.depth += 1
@@ -43,11 +43,11 @@ class Log:
             assert threading.get_ident() == self.thread
             self.depth -= 1
 
-    def start(self, name: str) -> str:
+    def range_start(self, name: str) -> str:
         (self.told if threading.get_ident() == self.thread else self.others).append(("start", name))
         return name
 
-    def end(self, handle: str) -> None:
+    def range_end(self, handle: str) -> None:
         (self.told if threading.get_ident() == self.thread else self.others).append(("end", handle))
 
     @property
