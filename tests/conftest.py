@@ -5,16 +5,27 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: ranks and tests share the processors
 
+from tests.plan.tries import few_tries
 from tests.ranks import Ranks
 
 COSTLY = {"kept", "alone", "megatron", "tmp_path_factory"}
 """Fixtures of tests that take processes of their own."""
+
+FEW: dict[str, tuple[float, ...]] = {
+    "engine": (),
+    "integrations": (),
+    "plan": (0.0, 0.4),
+    "simulation": (),
+    "transport": (),
+}
+"""Folders whose plans are compiled with few tries, and with which: what is said of them holds for every plan."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -33,6 +44,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def _few_tries(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans have few tries in some folders, unless a test asks for all of them."""
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    with few_tries(*FEW[folder]) if folder in FEW else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,7 @@ def test_auto_ep(ranks2: Ranks) -> None:
     assert ranks2.run(_compare, ("pairs", 3)) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_auto_ep_on_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, (3,)) == [[], [], [], []]
 

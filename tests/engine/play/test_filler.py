@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import NodeCosts, build_schedule
-from overlap1f1b.engine.play.filler import Filler
-from overlap1f1b.plan import Node, Op, Resource
+from overlap1f1b.plan import Resource
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
@@ -18,27 +15,6 @@ from tests.engine.test_engine import Delayed
 from tests.engines import make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks
-
-
-def test_what_is_ready_is_played_in_order_until_the_flight_is_there() -> None:
-    weights = [Node(Op.EXPERTS, Kind.W, microbatch, 0) for microbatch in range(4)]
-    backwards = [node._replace(kind=Kind.I) for node in weights]
-    nodes = [weights[0], backwards[1], weights[1], backwards[2], weights[2], backwards[3], weights[3]]
-    played: list[int] = []
-    filler = Filler(nodes, lambda node: node.microbatch < 3, played.append)
-    looks = iter([False, True])
-    once: Any = type("Once", (), {"arrived": property(lambda _: next(looks))})()
-    there: Any = SimpleNamespace(arrived=True)
-    never: Any = SimpleNamespace(arrived=False)
-    filler.fill([there], 1)
-    assert played == []
-    filler.fill([there, once], 1)
-    assert played == [2]
-    filler.fill([never], 1)  # the last one's backward has not been played
-    assert played == [2, 4]
-    assert filler.taken == {2, 4}
-    filler.fill([never], 5)
-    assert played == [2, 4]
 
 
 class Slow(Delayed):

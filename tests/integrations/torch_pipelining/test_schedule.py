@@ -190,44 +190,6 @@ def test_options_of_a_step(rank: int, size: int) -> list[str]:
     return [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
 
 
-class Two(nn.Module):
-    """Passes two tensors on; every second stage uses the second one."""
-
-    def __init__(self, part: nn.Module, stage: int) -> None:
-        super().__init__()
-        self.part, self.stage = part, stage
-
-    def forward(self, x: Tensor, beside: Tensor) -> Any:
-        x = self.part(x if self.stage % 2 else x + beside.to(x.dtype))
-        if self.stage == 3:
-            return x * beside.mean()
-        return x, beside.expand(*x.shape).clone() if self.stage == 0 else beside * x
-
-
-@SINCE_2_13
-@over(4)
-def test_two_tensors_cross_a_boundary(rank: int, size: int) -> list[str]:
-    mesh, group = mesh_of(size, 2)
-    parts = [Two(part, stage) for stage, part in enumerate(cut(models.build(group, layers=LAYERS)))]
-    parts[0].part = nn.Sequential(nn.Linear(models.H, models.H), *list(parts[0].part)[1:])
-    stages = stages_of(mesh, list(parts))
-    schedule = ScheduleDualPipeV(stages, 5, models.loss_fn)
-    x = torch.randn(10, 7, models.H, generator=torch.Generator().manual_seed(rank % 2))
-    steps = []
-    for played in (schedule, overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))):
-        for stage in stages:
-            stage.submod.zero_grad()
-        losses: list[Tensor] = []
-        played.step(
-            *((x, torch.ones(10, 1, 1)) if mesh.get_local_rank("pp") == 0 else ()),
-            target=models.batch(5, seed=rank % 2)[1] if mesh.get_local_rank("pp") == 0 else None,
-            losses=losses,
-        )
-        steps.append({f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()})
-        steps[-1] |= {str(i): loss.detach() for i, loss in enumerate(losses)}
-    return models.equal(*steps)
-
-
 @pytest.mark.parametrize("name", ["ScheduleDualPipeV", "ScheduleInterleaved1F1B"])
 @over(4, gives=True)
 def test_eval_between_steps(rank: int, size: int, name: str) -> bool:
@@ -252,54 +214,17 @@ def test_eval_between_steps(rank: int, size: int, name: str) -> bool:
     return same and (torch.equal(output, expected) if last else output is None)
 
 
-def against_plain(
-    rank: int, mesh: DeviceMesh, model: nn.Sequential, placement: tuple[tuple[int, ...], ...] = V
-) -> list[str]:
-    """Return the differences from plain autograd, where torch's own runtime fails or adds in another order."""
-    stages = stages_of(mesh, cut(model), placement)
-    kind = ScheduleDualPipeV if placement is V else torch_schedules.ScheduleLoopedBFS
-    data = models.batch(4)
-    losses, _ = models.plain_gradients(model, *data, 4)
-    expected = {f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()}
-    step = Step(overlapped(kind(stages, 4, models.loss_fn), mesh=mesh), stages, data)
-    different = [n for n in expected if not torch.allclose(step.gradients[n], expected[n], rtol=1e-5, atol=1e-7)]
-    return different + ([] if step.losses in ([], losses) else ["losses"])
-
-
 @over(2)
 def test_looped_bfs(rank: int, size: int) -> list[str]:
-    """torch adds the gradients of the last microbatch first, the engine in the order of microbatches."""
-    return against_plain(rank, mesh_of(size, 1)[0], models.build(layers=LAYERS), LOOP)
-
-
-@SINCE_2_13
-@over(2)
-def test_frozen_stages(rank: int, size: int) -> list[str]:
-    """No parameter of the first stage is trained, and one block of the last is not.
-
-    torch's own runtime computes no weight gradients after the BACKWARD_INPUT of a stage whose input requires none.
-    """
-    mesh, _ = mesh_of(size, 1)
-    model = models.build(layers=LAYERS)
-    model[:2].requires_grad_(False)
-    model[5].requires_grad_(False)
-    return against_plain(rank, mesh, model)
-
-
-class Expanding(nn.Module):
-    """Its input's gradient has stride 0."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum() * torch.ones(2, 7, models.H) / x.numel()
-
-
-@over(2)
-def test_a_gradient_of_stride_0_is_sent(rank: int, size: int) -> list[str]:
-    """Send a gradient of stride 0 between stages; torch's own runtime passes it to gloo, which refuses it."""
-    mesh, _ = mesh_of(size, 1)
-    model = models.build(layers=LAYERS)
-    model[2] = nn.Sequential(Expanding(), model[2])
-    return against_plain(rank, mesh, model)
+    """torch adds the gradients of the last microbatch first, the engine and a plain loop in their order."""
+    mesh, model, data = mesh_of(size, 1)[0], models.build(layers=LAYERS), models.batch(4)
+    stages = stages_of(mesh, cut(model), LOOP)
+    losses, _ = models.plain_gradients(model, *data, 4)
+    expected = {f"{s.stage_index}.{n}": g for s in stages for n, g in models.gradients(s.submod).items()}
+    ours = overlapped(torch_schedules.ScheduleLoopedBFS(stages, 4, models.loss_fn), mesh=mesh)
+    step = Step(ours, stages, data)
+    different = [n for n in expected if not torch.allclose(step.gradients[n], expected[n], rtol=1e-5, atol=1e-7)]
+    return different + ([] if step.losses in ([], losses) else ["losses"])
 
 
 def _compared(rank: int, size: int) -> str:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
+import peft
 import transformers
 from transformers import AutoModelForCausalLM
 
@@ -82,7 +84,6 @@ def parametrized(model: Any) -> Any:
 
 
 def peft_linear(model: Any, **options: Any) -> Any:
-    peft = pytest.importorskip("peft")
     return peft.get_peft_model(
         model, peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1], **options)
     )
@@ -127,7 +128,6 @@ def test_all_ranks_refuse_to_save(ranks2: Ranks, tmp_path: Path) -> None:
 
 
 def test_a_merged_model_is_saved(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     model = peft_linear(tiny.build("mixtral")).merge_and_unload()
     assert adapter_in(model) is None
     split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path)
@@ -153,8 +153,6 @@ def test_adapters_that_change_the_call_of_experts_are_refused(ranks2: Ranks, kin
 
 
 def _peft_message(rank: int, size: int, method: str) -> str:
-    import peft
-
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     config = {
         "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
@@ -179,7 +177,6 @@ METHODS = {
 
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_of_peft_that_cannot_be_honoured(ranks2: Ranks, method: str) -> None:
-    pytest.importorskip("peft")
     assert all(METHODS[method] in text for text in ranks2.run(_peft_message, method))
 
 
@@ -200,8 +197,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 def adapted(name: str, targets: str, layers: int = 4) -> Any:
     """Return PEFT's model with factors that are not zero, the same every time."""
-    import peft
-
     model = tiny.build(name, num_hidden_layers=layers, tie_word_embeddings=targets == "tokens")
     torch.manual_seed(11)
     options = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "task_type": "CAUSAL_LM", **TARGETS[targets]}
@@ -257,7 +252,6 @@ def _gradients(
 
 @pytest.mark.parametrize("targets", TARGETS)
 def test_gradients_are_those_of_peft(ranks4: Ranks, targets: str) -> None:
-    pytest.importorskip("peft")
     summed, expected = set(), of_peft("mixtral", targets, 2)
     found = ranks4.run(_gradients, "mixtral", targets, 2, "1f1b", None, {}, expected, timeout=120)
     for worst, wrong, nodes in found:
@@ -286,7 +280,6 @@ SUMMED: dict[str, set[tuple[int, int]]] = {"experts": set(), "last": {(1, 1)}}
 def test_models_ranks_and_options(
     ranks4: Ranks, name: str, pp: int, schedule: str, grouped: bool | None, options: dict[str, Any]
 ) -> None:
-    pytest.importorskip("peft")
     expected = of_peft(name, "everything", 4 // pp)
     found = ranks4.run(_gradients, name, "everything", pp, schedule, grouped, options, expected, timeout=120)
     assert max(worst for worst, _, _ in found) <= 1e-5
@@ -311,7 +304,6 @@ def _exported(rank: int, size: int, folder: Path) -> list[str]:
 
 
 def test_an_export_has_the_factors_as_peft_has_them(ranks2: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     assert ranks2.run(_exported, tmp_path, timeout=60) == [[], []]
 
 
@@ -330,7 +322,6 @@ def _saved(rank: int, size: int, targets: str, folder: Path) -> bool:
 
 @pytest.mark.parametrize("targets", ["everything", "dora", "ends", "tokens"])
 def test_peft_opens_what_was_saved(ranks4: Ranks, tmp_path: Path, targets: str) -> None:
-    peft = pytest.importorskip("peft")
     model = adapted("mixtral", targets)
     model.save_pretrained(tmp_path / "own")
     assert ranks4.run(_saved, targets, tmp_path / "ours") == [True] * 4
@@ -348,8 +339,6 @@ def test_peft_opens_what_was_saved(ranks4: Ranks, tmp_path: Path, targets: str) 
 
 def _tied(**options: Any) -> Any:
     """Return PEFT's model whose adapter of the embedding is the head's, too."""
-    import peft
-
     torch.manual_seed(11)
     options = {"r": 2, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
     config = peft.LoraConfig(ensure_weight_tying=True, **options)
@@ -367,7 +356,6 @@ TIED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", TIED)
 def test_tied_adapters_are_saved(kind: str, tmp_path: Path) -> None:
     """PEFT writes a tied tensor under both names, and asks for both."""
-    pytest.importorskip("peft")
     model = _tied(**TIED[kind])
     model.save_pretrained(tmp_path / "own")
     split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path / "ours")
@@ -378,7 +366,6 @@ def test_tied_adapters_are_saved(kind: str, tmp_path: Path) -> None:
 
 def test_adapters_with_one_memory_in_two_stages_are_refused() -> None:
     """PEFT ties LoRA's factors as a tensor and its transpose: over two stages they went apart."""
-    pytest.importorskip("peft")
     with pytest.raises(ValueError, match="allowed") as caught:
         split_model(_tied(**TIED["factors"]), build_schedule("1f1b", ranks=2, microbatches=2))
     assert str(caught.value).endswith(
@@ -388,7 +375,6 @@ def test_adapters_with_one_memory_in_two_stages_are_refused() -> None:
 
 
 def test_an_adapter_of_other_targets_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     adapted("mixtral", "last").save_pretrained(tmp_path)
     stages = split_model(adapted("mixtral", "everything"), build_schedule("sequential", microbatches=1))
     with pytest.raises(ValueError, match=r"has nothing for .*; allowed: an adapter of the same targets"):
@@ -396,7 +382,6 @@ def test_an_adapter_of_other_targets_is_refused(tmp_path: Path) -> None:
 
 
 def test_adapters_that_transformers_has_added_are_saved(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
     model = tiny.build("mixtral")
     try:
         model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
@@ -414,8 +399,6 @@ def test_adapters_that_transformers_has_added_are_saved(tmp_path: Path) -> None:
 
 def on_meta(name: str, targets: str, layers: int = 4, **options: Any) -> Any:
     """Return PEFT's model without memory, as :func:`adapted` without its values."""
-    import peft
-
     with torch.device("meta"):
         model = tiny.build(name, num_hidden_layers=layers)
     options = {"r": 3, "lora_alpha": 5, "task_type": "CAUSAL_LM", **TARGETS[targets], **options}
@@ -429,8 +412,6 @@ def _read(rank: int, size: int, name: str, targets: str, folder: Path) -> list[s
     wanted = split_model(adapted(name, targets), program, mesh).state_dict()
     model = on_meta(name, targets)
     if targets == "ends":  # PEFT reads some of the adapter, and leaves the rest on the meta device
-        import peft
-
         options = {"is_trainable": True, "low_cpu_mem_usage": True}
         model = peft.PeftModel.from_pretrained(model.unload(), folder / "adapter", **options)
         assert {p.is_meta for p in model.parameters()} == {True, False}
@@ -453,7 +434,6 @@ def _read(rank: int, size: int, name: str, targets: str, folder: Path) -> list[s
 def test_a_base_and_an_adapter_are_read_from_their_folders(
     ranks4: Ranks, name: str, targets: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("peft")
     tiny.build(name).save_pretrained(tmp_path / "base")
     adapted(name, targets).save_pretrained(tmp_path / "adapter")
     assert ranks4.run(_read, name, targets, tmp_path) == [[]] * 4
@@ -474,7 +454,6 @@ def _begun(rank: int, size: int, targets: str, folder: Path, seed: int, start: A
 @pytest.mark.parametrize(("targets", "start"), [("everything", "gaussian"), ("ends", True)])
 def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, start: Any, tmp_path: Path) -> None:
     """As PEFT begins them: the first factors are drawn, the second ones are zero."""
-    peft = pytest.importorskip("peft")
     model = tiny.build("mixtral")
     model.save_pretrained(tmp_path)
     own = peft.get_peft_model(model, on_meta("mixtral", targets, init_lora_weights=start).peft_config["default"])
@@ -500,7 +479,6 @@ def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, sta
 
 @pytest.mark.parametrize("targets", ["everything", "tokens"])
 def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, targets: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
 
     def spec(name: str, **more: Any) -> loops.Spec:
         init = {"model_init": partial(adapted, "mixtral", targets, 2)}
@@ -526,8 +504,11 @@ def _ends(build: Callable[..., Any]) -> Any:
     return model
 
 
+def _new(targets: str) -> Any:
+    return on_meta("mixtral", targets, 2)
+
+
 def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     _ends(adapted).save_pretrained(tmp_path / "adapter")
     spec = loops.Spec(
@@ -543,7 +524,6 @@ def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) 
 
 def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path: Path) -> None:
     """With the losses of one rank; what PEFT would compute from the base is refused."""
-    pytest.importorskip("peft")
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     layout = OverlapArguments(pretrained=str(tmp_path / "base"))
     spec = loops.Spec(
@@ -551,14 +531,14 @@ def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path:
         model=None,
         rows=48,
         steps=2,
-        trainer={"model_init": partial(on_meta, "mixtral", "everything", 2)},
+        trainer={"model_init": partial(_new, "everything")},
         layout=layout,
     )
     expected = loops.history(loops.alone(replace(spec, accumulation=8)))
     for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
         loops.close(loops.shown(lines), expected)
     with pytest.raises(ValueError, match=r"lora_magnitude.* has no values .*; allowed: adapter= a folder") as caught:
-        replace(spec, trainer={"model_init": partial(on_meta, "mixtral", "dora", 2)}).build()
+        replace(spec, trainer={"model_init": partial(_new, "dora")}).build()
     assert "\n" not in str(caught.value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import transformers
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
-from overlap1f1b.integrations.transformers.ahead import Ahead
 from tests.integrations.transformers.loops import Sentences, Spec, Stream, launched
 from tests.ranks import Ranks
 
@@ -175,40 +173,3 @@ def test_batches_that_a_subclass_changes(tmp_path: Path) -> None:
     unchanged = evaluated(0, 1, replace(spec, kind=transformers.Trainer))
     assert expected[0][0]["eval_loss"] != pytest.approx(unchanged[0][0]["eval_loss"], rel=1e-3)
     same(evaluated(0, 1, replace(spec, kind=OverlapMasked)), expected, 7)
-
-
-class Loader:
-    """Batches of a dataloader of accelerate, which says when it is at the last."""
-
-    end_of_dataloader = False
-    dataset = "rows"
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[dict[str, int]]:
-        self.end_of_dataloader = False
-        for number in range(self.count):
-            self.end_of_dataloader = number == self.count - 1
-            yield {"number": number}
-        self.count = -1
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 4, 7, 8])
-def test_reading_ahead(count: int) -> None:
-    loader = Loader(count)
-    ahead = Ahead(loader, 4)
-    assert (len(ahead), ahead.dataset) == (count, "rows")
-    seen = []
-    for batch in ahead:
-        assert loader.count == count  # not ended before the last batch was seen
-        number = ahead.number(batch)
-        assert ahead.number(dict(batch)) is None
-        changed, batch["number"] = batch["number"], -1
-        assert ahead.number(batch) is None
-        batch["number"] = changed
-        seen.append((batch["number"], number, len(ahead.batches), loader.end_of_dataloader))
-    assert seen == [(n, n % 4, min(4, count - n // 4 * 4), n == count - 1) for n in range(count)]

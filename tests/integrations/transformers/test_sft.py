@@ -17,7 +17,6 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import SHOWN, launched, same_weights, weights
@@ -222,18 +221,15 @@ class OverlapDPOTrainer(Overlapped, DPOTrainer):
     pass
 
 
-def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
-    """Train by preferences; return the log, or the message of what was refused."""
+def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None) -> Any:
+    """Train by preferences; return the log."""
     with launched(rank, size):
-        trainer = of_preferences(folder, layout, lora)
-        try:
-            trainer.train()
-        except (ValueError, LostRankError) as error:
-            return str(error)
+        trainer = of_preferences(folder, layout)
+        trainer.train()
         return list(trainer.state.log_history)
 
 
-def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) -> Any:
+def of_preferences(folder: Path, layout: OverlapArguments | None) -> Any:
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(5)
@@ -249,13 +245,8 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
         **COMMON,
         router_aux_loss_coef=0.0,
     )
-    more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
-    if lora:
-        import peft
-
-        more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    else:
-        more["ref_model"] = tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)
+    more: dict[str, Any] = {"ref_model": tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)}
+    more |= {} if layout is None else {"overlap_args": layout}
     kind = DPOTrainer if layout is None else OverlapDPOTrainer
     model = tiny.build("qwen3_moe", num_hidden_layers=2)
     return kind(model, args=args, processing_class=words(), train_dataset=data, **more)
@@ -264,18 +255,9 @@ def of_preferences(folder: Path, layout: OverlapArguments | None, lora: bool) ->
 @pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
 def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
     """A reference model of its own runs whole on each rank."""
-    expected = preferring(0, 1, tmp_path, None, False)
-    for found in ranks2.run(preferring, tmp_path, layout, False):
+    expected = preferring(0, 1, tmp_path, None)
+    for found in ranks2.run(preferring, tmp_path, layout):
         same(found, expected, SHOWN)
-
-
-@pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
-def test_preferences_without_a_reference_model(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
-    """With adapters the reference would be the trainer's own model, of which a rank has a part."""
-    pytest.importorskip("peft")
-    for found in ranks2.run(preferring, tmp_path, layout, True):
-        assert "OverlapDPOTrainer calls its own model in a loss, of which a rank has a part; allowed: " in found
-        assert "\n" not in found
 
 
 class OverlapKTOTrainer(Overlapped, KTOTrainer):

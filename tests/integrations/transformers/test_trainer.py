@@ -211,16 +211,6 @@ def weights_are_written_once(folder: Path) -> None:
     assert {path.name for path in step.glob("state-*")} == {"state-scheduler.pt"}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
-def test_other_optimizers_go_on(ranks2: Ranks, optimizer: str, tmp_path: Path) -> None:
-    """SGD has no state: only the learning rates are stored."""
-    arguments = {"save_strategy": "steps", "save_steps": 2, "optim": optimizer}
-    spec = Spec(tmp_path, arguments=arguments, layout=OverlapArguments(pp=2))
-    unbroken = shown(ranks2.run(train, spec)[0])
-    again = replace(spec, seed=4, resume=str(tmp_path / "checkpoint-2"))
-    assert shown(ranks2.run(train, again)[0]) == unbroken
-
-
 def test_callbacks_that_stop_and_checkpoints_that_stay(ranks4: Ranks, tmp_path: Path) -> None:
     """Patience goes on where it was, on one rank in place of four; the best checkpoint and the last one stay."""
     arguments = {**EVALUATES, "save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
