@@ -304,10 +304,10 @@ class _RankCheck:
     def _check_neighbour(self, action: Action, position: int) -> None:
         """Check the microbatch's neighbouring stage if this rank holds it too."""
         forward = action.kind is Kind.F
-        before = action._replace(stage=action.stage + (-1 if forward else 1))
-        seen = self.seen.get((action.pipe, before.stage))
+        stage = action.stage + (-1 if forward else 1)
+        seen = self.seen.get((action.pipe, stage))
         if seen is not None and not seen[action.microbatch] & (1 if forward else 6):
-            self._refuse(position, f"{action} comes before {before}, which it needs")
+            self._refuse(position, f"{action} comes before {action._replace(stage=stage)}, which it needs")
 
     def _refuse_place(self, action: Action, position: int) -> NoReturn:
         pipes = self.program.placement.pipes
