@@ -17,6 +17,7 @@ import pytest
 from overlap1f1b.running.launch import NOT_JOINED
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.workload import model_config
+from overlap1f1b.schedule import SCHEDULES
 from tests.cli.inside import Verb
 from tests.running.run import COMMAND, Run, refused
 from tests.running.train.test_display import scalars
@@ -224,7 +225,7 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
     [
         ("--microbatches 0", "--microbatches 0; allowed: 1 or more"),
         ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple of 4"),
-        ("--schedule zigzag", "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b, "),
+        ("--schedule zigzag", f"unknown schedule 'zigzag'; allowed: {', '.join(SCHEDULES)}, auto"),
         ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),
         ("--overflow rerun", "--overflow rerun alone; allowed: with --capacity"),
         ("--eval-every 0", "--eval-every 0; allowed: 1 or more"),
