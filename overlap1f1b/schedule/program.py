@@ -122,7 +122,7 @@ class Program:
         Time is linear in the number of actions.
 
         >>> from overlap1f1b.schedule.generators.plain import Sequential
-        >>> slots = Sequential().program(2).ranks[0]
+        >>> slots = Sequential().program(2, ranks=1).ranks[0]
         >>> Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)).check()
         Traceback (most recent call last):
         ValueError: program 'mine', rank 0, position 0: 0B0 comes before 0F0, which it needs
