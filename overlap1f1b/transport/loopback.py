@@ -144,8 +144,8 @@ class LoopbackExchange(Exchange):
                 _arrive(slot, arriving)
 
         left = self.out.run(leave, after=after)
-        place.free = self.back.run(arrive, after=())
-        return left, place.free
+        place.free = back = self.back.run(arrive, after=())
+        return left, back
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         source = counts.view(1, -1)
