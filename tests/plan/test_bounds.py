@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, StageShape, bound, compile
-from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule, schedule_of
 from tests.plan.cases import DENSE, MOE, costs_of, programs, shapes
 
-CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
 
 
@@ -23,9 +22,9 @@ def pipelines(draw: st.DrawFn) -> Program:
     ranks = draw(st.sampled_from([1, 2, 3]) if name != "dualpipe" else st.just(2))
     microbatches = 2 * ranks + draw(st.sampled_from([0, 2]))
     options: dict[str, Any] = {"forward_only": draw(st.integers(0, 4)) == 0}
-    if name in CHUNKED:
+    if schedule_of(name).takes("chunks"):
         options["chunks"] = draw(st.integers(1, 2))
-    if name in ("1f1b", "interleaved_1f1b", "combined_1f1b"):
+    if schedule_of(name).takes("extra_warmup"):
         options["extra_warmup"] = draw(st.integers(0, 2))
     return build_schedule(name, ranks=ranks, microbatches=microbatches, **options)
 

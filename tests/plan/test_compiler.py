@@ -24,14 +24,14 @@ from overlap1f1b.plan import (
     with_rendezvous,
 )
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
-from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule
+from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
 from tests.plan.cases import DENSE, MOE
 from tests.plan.rules import broken_rules, finishes
 from tests.plan.tries import all_tries, few_tries
 
-CHUNKED = ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1")
+CHUNKED = [name for name in SCHEDULES if schedule_of(name).takes("chunks")]
 
 
 def every_program(ranks: int, microbatches: int) -> list[Program]:
@@ -308,7 +308,7 @@ def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) ->
         check(plan)
         check_rendezvous(plan)
     ends = [simulate(plan, costs(0.1), counts_block=True).makespan for plan in met]
-    free = simulate(met[0], costs(0.0), counts_block=True).makespan
+    free = min(simulate(plan, costs(0.0), counts_block=True).makespan for plan in met)  # list scheduling is greedy
     return ends[0] / free - 1, ends[1] / free - 1
 
 
@@ -325,7 +325,7 @@ def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) ->
 )
 def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
     unaware, aware = losses(ranks, layers, microbatches, k, counts)
-    assert aware <= 0.01
+    assert 0 <= aware <= 0.01
     assert aware <= unaware + 0.001
     if (ranks, k, counts) == (1, 3, 0.0):
         assert unaware > 0.02  # the host waits for counts with nothing queued

@@ -168,7 +168,7 @@ def config_of(
         dataloader=data(),
         validator=Validator.Config(enable=validates, freq=1, steps=1, dataloader=data(first=1000)),
         metrics=MetricsProcessor.Config(log_freq=1),
-        optimizer=default_adamw(lr=1e-3, eps=1e-6),  # a smaller one enlarges the last bits of small gradients
+        optimizer=default_adamw(lr=1e-3, eps=1e-5),  # a smaller one enlarges the last bits of small gradients
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(
             local_batch_size=batch,
