@@ -283,7 +283,9 @@ class Bench:
                 samples[key].seconds.append(seconds)
                 if isinstance(result, StepResult):
                     samples[key].exposed.append(slowest(result.overlap.exposed, self.rank))
-                    samples[key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
+                    if slowest(result.overlap.exchange, self.rank):
+                        least = result.overlap.hidden_fraction if result.overlap.exchange else 1.0
+                        samples[key].hidden.append(-slowest(-least, self.rank))
             busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
         share = slowest(busy / lasted, self.rank) * local / cores()
