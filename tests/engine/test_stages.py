@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, Microbatch, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
@@ -78,7 +78,7 @@ def test_groups_of_the_same_ranks_are_taken(rank: int, size: int) -> list[str]:
     stage = Stage(models.build(apart), build_exchange(apart))
     previous = None
     for index, (x, y) in enumerate(zip(data[0].chunk(2), data[1].chunk(2), strict=True)):
-        current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, loss_scale=0.25)
+        current = Microbatch(stage, x, y, index=index, loss_fn=models.loss_fn, loss_grad=0.25)
         combined_forward_backward_step(current, previous)
         previous = current
     combined_forward_backward_step(None, previous)

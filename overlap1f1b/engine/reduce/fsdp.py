@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Transfer
@@ -341,7 +341,7 @@ class ShardedReducer(Reduction):
     def __init__(
         self,
         sharding: Sharding,
-        stages: Mapping[int, Blocks],
+        stages: Mapping[int, Stage],
         lane: Lane,
         *,
         ranks: Sequence[int],

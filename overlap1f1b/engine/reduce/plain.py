@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Transfer
@@ -33,7 +33,7 @@ class Reducer(Reduction):
 
     def __init__(
         self,
-        stages: Mapping[int, Blocks],
+        stages: Mapping[int, Stage],
         dense: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None,
         lane: Lane,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.engine import Engine, Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -109,7 +109,7 @@ def test_weight_gradients_wait_for_their_own_node() -> None:
     x, y = models.batch(1)
     model = in_place(models.build(layers=1), "aot_eager")
     stage = Stage(model)
-    microbatch = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    microbatch = Microbatch(stage, x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(microbatch, None)
     combined_forward_backward_step(None, microbatch, split=True)
     assert model[1].mix.weight.grad is None

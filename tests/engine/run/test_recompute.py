@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from overlap1f1b.engine import Stage, combined_forward_backward_step
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
@@ -102,28 +101,6 @@ def test_hooks_fire_once_a_microbatch() -> None:
     step(model, build_schedule("combined_1f1b", microbatches=3), 3, models.batch(3), recompute="block", verify=False)
     assert len(Hooked.grads) == 2 * 3  # blocks and microbatches
     assert {name: fired.count(name) for name in fired} == {name: 3 for name, _ in model.named_parameters()}
-
-
-def test_random_numbers_of_the_thread_are_drawn_again() -> None:
-    """Without a stream of its own a microbatch takes what comes, with others' draws in between."""
-
-    def found(mode: Recompute) -> tuple[dict[str, Tensor], Tensor]:
-        model, data = models.build(dropout=0.4), models.batch(3)
-        stage = Stage(model, recompute=mode)
-        torch.manual_seed(4)
-        previous = None
-        for index, (x, y) in enumerate(zip(data[0].chunk(3), data[1].chunk(3), strict=True)):
-            current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, seed=None)
-            combined_forward_backward_step(current, previous, overlap="serial")
-            previous = current
-        combined_forward_backward_step(None, previous)
-        return models.gradients(model), torch.get_rng_state()
-
-    expected, state = found("none")
-    for mode in MODES:
-        again, after = found(mode)
-        assert not models.equal(again, expected), mode
-        assert torch.equal(after, state), mode
 
 
 class Inner(nn.Module):
