@@ -51,7 +51,7 @@ def structure(stages: Mapping[int, Stage]) -> Facts:
     for number, stage in stages.items():
         facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
         for name, shape in zip(stage.names, stage.shape, strict=True):
-            facts[f"the number of experts' calls in {name} of stage {number}"] = shape.seams
+            facts[f"the number of experts' calls in {name} of stage {number}"] = shape.expert_calls
             facts[f"whether {name} of stage {number} has layers with weight gradients apart"] = shape.split
             facts[f"whether experts of {name} of stage {number} are trained"] = shape.experts_split
     return facts

@@ -132,7 +132,7 @@ class Engine:
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
+            dense, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
@@ -140,7 +140,7 @@ class Engine:
                 self.mesh,
                 self.exchange,
                 options.weights,
-                reduce_own=own is not None,
+                reduce_dense=dense is not None,
                 reduce_experts=experts is not None,
                 recompute=options.recompute,
                 parts=options.numbers_of_parts[0],
@@ -165,13 +165,13 @@ class Engine:
                 ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
-            self._lanes = [
-                Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
-                Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
-            ]
+            self._reduce_lane = Lane(
+                "reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort
+            )
+            self._shard_lane = Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort)
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
-            self.reductions = self._new_reductions(own, experts)
+            self.reductions = self._new_reductions(dense, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, what decides about its plans, and their comparison with a plain loop.
@@ -211,14 +211,14 @@ class Engine:
                 self.sharding.ahead = None
             ranks, copies = (self.mesh.ranks(pp=self._replicas, over=over) for over in (DATA, self.mesh.expert_copies))
             with self.sharding.gathered():
-                sharded = ShardedReducer(self.sharding, self.stages, self._lanes[1], ranks=ranks, expert_ranks=copies)
+                sharded = ShardedReducer(self.sharding, self.stages, self._shard_lane, ranks=ranks, expert_ranks=copies)
         tensors = TensorGradients(self.stages, self.mesh, sharded)
         apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
-        own = Reducer(self.stages, dense, experts, self._lanes[0], apart=apart)
+        plain = Reducer(self.stages, dense, experts, self._reduce_lane, apart=apart)
         # Tied parameters are the first to be set aside, so they are summed last; tensor groups sum before other ranks.
         found: list[Reduction] = [one for one in (self._tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
-        return found + ([own] if own.reduces else [])
+        return found + ([plain] if plain.reduces else [])
 
     def step(
         self,
@@ -565,7 +565,7 @@ class Engine:
     @property
     def lanes(self) -> list[Lane]:
         """All lanes on which this rank's transfers and sums travel."""
-        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
+        return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
 
     def __enter__(self) -> Engine:
         return self

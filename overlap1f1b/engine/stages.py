@@ -92,7 +92,7 @@ def stages_of(
     exchange: Exchange,
     weights: Sequence[float] | None,
     *,
-    reduce_own: bool,
+    reduce_dense: bool,
     reduce_experts: bool,
     recompute: Recompute = "none",
     parts: int = 1,
@@ -130,9 +130,9 @@ def stages_of(
         if isinstance(model, nn.Module) and placement.ranks == 1:
             tops = [model]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_own or reduce_experts)
+    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
     options: dict[str, Any] = {
-        "reduce_own": reduce_own, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
+        "reduce_dense": reduce_dense, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
     }  # fmt: skip
     sharding = Sharding(
         *tops,
@@ -197,7 +197,7 @@ def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) ->
 
 def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:
     """Return the mesh of this rank's tensor group: the one that DTensors of the model have; None for one rank."""
-    for parameter in (p for stage in stages for own in stage.block_parameters for p in own):
+    for parameter in (p for stage in stages for dense in stage.dense_parameters for p in dense):
         if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
             return parameter.device_mesh
     return mesh.devices["tp"] if mesh.devices is not None and mesh.group("tp") is not None else None

@@ -24,7 +24,7 @@ RECOMPUTES: list[Recompute] = ["none", "experts", "attention", "block"]
 
 
 class Balanced(models.Block):
-    """Norm, router with auxiliary losses, experts, as often as there are seams."""
+    """Norm, router with auxiliary losses, experts, ``expert_calls`` times."""
 
     def __init__(self, group: Any = None, **options: Any) -> None:
         super().__init__(group, **options)
@@ -157,7 +157,7 @@ def test_pauses_wherever_threads_meet_change_nothing(rank: int, size: int) -> li
     reference: dict[str, Tensor] = {}
     overlaps = itertools.cycle(("pairs", 2))
     for number, (recompute, overlap) in enumerate([("none", "serial"), *zip(RECOMPUTES, overlaps, strict=False)]):
-        model = models.build(group, seams=2, block=Balanced)
+        model = models.build(group, expert_calls=2, block=Balanced)
         stage = Stage(model, build_exchange(group), recompute=recompute)
         with pauses(100 * number + rank) if number else nullcontext():
             run(stage, model, 3, overlap, seed=rank)

@@ -118,6 +118,6 @@ def test_weights_that_do_not_fit_are_named() -> None:
 
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
     model = {0: [nn.ReLU()], 1: [nn.Linear(2, 2, device="meta")]}
-    none = {"reduce_own": False, "reduce_experts": False}
+    none = {"reduce_dense": False, "reduce_experts": False}
     stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), None, **none)
     assert [stage.device.type for stage in stages.values()] == ["meta", "meta"]

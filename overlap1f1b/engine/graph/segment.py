@@ -262,7 +262,7 @@ class Segment:
             entered.append(value if entry is None else entry.enter(value, anchor))
         return entered
 
-    def leave(self) -> list[int]:
+    def close(self) -> list[int]:
         """Release what entered, at the segment's end; return the storages that it has changed in place."""
         self.end = next_sequence_number()
         if not self.here:

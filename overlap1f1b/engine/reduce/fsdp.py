@@ -355,7 +355,7 @@ class ShardedReducer(Reduction):
             for block in range(len(stage.blocks)):
                 held = stage.expert_parameters_of(block)
                 experts.update(held)
-                for parameter in (*stage.block_parameters[block], *held):
+                for parameter in (*stage.dense_parameters[block], *held):
                     places.setdefault(parameter, set()).add((number, block))
         self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
         self.parameters: set[nn.Parameter] = set()

@@ -53,7 +53,8 @@ class Reducer(Reduction):
         found = {}
         for number, stage in self.stages.items():
             for block in range(len(stage.blocks)):
-                both = ((stage.own_parameters(block), self.dense), (stage.expert_parameters_of(block), self.experts))
+                dense, experts = stage.dense_parameters_of(block), stage.expert_parameters_of(block)
+                both = (dense, self.dense), (experts, self.experts)
                 found[number, block] = [
                     ([p for p in part if p not in self.apart], group) for part, group in both if group is not None
                 ]

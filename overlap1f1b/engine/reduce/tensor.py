@@ -39,7 +39,7 @@ class TensorGradients(Reduction):
         self._parameters: dict[BlockKey, list[Any]] = {}
         for number, stage in stages.items():
             for block in range(len(stage.blocks)):
-                every = (*stage.own_parameters(block), *stage.expert_parameters_of(block))
+                every = (*stage.dense_parameters_of(block), *stage.expert_parameters_of(block))
                 self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
         self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
 

@@ -181,7 +181,7 @@ class RecomputedRun(BlockRun):
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
                 )
-            self._end(self.segments[-1])
+            self._close(self.segments[-1])
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
                     _drop_graph(segment)
@@ -237,7 +237,7 @@ class RecomputedRun(BlockRun):
             if not calls:
                 break
             if self._is_part(number):  # its graph is kept, or is made by its own node
-                self._end(self.segments[-1])
+                self._close(self.segments[-1])
                 old.start, old.end = self.segments[-1].start, self.segments[-1].end  # its place among the others
                 self.segments[-1] = old
                 for call in calls:

@@ -52,7 +52,7 @@ class Stage:
     Args:
         blocks: Modules in order.
         exchange: Between the ranks that share the experts; by default nothing is exchanged.
-        reduce_own: Whether gradients of parameters outside the experts are summed over ranks.
+        reduce_dense: Whether gradients of parameters outside the experts are summed over ranks.
         reduce_experts: Whether gradients of the experts are summed over ranks.
         number: Position of the stage in the model; it tells concurrent exchanges of several stages apart.
         first: Position of the first block in the model, for messages.
@@ -78,7 +78,7 @@ class Stage:
         blocks: nn.Module | Sequence[nn.Module],
         exchange: Exchange | None = None,
         *,
-        reduce_own: bool = False,
+        reduce_dense: bool = False,
         reduce_experts: bool = False,
         number: int = 0,
         first: int = 0,
@@ -108,7 +108,7 @@ class Stage:
         self.device = device or device_of(self.blocks) or torch.device("cpu")
         self.generators = generators_of(self.device)
         self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
-        self.block_parameters: list[list[nn.Parameter]] = []
+        self.dense_parameters: list[list[nn.Parameter]] = []
         """Trained parameters of each block outside its experts."""
         self.tied: dict[nn.Parameter, int] = {}
         """Parameters that several blocks share, with the first of these blocks."""
@@ -122,13 +122,14 @@ class Stage:
         """Modules of each block that attach auxiliary losses."""
         self.shape: StageShape = tuple(
             BlockShape(
-                seams=len(self.experts_of(index)),
+                expert_calls=len(self.experts_of(index)),
                 split=bool(self.linears[index] or self._apart_of(index)) or options_of(block).delays,
                 reduced=bool(
-                    (reduce_own and self.own_parameters(index))
+                    (reduce_dense and self.dense_parameters_of(index))
                     or (reduce_experts and self.expert_parameters_of(index))
                     or any(
-                        isinstance(p, DTensor) for p in (*self.own_parameters(index), *self.expert_parameters_of(index))
+                        isinstance(p, DTensor)
+                        for p in (*self.dense_parameters_of(index), *self.expert_parameters_of(index))
                     )
                 ),
                 recompute=parse_recompute("none" if options_of(block).keeps else recompute),
@@ -141,7 +142,7 @@ class Stage:
         self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
         self._find_exchanges()
         self._shares = [
-            any(self.tied.get(p, block) != block for p in own) for block, own in enumerate(self.block_parameters)
+            any(self.tied.get(p, block) != block for p in dense) for block, dense in enumerate(self.dense_parameters)
         ]
         """Whether a block uses parameters of an earlier one."""
         self.uses = [
@@ -179,9 +180,9 @@ class Stage:
                     )
                 self.expert_parameters[experts] = [p for p in experts.parameters() if p.requires_grad]
             apart = {p for parameters in self.expert_parameters.values() for p in parameters}
-            own = [p for p in self.blocks[index].parameters() if p.requires_grad and p not in apart]
-            self.block_parameters.append(own)
-            for parameter in own:
+            dense = [p for p in self.blocks[index].parameters() if p.requires_grad and p not in apart]
+            self.dense_parameters.append(dense)
+            for parameter in dense:
                 if first.setdefault(parameter, index) != index:
                     self.tied[parameter] = first[parameter]
 
@@ -240,7 +241,7 @@ class Stage:
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
-        self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.seams])
+        self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
 
     def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
         """Cut blocks from now on at the exchanges that they made by themselves.
@@ -273,9 +274,9 @@ class Stage:
         """Cut calls of experts into another number of parts from the next step on."""
         self.parts = parse_parts(parts)
         for block, shape in enumerate(self.shape):
-            if shape.seams:
+            if shape.expert_calls:
                 self.uses[block].forget()
-        self.shape = tuple(shape._replace(parts=parts) if shape.seams else shape for shape in self.shape)
+        self.shape = tuple(shape._replace(parts=parts) if shape.expert_calls else shape for shape in self.shape)
         self._find_exchanges()
 
     def state_of(self, block: int) -> ModuleAttributes | None:
@@ -295,12 +296,12 @@ class Stage:
         if self.first_rows is not None and (block, number) not in self.first_rows:
             self.first_rows[block, number] = call.tensors[0].detach()[:64].clone()
 
-    def own_parameters(self, block: int) -> list[nn.Parameter]:
+    def dense_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
         return [p for p in self._complete(block) if not self.is_slice(p)]
 
     def _complete(self, block: int) -> list[nn.Parameter]:
-        return [p for p in self.block_parameters[block] if self.tied.get(p, block) == block]
+        return [p for p in self.dense_parameters[block] if self.tied.get(p, block) == block]
 
     def is_slice(self, parameter: nn.Parameter) -> bool:
         """Return whether ranks that share the experts have different parts of a parameter, in a layer of a user's own.

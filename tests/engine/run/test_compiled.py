@@ -124,7 +124,7 @@ def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute) -> floa
     mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(MICROBATCHES, seed=rank)
     found = []
     for compiles in (False, True):
-        model = models.build(mesh.get_group("ep"), layers=1, seams=2)
+        model = models.build(mesh.get_group("ep"), layers=1, expert_calls=2)
         given = wrapped(model, backend) if compiles else model
         engine_of(given, mesh=mesh, recompute=recompute).step(data[0], target=data[1])
         found.append(models.gradients(model))
