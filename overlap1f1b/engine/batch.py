@@ -103,7 +103,7 @@ class Feed(NamedTuple):
     Args:
         given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
             ``loss_grad``, ``return_outputs``) by the numbers of stage and microbatch.
-        shares: Weight of each microbatch in the mean loss over all ranks, by its number.
+        shares: Share of each microbatch in the mean loss over all ranks, by its number.
         aux_scale: Scale of auxiliary losses; None for the scale that each router has.
     """
 
@@ -177,7 +177,7 @@ def _of_no_token(*given: Tensor) -> Tensor:
 
 
 def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
-    """Return the part of each microbatch in the mean loss over all ranks."""
+    """Return the share of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if loss.count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))

@@ -139,7 +139,7 @@ class Engine:
                 placement,
                 self.mesh,
                 self.exchange,
-                options.weights,
+                options.block_weights,
                 reduce_dense=dense is not None,
                 reduce_experts=experts is not None,
                 recompute=options.recompute,

@@ -370,7 +370,7 @@ def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
         ({"model": ["x"]}, "a model of 'x'; allowed: an nn.Sequential or a list of blocks"),
         ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
-        ({"weights": 3}, "weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
+        ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
         ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
         ({"device": 24}, "device=24; allowed: DeviceOptions"),
         ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),

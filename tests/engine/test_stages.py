@@ -113,7 +113,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
             split_blocks(blocks, 2, weights)
     program = build_schedule("sequential", microbatches=1)
     with pytest.raises(ValueError, match="weights of stages that are given"):
-        make({0: blocks}, program, weights=[1, 1, 1])
+        make({0: blocks}, program, block_weights=[1, 1, 1])
 
 
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:

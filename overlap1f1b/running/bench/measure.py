@@ -77,7 +77,7 @@ class Bench:
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
         self.options, self.rank, self.say = options, rank, say
-        self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
+        self.model, self.played, self.loss_fn, self.block_weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -194,7 +194,7 @@ class Bench:
 
     def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
         # Gradients of all rows are compared at the end.
-        fixed: dict[str, Any] = {"parts": self.parts, "weights": self.weights, "verify": False}
+        fixed: dict[str, Any] = {"parts": self.parts, "block_weights": self.block_weights, "verify": False}
         options = replace(engine_options(self.options), **fixed, **given)
         return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
 

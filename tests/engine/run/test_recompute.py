@@ -363,7 +363,7 @@ def _memory(rank: int, size: int) -> dict[str, tuple[int, bool]]:
             model,
             program,
             mesh=mesh,
-            weights=[0, 1, 1, 1, 1, 0],
+            block_weights=[0, 1, 1, 1, 1, 0],
             overlap=3,
             recompute=mode,
             costs=COSTS,
