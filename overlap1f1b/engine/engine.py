@@ -82,7 +82,7 @@ class Engine:
         program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts), "cp" (each rank has a
             part of every sequence) and "tp" (each rank has the same data; DTensors over "tp" say which part of a
-            parameter it has); None for one rank. Blocks may meet along "cp" and "tp": all ranks play one order.
+            parameter it has); None for one rank. Blocks may communicate along "cp" and "tp": all ranks play one plan.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         options: How it plays, see :class:`EngineOptions`.
@@ -118,7 +118,7 @@ class Engine:
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
-        with self._telling(lambda: "in the construction of its Engine"):
+        with self._reporting(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             _check_trains(program)
             shared = None if exchange is None else type(exchange).__name__
@@ -380,18 +380,18 @@ class Engine:
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
-        """Let ranks meet before every exchange, send each twice, and announce transfers: nodes are measured."""
+        """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
         travels = not isinstance(self.exchange, LocalExchange)
 
-        def meet() -> None:
+        def barrier() -> None:
             for reduction in self.reductions:
                 reduction.settle()
-            self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
-            self.mesh.meet()
+            self._communicators.settle(self._pending)  # else the hosts would wait for each other, and not the devices
+            self.mesh.barrier()
 
         try:
             self.boundary.announced = True
-            self.player.before_launch = meet if travels or self.player.watch is not None else None
+            self.player.before_launch = barrier if travels or self.player.watch is not None else None
             for stage in self.stages.values():
                 stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
@@ -497,7 +497,7 @@ class Engine:
             raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
         self._entered = True
         try:
-            with self._telling(where, of), self._communicators.watched():
+            with self._reporting(where, of), self._communicators.watched():
                 yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
@@ -510,7 +510,7 @@ class Engine:
             self._entered = False
 
     @contextlib.contextmanager
-    def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+    def _reporting(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
         """Tell the other ranks of a failure in the body, and end their waits."""
         try:
             yield

@@ -67,9 +67,9 @@ class Witness:
             for name, value in self._values(node).items():
                 if name in left or name not in before or not before[name].is_as(value):
                     left[name] = value
-        handed = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
-        if handed:
-            self._sums[node] = torch.stack(handed).sum()
+        sums = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
+        if sums:
+            self._sums[node] = torch.stack(sums).sum()
 
     def _values(self, node: Node) -> dict[str, _Value]:
         """Return the values of all places that are not carried, of the blocks of a stage."""

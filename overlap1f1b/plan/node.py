@@ -233,10 +233,10 @@ def segments_of(shape: BlockShape) -> list[tuple[Place, list[Place]]]:
     return segments
 
 
-def brought_by(node: Node) -> Place | None:
+def awaited_by(node: Node) -> Place | None:
     """Return the exchange that experts wait for if it is in flight; None for a sub-op that waits for all exchanges.
 
-    >>> brought_by(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=1))
+    >>> awaited_by(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=1))
     (<Op.COMBINE: 'combine'>, 0, 1)
     """
     if node.op is not Op.EXPERTS:

@@ -151,18 +151,18 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
 
 def _landings(recording: Recording, step: StepRecord) -> Landed:
     """Return the arrival time of each transfer that other ranks have too."""
-    landed: dict[object, int] = {}
+    arrived: dict[object, int] = {}
     over_experts, over_stages = _sharing("ep", recording), _sharing("pp", recording)
     for what, _, end in step.flights.whole:
         node = recording.names[what]
         if not isinstance(node, Node) or node.op is Op.REDUCE:
             continue
         if node.resource in EXCHANGES:
-            landed[node, over_experts] = end
+            arrived[node, over_experts] = end
         elif node.resource is Resource.PEER:
             key = destination(node) if node.op is Op.SEND else node.chain
-            landed[key, over_stages] = end
-    return landed
+            arrived[key, over_stages] = end
+    return arrived
 
 
 def _gap(known: Landed, new: Landed) -> int | None:

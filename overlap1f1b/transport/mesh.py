@@ -362,7 +362,7 @@ class Mesh:
         """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
         return self._lines[dimension]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks that share the experts.
 
         Raises:

@@ -195,7 +195,7 @@ class Sent:
         """Whether each tensor that it brings requires a gradient."""
         return self.requires_grad if self.library is None else self.library.requires_grad
 
-    def brought(self, received: Any) -> list[Any]:
+    def results(self, received: Any) -> list[Any]:
         """Return the tensors, or gradients, that it has brought."""
         if self.library is None:
             return self.layout.unpack(received)

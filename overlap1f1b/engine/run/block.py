@@ -40,8 +40,8 @@ from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
-Brought = Sequence[tuple[Sent, list[Any]]]
-"""Exchanges, with the tensors that each has brought."""
+Results = Sequence[tuple[Sent, list[Any]]]
+"""Exchanges, with the tensors that each has received."""
 
 
 class BlockRun:
@@ -95,14 +95,14 @@ class BlockRun:
         if not received:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            brought = []
+            results = []
             for place, rows in received.items():
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
-                brought.append((sent, sent.brought(rows)))
-            reached = self._resume(brought, self.microbatch.random)
+                results.append((sent, sent.results(rows)))
+            reached = self._resume(results, self.microbatch.random)
         if isinstance(reached, list):
             self._reach(reached)
             return
@@ -135,17 +135,17 @@ class BlockRun:
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, brought: Brought, stream: RandomStream) -> Reached:
+    def _resume(self, results: Results, stream: RandomStream) -> Reached:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
         segment, received, requires_grad = self._open(), list[Any](), list[bool]()
-        for sent, tensors in brought:
+        for sent, tensors in results:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             requires_grad += sent.results_require_grad
         given = segment.enter(received, requires_grad, self.stage.anchor)
-        mode = grad and not brought[0][0].call.feeds_part
+        mode = grad and not results[0][0].call.feeds_part
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
@@ -547,7 +547,7 @@ class BlockRun:
     def _take(self, received: Mapping[Place, Any]) -> None:
         segment = self.segments[-1]
         for sent in segment.sent:
-            for edge, grad in zip(sent.edges, sent.brought(received[sent.place]), strict=True):
+            for edge, grad in zip(sent.edges, sent.results(received[sent.place]), strict=True):
                 if edge is not None:
                     segment.add_root(edge, grad)
             sent.edges = ()

@@ -12,7 +12,7 @@ from torch import Tensor
 from overlap1f1b.engine.graph.autograd import Gradients, WeightQueue, accumulate
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.plan import Node, Op, Place, brought_by
+from overlap1f1b.plan import Node, Op, Place, awaited_by
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
@@ -95,7 +95,7 @@ class Microbatch:
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
         flying = self.flights[node.kind]
-        if node.op is Op.EXPERTS and (one := brought_by(node)) in flying:
+        if node.op is Op.EXPERTS and (one := awaited_by(node)) in flying:
             return {one: flying.pop(one)}
         self.flights[node.kind] = {}
         return flying

@@ -251,13 +251,13 @@ class Bench:
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
             rate = 8 * self._sent() / seconds / FRAMES * rate.factor
-        meet(self.rank)
+        barrier(self.rank)
         shape(rate)
-        meet(self.rank)
+        barrier(self.rank)
         return rate
 
     def _exchange_only(self, replay: Replay) -> float:
-        meet(self.rank)
+        barrier(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(replay.run() if travels else 0.0, self.rank)
 
@@ -381,7 +381,7 @@ class Bench:
         }
 
 
-def meet(rank: Rank) -> None:
+def barrier(rank: Rank) -> None:
     """Wait for all ranks."""
     if rank.size > 1:
         dist.barrier()
@@ -389,7 +389,7 @@ def meet(rank: Rank) -> None:
 
 def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
     """Call a function that all ranks start together; return the slowest rank's seconds and this rank's result."""
-    meet(rank)
+    barrier(rank)
     start = time.perf_counter()
     result = function()
     devices.settle(rank.device)
@@ -400,7 +400,7 @@ def least_in_turn(measure: Callable[[], float], rank: Rank) -> float:
     """Return the least of the ranks' values; ranks measure one after another."""
     found = 0.0
     for turn in range(rank.size):
-        meet(rank)
+        barrier(rank)
         if turn == rank.rank:
             found = measure()
     return -slowest(-found, rank)
