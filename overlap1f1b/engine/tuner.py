@@ -85,7 +85,7 @@ class Tuner:
         verified: Fingerprints of the plans whose first step was equal to a plain loop's.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
-            the first step shows which ranks blocks meet in collectives.
+            the first step shows with which ranks blocks communicate.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ class Tuner:
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
         if self.outside_groups is None:
-            # Blocks have met ranks outside of the mesh in collectives.
+            # Blocks have begun collectives with ranks outside of the mesh.
             begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:

@@ -65,7 +65,7 @@ class Player:
         fills: Whether weight gradients may run early.
 
     Attributes:
-        before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
+        before_launch: Called before every exchange. While nodes are measured it is a barrier, so that the time of a
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.

@@ -285,7 +285,7 @@ def _ranks_of(group: ParameterGroup | None) -> list[int]:
 
 
 def _beyond(mesh: DeviceMesh, ranks: Collection[int], slicing: Collection[int] = ()) -> str:
-    """Return the dimensions of a mesh along which this rank meets other ranks than these, in words, or nothing."""
+    """Return the dimensions of a mesh along which this rank has other partners than these, in words, or nothing."""
     names, found = mesh.mesh_dim_names, []
     for dimension, line in enumerate(lines_of(mesh)):
         if dimension not in slicing and not set(line) <= set(ranks):
