@@ -128,7 +128,7 @@ class PlanTimeline:
     >>> from overlap1f1b.plan import BlockShape, compile
     >>> from overlap1f1b.schedule import build_schedule
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    >>> plan = compile(build_schedule("1f1b", ranks=2, microbatches=4), (BlockShape(seams=1),), costs, "serial")
+    >>> plan = compile(build_schedule("1f1b", ranks=2, microbatches=4), (BlockShape(expert_calls=1),), costs, "serial")
     >>> timeline = play_nodes(plan, costs)
     >>> timeline.makespan, timeline.bubble(0), timeline.peak_activations(0)
     (205.0, 121.0, 2.0)

@@ -59,7 +59,7 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = replace(engine_options(options), weights=weights, overlap=overlap, verify=options.verify)
+        given = replace(engine_options(options), block_weights=weights, overlap=overlap, verify=options.verify)
         self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
