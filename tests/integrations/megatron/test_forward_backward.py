@@ -396,7 +396,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     problems, tried = [], list[int]()
 
     def note(of: Tuner, _: float) -> None:  # each tensor rank would keep another plan
-        tried.append(of._turns.index(of.plan))
+        tried.append(of._now.turns.index(of.plan))
         noted(of, 1.0 + (tried[-1] != tp.rank()))
 
     noted, within = Tuner._note_time, tuner.MOST_RATIO
