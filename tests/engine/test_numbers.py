@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from typing import Any
@@ -38,11 +37,11 @@ def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int
 
 
 def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
-    """Numbers at random; after the measured steps and a first round of all numbers nothing may be made or grow."""
+    """Numbers at random; after the measured steps none is serial, nothing is made, and nothing grows."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     expected = {number: fresh(mesh, number) for number in range(1, most + 1)}
     model, draw = models.build(mesh.get_group("ep")), random.Random(7)
-    problems, seen, settled = list[str](), set[int](), 0
+    problems, seen, first = list[str](), set[int](), 0
     engine = make(model, build_schedule("combined_1f1b", ranks=2, microbatches=4), mesh=mesh, tries=1, timeout=60)
     early: Any = None
     with (
@@ -54,21 +53,21 @@ def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
             inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
             model.zero_grad()
             verified.reset_mock()
-            unseen = number not in seen
-            result = engine.step(inputs, target=target, microbatches=number)
+            engine.step(inputs, target=target, microbatches=number)
             seen.add(number)
-            settled += engine.tuner.state is not State.MEASURING
-            if settled > 1 and not result.overlap.spans or (step > 1 and engine.tuner.costs is None):
-                problems.append(f"step {step} is serial")
-            if settled > 8 and verified.call_count:
-                problems.append(f"step {step} with {number}, {'an unseen' if unseen else 'a seen'} number, is repeated")
+            if step > 0 and engine.tuner.state is State.MEASURING:
+                problems.append(f"step {step + 1} is serial")
+            if verified.call_count:  # the first number's plans alone: no other opens more microbatches
+                first = first or number
+                if number != first:
+                    problems.append(f"step {step} with {number} is compared with a serial one")
             grads, loss = expected[number]
             found = [p.grad for p in engine.parameters() if p.grad is not None]
             if len(found) != len(grads) or not all(map(torch.equal, found, grads)):
                 problems.append(f"step {step}: other gradients with {number} microbatches")
             if step % 10 == 9 and mean(engine, inputs, target, number) != loss:
                 problems.append(f"step {step}: another loss with {number} microbatches")
-            del result, grads, found
+            del grads, found
             if step in (steps // 2, steps - 1):
                 held = min(_held() for _ in range(5) if not time.sleep(0.05))
                 early = early or held
@@ -131,7 +130,6 @@ def test_ranks_with_other_numbers_are_told(rank: int, size: int) -> list[str]:
     try:
         engine.step(inputs, target=target, microbatches=2 + 2 * rank)
     except (ValueError, RuntimeError) as error:
-        gc.collect()
-        told = "microbatches=2 on rank ep 0, after 4, and another number"
-        return [] if told in str(error) else [str(error)]
+        text = "\n".join([str(error), *error.__notes__])
+        return [] if "microbatches=2 on rank ep 0, after 4, and another number" in text else [text]
     return ["not refused"]

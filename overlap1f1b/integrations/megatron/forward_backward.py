@@ -20,6 +20,7 @@ from overlap1f1b.integrations.megatron.config import (
     SIZES,
     Config,
     ProcessGroups,
+    attribute_of,
     check_options,
     check_sizes,
     class_names,
@@ -31,7 +32,8 @@ from overlap1f1b.integrations.megatron.config import (
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
 from overlap1f1b.moe import Experts
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
+from overlap1f1b.schedule import SCHEDULES as FIXED
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.mesh import grid_of
 
@@ -49,6 +51,8 @@ SCHEDULES = {
     COMBINED_INTERLEAVED: "combined_1f1b",
 }
 """The Program of each function; with ``overlap_moe_expert_parallel_comm`` every function plays ``combined_1f1b``."""
+PROGRAMS = tuple(name for name in (*FIXED, AUTO) if name != "dualpipe")
+"""Programs that are played under any chunks; ``dualpipe`` would need each chunk twice."""
 
 CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
@@ -89,7 +93,8 @@ def get_forward_backward_func(
         pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
             and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
             else this rank alone.
-        schedule: One of ``SCHEDULES``, instead of this choice.
+        schedule: One of ``SCHEDULES``, instead of this choice; or a program, one of ``PROGRAMS``. ``zb_v`` and
+            ``dualpipev`` play two chunks a rank in a V: of P ranks, rank r holds stages r and 2P − 1 − r.
         options: How the engine plays; ``reduce`` and ``dynamic_shapes`` follow from Megatron-Core's config. Groups in
             which layers communicate ("tp", "cp", "ep", and the experts' groups of ``pg_collection``) get its
             ``timeout``, too, and keep it. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is compared with
@@ -114,18 +119,20 @@ def get_forward_backward_func(
         raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")
     if vp_size is not None and vp_size < 1:
         raise ValueError(f"vp_size={vp_size}; allowed: None or 1 or more")
-    if schedule is None:
-        piped = WITHOUT_INTERLEAVING if vp_size is None else WITH_INTERLEAVING
-        schedule = piped if held > 1 else NO_PIPELINING
+    program = schedule if schedule in PROGRAMS else None
+    if program is not None or schedule is None:
+        chunked = vp_size is not None or (program is not None and schedule_of(program).fixed_chunks > 1)
+        piped = WITH_INTERLEAVING if chunked else WITHOUT_INTERLEAVING
+        schedule = piped if held > 1 or program is not None else NO_PIPELINING
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}; allowed: {', '.join((*SCHEDULES, *PROGRAMS))}")
     if schedule in UNPIPELINED and held > 1:
         raise ValueError(f"{schedule} over {held} pipeline ranks; allowed: 1")
     if split_rank is not None and (schedule in CHUNKED or not 0 < split_rank < held):
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(schedule, groups, vp_size, EngineOptions() if options is None else options, split_rank)
+    return ForwardBackward(schedule, groups, vp_size, options or EngineOptions(), split_rank, program)
 
 
 @dataclass(eq=False, repr=False)
@@ -137,6 +144,7 @@ class ForwardBackward:
     vp_size: int | None
     options: EngineOptions
     split_rank: int | None
+    program: str | None
 
     def __post_init__(self) -> None:
         self.__name__ = self.name  # as of a function
@@ -216,13 +224,13 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         try:
-            # 2. Find the engine for these models and this number of microbatches, or make it.
-            key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
+            # 2. Find the engine for these models, or make it.
+            key = (config.variable_seq_lengths, self._program_name(config), *map(id, models))
             engine = self._engines.get(key)
             if engine is None:
                 engine = self._engines[key] = self._engine(models, config, num_microbatches)
                 engines_of(models[0]).setdefault(self._owner, []).append(engine)
-            engine.expect(sizes)
+            engine.expect(num_microbatches, sizes)
             # 3. Play the step.
             losses = Losses(
                 config,
@@ -264,22 +272,29 @@ class ForwardBackward:
         self._exchange: Exchange | None = None
 
     def _program_name(self, config: Config) -> str:
-        return "combined_1f1b" if config.overlap_moe_expert_parallel_comm else SCHEDULES[self.__name__]
+        overlapped = config.overlap_moe_expert_parallel_comm
+        return self.program or ("combined_1f1b" if overlapped else SCHEDULES[self.__name__])
+
+    def _program(self, config: Config, microbatches: int, chunks: int) -> Program:
+        name, ranks = self._program_name(config), size_of(self.groups, "pp")
+        if name == AUTO:  # its own chunks would be in a V
+            return auto(microbatches, Placement.loop(ranks, chunks))
+        size = config.microbatch_group_size_per_vp_stage
+        grouped = chunks > 1 and schedule_of(name).takes("group_size")
+        return build_schedule(
+            name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size if grouped else None
+        )
 
     def _engine(self, models: list[nn.Module], config: Config, microbatches: int) -> ChunkEngine:
-        program = build_schedule(
-            self._program_name(config),
-            ranks=size_of(self.groups, "pp"),
-            microbatches=microbatches,
-            chunks=len(models),
-            group_size=config.microbatch_group_size_per_vp_stage if len(models) > 1 else None,
-        )
+        program = self._program(config, microbatches, len(models))
         pp, ep = group_of(self.groups, "pp"), group_of(self.groups, "ep")
         rank = 0 if pp is None else pp.rank()
         passes = self.split_rank is not None and rank >= self.split_rank
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
+            if len(models) > 1:
+                _check_place(model, program, stage)
             chunk = Chunk(
                 model, stage=stage, last=last, exchanges=ep is not None, passes_last_input=passes and not last
             )
@@ -335,6 +350,17 @@ class ForwardBackward:
         return iterators
 
 
+def _check_place(model: nn.Module, program: Program, stage: int) -> None:
+    """Raise ValueError if a chunk is built for another stage: it embeds or computes a loss where others should."""
+    for name, wanted in (("pre_process", stage == 0), ("post_process", stage == program.placement.stages - 1)):
+        found = attribute_of(model, name)
+        if isinstance(found, bool) and found != wanted:
+            raise ValueError(
+                f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
+                f"{program.placement.pipes[0]}; allowed: {wanted}"
+            )
+
+
 class Owner:
     """Stand for a function: engines that it has made end with it, or with their model."""
 
@@ -367,8 +393,9 @@ class ChunkEngine:
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
-    def expect(self, sizes: Mapping[str, int | None]) -> None:
-        """Let tensors between stages change their sizes, if the call's sizes differ from the last call's."""
+    def expect(self, microbatches: int, sizes: Mapping[str, int | None]) -> None:
+        """Play so many microbatches; let tensors between stages change their sizes if these are not the last call's."""
+        self.engine.microbatches = microbatches
         if self._sizes not in (None, sizes):
             self.engine.boundary.forget()
         self._sizes = sizes

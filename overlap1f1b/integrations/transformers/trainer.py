@@ -136,10 +136,7 @@ class Overlapped(Trainer):
         return self._built().stages
 
     def _built(self) -> BuiltModel:
-        """Return the split model and its engine; made again where ``model_init`` has made another model.
-
-        The engine alone is made again for another ``gradient_accumulation_steps``.
-        """
+        """Return the split model and its engine; made again where ``model_init`` has made another model."""
         count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
         if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
             if self._model_built is not None:
@@ -148,8 +145,6 @@ class Overlapped(Trainer):
             self._model_built = BuiltModel(
                 self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._keeps_loss()
             )
-        elif count != self._model_built.engine.program.microbatches:
-            self._model_built.play(parallel.program(count), self._mesh, parallel)
         self._model_built.engine.verification.tables = lambda: [vars(self)]  # a subclass counts and logs in its losses
         return self._model_built
 
@@ -242,20 +237,21 @@ class Overlapped(Trainer):
 
         scale = 1.0 / self.accelerator.num_processes
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, built, dict(enumerate(batches)), compute, scale)
+            built.engine.microbatches = len(batches)
+            make_feed = partial(self._feed, built, dict(enumerate(batches)), len(batches), compute, scale)
             self._last = built.engine.play(make_feed).result
-        total = built.engine.mean_loss(self._last) * built.engine.program.microbatches
+        total = built.engine.mean_loss(self._last) * len(batches)
         return torch.tensor(total, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
         # Moving a tensor to a CPU with a number would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
+    def _feed(
+        self, built: BuiltModel, batches: Mapping[int, Batch], count: int, compute: Compute, scale: float
+    ) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
-        count, names = built.engine.program.microbatches, built.names
-        if len(batches) > count:
-            raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
+        names = built.names
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise self._batch(f"type {type(batch).__name__}")
@@ -417,8 +413,10 @@ class Overlapped(Trainer):
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
+        count = built.microbatches_for(len(batches))
         with self.accelerator.autocast():
-            built.engine.play(partial(self._feed, built, batches, compute, 1.0), grad=False)
+            make_feed = partial(self._feed, built, batches, count, compute, 1.0)
+            built.engine.play(make_feed, grad=False, microbatches=count)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 
