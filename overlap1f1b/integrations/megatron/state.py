@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,35 @@ from torch import Tensor
 from overlap1f1b.integrations.megatron.config import TRACKER
 
 RANDOM = "megatron.core.tensor_parallel.random"
+
+
+class Repeating:
+    """Context of a second forward: random numbers as at its first one, and losses that are logged once.
+
+    Args:
+        random: Megatron-Core's module of random numbers, whose checkpoint does the same.
+        tables: Of logged losses.
+    """
+
+    def __init__(self, random: Any, tables: Sequence[dict[str, Any]]) -> None:
+        self._random, self._tables = random, tables
+        self._states = random._get_all_rng_states()
+
+    def __enter__(self) -> None:
+        self._outside = self._random._get_all_rng_states()
+        self._random._set_all_rng_states(*self._states)
+        logged = (one for table in self._tables for entry in table.values() for one in _tensors_of(entry))
+        self._logged = [(one, one.clone()) for one in logged]
+
+    def __exit__(self, *_: object) -> None:
+        self._random._set_all_rng_states(*self._outside)
+        for tensor, before in self._logged:
+            tensor.copy_(before)
+
+
+def _tensors_of(entry: Any) -> Iterator[Tensor]:
+    every = entry.values() if isinstance(entry, dict) else (entry,)
+    return (one for one in every if isinstance(one, Tensor) and one.is_floating_point())
 
 
 class TrackerStreams:
