@@ -28,14 +28,9 @@ class Saved:
 
 
 class Again:
-    """A part of a block's forward.
+    """A part of a block's forward: ``function(*args)``.
 
-    Args:
-        stage: The stage whose forward runs.
-        block: Number of the block.
-        function: The part.
-        args: Its arguments; tensors among them are kept.
-        around: Returns the context of the second forward: random numbers as they were, and counters that count once.
+    The context ``around`` is that of the second forward: random numbers as they were, counters that count once.
     """
 
     def __init__(
@@ -80,17 +75,16 @@ class Again:
         return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._weights
 
     def _again(self, saved: Saved | Tensor) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if saved.tensor is None:
+        if isinstance(saved, Saved) and saved.tensor is None:
             self._compute()
-        assert saved.tensor is not None
-        return saved.tensor
+        found = saved if isinstance(saved, Tensor) else saved.tensor
+        assert found is not None
+        return found
 
     def _compute(self) -> None:
         name, device, left = self._stage.names[self._block], self._stage.device, iter(self._saved)
 
-        def save(tensor: Tensor) -> None:
+        def save(tensor: Any) -> Any:
             if self._is_kept(tensor):
                 return
             place = next(left, None)
@@ -100,11 +94,11 @@ class Again:
                 saved.tensor = tensor.detach()
 
         def run(*args: Any) -> None:
-            with saved_tensors_hooks(save, _nothing):
+            with saved_tensors_hooks(save, save):  # its graph is not walked
                 self._function(*args)
 
         second, carried = Forward(run, name, device, []), self._stage.state_of(self._block)
-        second.hides, second.again = _hides, self._inner
+        second.hides, second.again = lambda *_: True, self._inner
         if carried is not None:
             carried.begin(0)
         state = self._state._replace(function_modes=(), hooks=())
@@ -130,11 +124,3 @@ class Again:
 
 def _leaf(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _hides(*_: object) -> bool:
-    return True
-
-
-def _nothing(_: Any) -> Tensor:
-    raise AssertionError("the graph of a second forward is not walked")

@@ -94,14 +94,9 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, Tensor | Tensors | None]:
         """Run forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
 
-        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
-
-        Args:
-            inputs: Arguments of the first stage's module, split into microbatches; ignored if none begin on this rank.
-            num_chunks: Number of microbatches of the step.
-            criterion: ``(*outputs, *labels) → scalar``, on ranks where microbatches end.
-            labels: Arguments of the criterion, split into the microbatches that end here; ignored if none end here.
-            return_outputs: Whether the outputs of the last stage are returned.
+        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs. Inputs
+        are split into ``num_chunks`` microbatches where a pipe begins, labels where one ends, and ignored elsewhere.
+        There ``criterion`` is ``(*outputs, *labels) → scalar``.
 
         Returns:
             The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``, or

@@ -35,13 +35,9 @@ from overlap1f1b.transport.suspend import Forward
 class Chunk(MicrobatchBlock):
     """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
-    Args:
-        last: Whether this chunk computes the loss.
-        exchanges: Whether several ranks share the experts.
-        passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
-
-    Attributes:
-        suspends: Whether MoE layers of Megatron-Core's own may suspend its forward.
+    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts. ``passes_last_input`` appends
+    its last input (in a decoder: the encoder's output) to its output. MoE layers of Megatron-Core's own may suspend it
+    if it ``suspends``.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,7 @@ RANDOM = "megatron.core.tensor_parallel.random"
 
 
 class Repeating:
-    """Context of a second forward: random numbers as at its first one, and losses that are logged once.
-
-    Args:
-        random: Megatron-Core's module of random numbers, whose checkpoint does the same.
-        tables: Of logged losses.
-    """
+    """Context of a second forward: random numbers as at its first one, and losses that are logged once in tables."""
 
     def __init__(self, random: Any, tables: Sequence[dict[str, Any]]) -> None:
         self._random, self._tables = random, tables
@@ -33,8 +28,9 @@ class Repeating:
     def __enter__(self) -> None:
         self._outside = self._random._get_all_rng_states()
         self._random._set_all_rng_states(*self._states)
-        logged = (one for table in self._tables for entry in table.values() for one in _tensors_of(entry))
-        self._logged = [(one, one.clone()) for one in logged]
+        entries = (entry for table in self._tables for entry in table.values())
+        each = (one for entry in entries for one in (entry.values() if isinstance(entry, dict) else (entry,)))
+        self._logged = [(t, t.clone()) for t in each if isinstance(t, Tensor) and t.is_floating_point()]
 
     def __exit__(self, *_: object) -> None:
         self._random._set_all_rng_states(*self._outside)
@@ -42,18 +38,10 @@ class Repeating:
             tensor.copy_(before)
 
 
-def _tensors_of(entry: Any) -> Iterator[Tensor]:
-    every = entry.values() if isinstance(entry, dict) else (entry,)
-    return (one for one in every if isinstance(one, Tensor) and one.is_floating_point())
-
-
 class TrackerStreams:
-    """The streams of a tracker, whose ``fork()`` writes into the dictionary of their states.
+    """The streams of a :func:`tracker`, whose ``fork()`` writes into the dictionary of their states.
 
     It implements :class:`~overlap1f1b.engine.run.model.CarriedState`.
-
-    Args:
-        tracker: Megatron-Core's tracker, see :func:`tracker`.
     """
 
     def __init__(self, tracker: Any) -> None:

@@ -28,7 +28,8 @@ class BuiltModel:
         stages: The stages of this rank.
         module: Module of this rank's parameters, by their names in the whole model.
         loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
-        slots: Microbatches of an evaluation, of which that rank computes the loss.
+        pipe: The pipe whose microbatches end there.
+        ahead: Batches of an evaluation that are played together.
 
     Args:
         keeps: Whether the last layer, which runs the code of the loss, keeps its activations under any ``recompute``.
@@ -69,11 +70,6 @@ class BuiltModel:
         self.module = Part(self.stages)
         placement, last = program.placement, program.placement.stages - 1
         self.loss_rank = placement.replicas(last)[0]
-        pipes = [pipe for pipe, stage in placement.places(self.loss_rank) if stage == last]
-        self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
-        self._most = program.microbatches
+        self.pipe = next(pipe for pipe, stage in placement.places(self.loss_rank) if stage == last)
+        self.ahead = len(program.microbatches_of(self.pipe))
         self.engine = Engine(self.stages, program, mesh=mesh, options=parallel.options)
-
-    def microbatches_for(self, batches: int) -> int:
-        """Return the number of microbatches of an evaluation of some batches: all where there are two pipes."""
-        return batches if len(self.slots) == self._most else self._most

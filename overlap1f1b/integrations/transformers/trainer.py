@@ -365,7 +365,7 @@ class Overlapped(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does; as many batches as a step has microbatches pass the pipeline together."""
-        self._ahead = Ahead(dataloader, len(self._built().slots), whole=self.accelerator.num_processes == 1)
+        self._ahead = Ahead(dataloader, self._built().ahead, whole=self.accelerator.num_processes == 1)
         try:
             return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
         finally:
@@ -400,7 +400,9 @@ class Overlapped(Trainer):
     ) -> None:
         """Play the batches that were read together, and keep what the last stage computes of each."""
         built = self._built()
-        slots = built.slots[: len(ahead.batches)]
+        placement = built.engine.program.placement
+        count = len(ahead.batches) * len(placement.pipes)  # of two pipes one gets tokens alone
+        slots = placement.microbatches(built.pipe, count)
         numbers = {slot: number for number, slot in enumerate(slots)}
 
         def compute(slot: int, rest: RestOfModel, batch: Batch) -> Tensor:
@@ -413,7 +415,6 @@ class Overlapped(Trainer):
         model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
-        count = built.microbatches_for(len(batches))
         with self.accelerator.autocast():
             make_feed = partial(self._feed, built, batches, count, compute, 1.0)
             built.engine.play(make_feed, grad=False, microbatches=count)
