@@ -61,7 +61,6 @@ class Dropped(NamedTuple):
 
     Args:
         rows: Its argument.
-        version: How often the argument had been changed in place.
         state: Of the thread, when it ran first.
         random: Its random numbers.
         buffers: Of its block, when it ran first.
@@ -69,7 +68,6 @@ class Dropped(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
     rows: Tensor
-    version: int
     state: ThreadState
     random: RandomStream
     buffers: list[Replacement]
@@ -151,9 +149,7 @@ class RecomputedRun(BlockRun):
         if self.drops_experts:
             assert self.part_random is not None
             state, buffers = state._replace(hooks=kept), self.stage.buffers[self.block].copies()
-            self.dropped[len(self.segments) - 1] = Dropped(
-                function, rows.detach(), version_of(rows), state, self.part_random, buffers
-            )
+            self.dropped[len(self.segments) - 1] = Dropped(function, rows.detach(), state, self.part_random, buffers)
             kept = (*kept, _FORGETTING)
         with state._replace(hooks=kept).applied(self.name, device):
             return function(rows)
@@ -194,8 +190,6 @@ class RecomputedRun(BlockRun):
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
         part, segment = self.dropped.pop(len(self.segments) - 1), self.segments[-1]
-        if version_of(part.rows) != part.version:
-            raise self._in_place(f"{self.name} changes the rows that its experts have received in place")
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, self.stage.device), replaced(part.buffers):

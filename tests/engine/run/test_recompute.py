@@ -206,7 +206,7 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
 
 @pytest.mark.parametrize("overlap", ["serial", 3])
 def test_experts_that_change_their_rows_in_place(overlap: Overlap) -> None:
-    """On one rank the experts are given the very rows that a second forward would begin with."""
+    """They are given rows of their own: a second forward begins with those that were received."""
 
     def found(change: Callable[[Tensor], Tensor], mode: Recompute) -> dict[str, Tensor]:
         model = models.build()
@@ -216,14 +216,8 @@ def test_experts_that_change_their_rows_in_place(overlap: Overlap) -> None:
         return models.gradients(model)
 
     expected = found(lambda rows: rows * 0.5, "none")
-    for mode in ("none", "attention"):
+    for mode in ("none", *MODES):
         assert not models.equal(found(lambda rows: rows.mul_(0.5), mode), expected), mode
-    for mode in ("experts", "block"):
-        assert not models.equal(found(lambda rows: rows * 0.5, mode), expected), mode
-        with pytest.raises(
-            ValueError, match=rf"changes the rows .* in place, with recompute='{mode}'; allowed: a copy"
-        ):
-            found(lambda rows: rows.mul_(0.5), mode)
 
 
 class Checkpointed(models.Block):
