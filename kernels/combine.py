@@ -75,7 +75,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
         layout: Of the received rows.
         partial: Whether −1 occurs.
     """
-    packed = layout.empty(rows, len(inverse) // layout.choices)
+    packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
     of_rows, of_weights, between = layout.opened(packed)
     of_rows.copy_(sum_rows(rows, inverse, layout.choices, None, partial))
     of_weights.copy_(take_rows(weights.unsqueeze(1), inverse, partial).view_as(of_weights))

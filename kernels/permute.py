@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGNED = 16
-"""Bytes of which the size of a sent row is a multiple."""
+from overlap1f1b.plan.routing import row_bytes
 
 
 class Layout(NamedTuple):
@@ -25,37 +24,35 @@ class Layout(NamedTuple):
     Args:
         hidden: H.
         choices: M.
-        dtype: Of the row.
         weights: Dtype of the weights.
+        width: Number of elements of a row, W.
+        between: Where the experts' numbers begin, and where the weights begin from the end, in steps of 2 bytes.
     """
 
     hidden: int
     choices: int
-    dtype: torch.dtype
     weights: torch.dtype
+    width: int
+    between: tuple[int, int]
 
-    @property
-    def width(self) -> int:
-        """Number of elements of a row, W."""
-        size = self.hidden * self.dtype.itemsize + self.choices * (2 + self.weights.itemsize)
-        return -(-size // ALIGNED) * ALIGNED // self.dtype.itemsize
+    @classmethod
+    def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype) -> Layout:
+        """Return the layout of rows of a dtype."""
+        size = row_bytes(hidden, choices, dtype.itemsize, weights.itemsize)
+        between = hidden * dtype.itemsize // 2, choices * weights.itemsize // 2
+        return cls(hidden, choices, weights, size // dtype.itemsize, between)
 
     def opened(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of rows ``[R, W]``: the rows ``[R, H]``, their weights ``[R, M]``, and what lies between.
 
-        >>> layout = Layout(5, 2, torch.float32, torch.bfloat16)
+        >>> layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
         >>> [tuple(part.shape) for part in layout.opened(torch.empty(3, layout.width))]
         [(3, 5), (3, 2), (3, 4)]
 
         The last is int16 ``[R, ≥ M]``: the experts of the choices, plus one, and zeros.
         """
-        lanes = packed.view(torch.int16)
-        begin, end = self.hidden * self.dtype.itemsize // 2, self.choices * self.weights.itemsize // 2
-        return packed[:, : self.hidden], packed.view(self.weights)[:, -self.choices :], lanes[:, begin:-end]
-
-    def empty(self, like: Tensor, rows: int) -> Tensor:
-        """Return rows ``[R, W]`` of which nothing is written."""
-        return like.new_empty(rows, self.width)
+        (begin, end), weights = self.between, packed.view(self.weights)[:, -self.choices :]
+        return packed[:, : self.hidden], weights, packed.view(torch.int16)[:, begin:-end]
 
 
 def pack_rows(
@@ -65,6 +62,7 @@ def pack_rows(
     order: Tensor | None,
     spots: Tensor | None,
     local: int,
+    layout: Layout,
     partial: bool = True,
 ) -> Tensor:
     """Return the rows to send ``[R, W]``; see :class:`Layout`.
@@ -76,10 +74,10 @@ def pack_rows(
         order: ``[R]`` int64, the token of each row, −1 for a row of zeros; None for a row of each token.
         spots: ``[T, K]`` int64, the spot of each slot, −1 for none; None with ``order``.
         local: Experts of a rank.
+        layout: Of the rows.
         partial: Whether −1 occurs in ``order``; otherwise the twin does not look for it.
     """
-    layout = layout_of(tokens, weights, local)
-    packed = layout.empty(tokens, len(tokens) if order is None else len(order))
+    packed = tokens.new_empty(len(tokens) if order is None else len(order), layout.width)
     rows, factors, chosen = layout.opened(packed)
     chosen.zero_()
     if order is None or spots is None:
@@ -103,7 +101,7 @@ def pack_rows(
 
 def layout_of(tokens: Tensor, weights: Tensor, local: int) -> Layout:
     """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]`` to ranks of ``local`` experts."""
-    return Layout(tokens.shape[1], min(weights.shape[1], local), tokens.dtype, weights.dtype)
+    return Layout.of(tokens.shape[1], min(weights.shape[1], local), tokens.dtype, weights.dtype)
 
 
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:

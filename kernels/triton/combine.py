@@ -16,7 +16,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
 
 
 def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, partial: bool = True) -> Tensor:
-    packed = layout.empty(rows, len(inverse) // layout.choices)
+    packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
     of_rows, of_weights, between = layout.opened(packed)
     _sums(rows, inverse, layout.choices, of_rows, None, (weights.contiguous(), of_weights, between))
     return packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.permute import Layout, layout_of
+from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.kernels.triton.launch import TILE, beside, kernel, tile, wide
 
 
@@ -16,12 +16,12 @@ def pack_rows(
     order: Tensor | None,
     spots: Tensor | None,
     local: int,
+    layout: Layout,
     partial: bool = True,
 ) -> Tensor:
-    layout = layout_of(tokens, weights, local)
     tokens, indices, weights = beside(tokens), indices.contiguous(), weights.contiguous()
     (T, K), M, H = indices.shape, layout.choices, layout.hidden
-    packed = layout.empty(tokens, T if order is None else len(order))
+    packed = tokens.new_empty(T if order is None else len(order), layout.width)
     rows, factors, chosen = layout.opened(packed)
     R, lanes = chosen.shape
     BR, BH = tile(H)

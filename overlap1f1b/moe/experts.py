@@ -105,7 +105,7 @@ class Experts(nn.Module):
         return tokens.new_empty(0, tokens.shape[1])
 
     def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
-        """Apply :meth:`compute` to the rows ``[C, H]`` of choices; return the weights too if they are still to apply."""
+        """Apply :meth:`compute` to the rows ``[C, H]`` of choices; return the weights too if they have yet to act."""
         counts = route.expert_rows
         if self.reads_counts_late:
             return self.compute(rows, counts), weights

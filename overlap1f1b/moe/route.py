@@ -49,6 +49,7 @@ class Route(Splits):
         counts: ``[ranks, 1 + E / ranks]`` int64, rows sent to each rank, and the choices of each of its experts, also
             of those that were left out.
         dropped: ``[E]`` int64, choices without room; None without a capacity.
+        padded: Whether rows include padding.
         partial: Whether rows to send may be without a token: padding, or room that a device has made for more rows.
 
     Raises:
@@ -75,7 +76,9 @@ class Route(Splits):
         self.indices = indices
         self.room: int | None = None
         self.dropped: Tensor | None = None
-        self.partial = capacity is not None or not indices.is_cpu
+        self.padded = capacity is not None
+        self.partial = self.padded or not indices.is_cpu
+        self._gaps = self.padded or ranks > 1  # whether a row may have fewer choices than it has room for
         self.order: Tensor | None = None
         self.spots: Tensor | None = None
         self._slots: Slots | None = None
@@ -100,11 +103,6 @@ class Route(Splits):
             self.dropped = left_out.new_zeros(experts).scatter_add_(0, indices.reshape(-1), left_out)
         elif indices.is_cpu:
             self.order = self.order[: int(self.counts[:, 0].sum())]
-
-    @property
-    def padded(self) -> bool:
-        """Whether rows include padding."""
-        return self.room is not None
 
     @property
     def told(self) -> Tensor:
@@ -158,7 +156,7 @@ class Route(Splits):
         """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
         self.hidden = tokens.shape[1]
         self._layout = layout_of(tokens, weights, self.local)
-        places = self.order, self.spots, self.local, self.partial
+        places = self.order, self.spots, self.local, self._layout, self.partial
         return self.kernels(pack_rows, tokens, self.indices, weights, *places)
 
     def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,12 +179,12 @@ class Route(Splits):
     def expand_backward(self, grad_rows: Tensor, grad_weights: Tensor) -> Tensor:
         """Return the gradient ``[rows, W]`` of received rows."""
         assert self._slots is not None
-        return self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._has_gaps)
+        return self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
 
     def weigh(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows of each received row's choices by their weights, None for 1: ``[C, H] → [rows, H]``."""
         assert self._slots is not None
-        return self.kernels(sum_rows, rows, self._slots.inverse, self._layout.choices, weights, self._has_gaps)
+        return self.kernels(sum_rows, rows, self._slots.inverse, self._layout.choices, weights, self._gaps)
 
     def weigh_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return gradients ``[C, H]`` of the rows and ``[C]`` of the weights, None without weights."""
@@ -195,11 +193,6 @@ class Route(Splits):
         if weights is None or rows is None:
             return self.kernels(spread_rows, grad, order, inverse, self._layout.choices, self.padded), None
         return self.kernels(spread_grad, grad, rows, order, inverse, weights, self.padded)
-
-    @property
-    def _has_gaps(self) -> bool:
-        """Whether a row may have fewer choices than it has room for."""
-        return self.spots is not None
 
     def gather(self, rows: Tensor) -> Tensor:
         """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``."""

@@ -80,7 +80,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
     """The gradients of rows as their sums, and those of weights with all their bits."""
     triton = Kernels("triton")
     for wide in DTYPES:
-        slots, layout = gaps(T, K, E), Layout(H, K, dtype, wide)
+        slots, layout = gaps(T, K, E), Layout.of(H, K, dtype, wide)
         rows, weights = draw(len(slots.order), H, dtype=dtype), draw(len(slots.order), dtype=wide)
         packed = triton(pack_grads, rows, weights, slots.inverse, layout)
         of_rows, *carried = layout.opened(packed)

@@ -21,7 +21,7 @@ def test_against_loops(T: int, K: int, E: int, ranks: int, H: int, room: int | N
     local = E // ranks
     order, spots, _, _ = place_rows(indices, E, ranks, room, 1000)
     layout = layout_of(tokens, weights, local)
-    packed = pack_rows(tokens, indices, weights, order, spots, local)
+    packed = pack_rows(tokens, indices, weights, order, spots, local, layout)
     rows, factors, chosen = layout.opened(packed)
     for row, token in enumerate(order.tolist()):
         mine = [k for k in range(K) if token >= 0 and int(spots[token, k]) // layout.choices == row]
@@ -44,7 +44,7 @@ def test_a_weight_is_carried_with_all_its_bits(hidden: int, dtype: torch.dtype, 
     tokens, weights = torch.randn(5, hidden).to(dtype), torch.rand(5, 2).to(wide)
     for order, spots, ranks in ((None, None, 1), (*place_rows(indices, 4, 2)[:2], 2)):
         layout = layout_of(tokens, weights, 4 // ranks)
-        packed = pack_rows(tokens, indices, weights, order, spots, 4 // ranks)
+        packed = pack_rows(tokens, indices, weights, order, spots, 4 // ranks, layout)
         assert packed.dtype == dtype
         assert packed.shape[1] * dtype.itemsize == row_bytes(hidden, 2, dtype.itemsize, wide.itemsize)
         rows, factors, chosen = layout.opened(packed)
@@ -67,11 +67,11 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
         for room in (None, 2 * T // 3 + 1, 0):
             ranks = 2 if E % 2 == 0 else 1
             order, spots, *_ = place_rows(indices, E, ranks, room, T * K // 2)
+            layout = layout_of(tokens, weights, E // ranks)
             for places in ((order, spots), (None, None)) if ranks == 1 and room is None else ((order, spots),):
-                args = tokens, indices, weights, *places, E // ranks
+                args = tokens, indices, weights, *places, E // ranks, layout
                 packed = Kernels("triton")(pack_rows, *args)
                 assert torch.equal(packed.view(torch.uint8), pack_rows(*args).view(torch.uint8))
-            layout = layout_of(tokens, weights, E // ranks)
             chosen = layout.opened(packed)[2][:, : layout.choices]
             count = int((chosen > 0).sum())
             for more in (0, 3) if chosen.numel() > count + 3 else (0,):  # padding
@@ -84,7 +84,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
 
 def test_a_layout_of_no_choice() -> None:
     """Padding lies between the experts' numbers and the weights."""
-    layout = Layout(5, 2, torch.float32, torch.bfloat16)
+    layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
     assert [tuple(part.shape) for part in layout.opened(torch.empty(0, layout.width))] == [(0, 5), (0, 2), (0, 4)]
 
 

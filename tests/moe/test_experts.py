@@ -57,6 +57,14 @@ def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int
         experts(TOKENS, INDICES + shift, WEIGHTS)
 
 
+def test_the_same_expert_twice(experts: GroupedExperts) -> None:
+    indices = INDICES.clone()
+    indices[3, 0] = indices[3, 1]
+    error = f"indices name expert {int(indices[3, 0])} twice for token 3; allowed: each expert once a token"
+    with pytest.raises(ValueError, match=f"^{error}$"):
+        experts(TOKENS, indices, WEIGHTS)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
