@@ -13,13 +13,13 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
 
     Args:
         rows: ``[C, H]``, possibly a part of longer rows.
-        inverse: ``[R·M]`` int64, the M rows of each sum; −1 for none.
-        width: M.
+        inverse: ``[R·K]`` int64, the K rows of each sum; −1 for none.
+        width: K.
         weights: ``[C]``, factor of each row; None for 1.
         partial: Whether −1 occurs; otherwise the twin does not look for it.
 
     Returns:
-        ``[R, H]`` in the dtype of ``rows``, summed over M in order, in float32 or wider.
+        ``[R, H]`` in the dtype of ``rows``, summed over K in order, in float32 or wider.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     places = inverse.view(-1, width)
@@ -50,7 +50,7 @@ def spread_grad(
         grad: ``[R, H]``, gradient of the sums.
         rows: ``[C, H]``, the summed rows.
         order: ``[C]`` int64, the place of each row in ``inverse``, −1 for padding.
-        inverse: ``[R·M]`` int64, see :func:`sum_rows`.
+        inverse: ``[R·K]`` int64, see :func:`sum_rows`.
         weights: ``[C]``.
         padded: Whether −1 occurs in ``order``.
 
@@ -71,7 +71,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     Args:
         rows: ``[C, H]``, gradients of the rows of each choice.
         weights: ``[C]``, gradients of their weights.
-        inverse: ``[R·M]`` int64, the choice of each spot; −1 for none.
+        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
         layout: Of the received rows.
         partial: Whether −1 occurs.
     """

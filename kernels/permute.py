@@ -1,6 +1,6 @@
 """Rows moved by number: a token's row for each rank that it is sent to, and there a row for each of its choices.
 
-A sent row carries its choices: behind its H elements come M numbers of experts, int16, and at its end M weights with
+A sent row carries its choices: behind its H elements come K numbers of experts, int16, and at its end K weights with
 all their bits, in whatever dtype. All rows begin at a multiple of 16 bytes, as wide loads and torch's grouped product
 need. A gradient that comes back carries the weights' gradients in the same places, and no experts.
 
@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.plan.routing import row_bytes
+ALIGNED = 16
+"""Bytes of which the size of a sent row is a multiple."""
 
 
 class Layout(NamedTuple):
@@ -23,7 +24,7 @@ class Layout(NamedTuple):
 
     Args:
         hidden: H.
-        choices: M.
+        choices: K.
         weights: Dtype of the weights.
         width: Number of elements of a row, W.
         between: Where the experts' numbers begin, and where the weights begin from the end, in steps of 2 bytes.
@@ -38,18 +39,18 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype) -> Layout:
         """Return the layout of rows of a dtype."""
-        size = row_bytes(hidden, choices, dtype.itemsize, weights.itemsize)
+        size = -(-(hidden * dtype.itemsize + choices * (2 + weights.itemsize)) // ALIGNED) * ALIGNED
         between = hidden * dtype.itemsize // 2, choices * weights.itemsize // 2
         return cls(hidden, choices, weights, size // dtype.itemsize, between)
 
     def opened(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of rows ``[R, W]``: the rows ``[R, H]``, their weights ``[R, M]``, and what lies between.
+        """Return views of rows ``[R, W]``: the rows ``[R, H]``, their weights ``[R, K]``, and what lies between.
 
         >>> layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
         >>> [tuple(part.shape) for part in layout.opened(torch.empty(3, layout.width))]
         [(3, 5), (3, 2), (3, 4)]
 
-        The last is int16 ``[R, ≥ M]``: the experts of the choices, plus one, and zeros.
+        The last is int16 ``[R, ≥ K]``: the experts of the choices, plus one, and zeros.
         """
         (begin, end), weights = self.between, packed.view(self.weights)[:, -self.choices :]
         return packed[:, : self.hidden], weights, packed.view(torch.int16)[:, begin:-end]
@@ -99,9 +100,9 @@ def pack_rows(
     return packed
 
 
-def layout_of(tokens: Tensor, weights: Tensor, local: int) -> Layout:
-    """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]`` to ranks of ``local`` experts."""
-    return Layout.of(tokens.shape[1], min(weights.shape[1], local), tokens.dtype, weights.dtype)
+def layout_of(tokens: Tensor, weights: Tensor) -> Layout:
+    """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``."""
+    return Layout.of(tokens.shape[1], weights.shape[1], tokens.dtype, weights.dtype)
 
 
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, 
     Args:
         packed: Received rows ``[R, W]``.
         order: ``[C]`` int64, the spot of each choice; −1 for padding, which is zero.
-        inverse: ``[R·M]`` int64, the choice of each spot; −1 for none.
+        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
         layout: Of the received rows.
         padded: Whether −1 occurs in ``order``.
     """
@@ -120,7 +121,7 @@ def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, 
 
 
 def spread_rows(rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded: bool) -> Tensor:
-    """Return :func:`expand_rows` of ``rows [R, H]`` without weights; ``width`` is M."""
+    """Return :func:`expand_rows` of ``rows [R, H]`` without weights; ``width`` is K."""
     row = order.div(width, rounding_mode="floor")
     return take_rows(rows, row.masked_fill_(order < 0, -1) if padded else row, padded)
 

@@ -1,9 +1,9 @@
 """Positions of rows: one for each token and rank that has experts of it, and there one for each choice.
 
 A *slot* is one choice: slot ``t·K + k`` is the k-th expert of token ``t``. :func:`place_rows` gives every (token, rank)
-with a choice one row of the exchange, sorted by rank and then by token. A row has room for M choices, the most that a
-token can have on one rank; *spot* ``r·M + m`` is the m-th choice of row ``r``. :func:`place_slots` sorts the choices of
-received rows by expert; within an expert they keep the order of their rows. Nothing is copied to the host.
+with a choice one row of the exchange, sorted by rank and then by token. A row has room for K choices: *spot*
+``r·K + m`` is the m-th choice of row ``r``. :func:`place_slots` sorts the choices of received rows by expert; within an
+expert they keep the order of their rows. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def place_rows(
 
     >>> order, spots, inverse, counts = place_rows(torch.tensor([[2, 3], [0, 3]]), 4, 2)
     >>> order.tolist(), spots.tolist(), inverse.tolist(), counts.tolist()
-    ([1, 0, 1, -1], [[2, 3], [0, 4]], [1, -1, 0, 2], [[1, 1, 0], [2, 0, 1, 2]])
+    ([1, 0, 1, -1], [[2, 3], [0, 4]], [1, -1, 0, 2], [[1, 1, 0], [2, 1, 2]])
 
     Args:
-        indices: ``[T, K]`` int64, expert of each slot. A slot whose index names no expert, or one that an earlier slot
-            of its token names, is not counted.
+        indices: ``[T, K]`` int64, expert of each slot. A slot whose index names no expert is not counted.
         experts: E.
         ranks: Divides E.
         room: Rows for each rank, of which the last may be without a token; None for as many as there are. Then R is
@@ -50,10 +49,8 @@ def place_rows(
         choices: Most choices for each rank; None without ``room``. Later tokens are left out first.
     """
     (tokens, top_k), local = indices.shape, experts // ranks
-    width = min(top_k, local)
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=indices.device).tril(-1)
-    again = ((indices.unsqueeze(2) == indices.unsqueeze(1)) & earlier).any(2)
-    rank = torch.where((indices >= 0) & (indices < experts) & ~again, indices.div(local, rounding_mode="floor"), ranks)
+    rank = torch.where((indices >= 0) & (indices < experts), indices.div(local, rounding_mode="floor"), ranks)
     within = ((rank.unsqueeze(2) == rank.unsqueeze(1)) & earlier).sum(2)
     of_rank = indices.new_zeros(tokens, ranks + 1).scatter_add_(1, rank, torch.ones_like(rank))  # [T, ranks], choices
     there = (of_rank > 0).long()
@@ -71,7 +68,7 @@ def place_rows(
         before = (of_rank.cumsum(0) - of_rank).gather(1, rank) + within
         kept = kept & (row.gather(1, rank) < room) & (before < choices)
     place = (row + start).gather(1, rank)
-    spots = (place * width + within).masked_fill_(~kept, -1)
+    spots = (place * top_k + within).masked_fill_(~kept, -1)
     inverse = place.masked_fill(~kept | (within > 0), -1).view(-1)
     order = indices.new_full((size + 1,), -1)  # the last: for slots that are not the first of a row
     slot = torch.arange(tokens * top_k, device=order.device)
@@ -84,7 +81,7 @@ class Slots(NamedTuple):
 
     Args:
         order: ``[C]`` int64, the spot of each sorted row; −1 for a row without one, which are the last.
-        inverse: ``[R·M]`` int64, the sorted row of each spot; −1 for a spot without one.
+        inverse: ``[R·K]`` int64, the sorted row of each spot; −1 for a spot without one.
         ends: ``[E]`` int32, the end of each expert's rows.
     """
 
@@ -103,7 +100,7 @@ def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
     Triton needs three launches: histogram, offsets and inverse. They are its cost; torch sorts, in about a dozen.
 
     Args:
-        chosen: ``[R, M]`` int16, possibly a part of longer rows: one more than the expert of each spot, 0 for none.
+        chosen: ``[R, K]`` int16, possibly a part of longer rows: one more than the expert of each spot, 0 for none.
         experts: E, those of this rank.
         choices: C, at least as many as there are.
     """

@@ -30,7 +30,7 @@ def place_rows(
     limited = room is not None
     order = indices.new_full((ranks * room if room is not None else T * min(K, ranks),), -1)
     spots, inverse = indices.new_empty(T, K), indices.new_empty(T * K)
-    constants = K, experts, ranks, local, min(K, local), columns, limited, BT, WIDE_R, WIDE_L
+    constants = K, experts, ranks, local, columns, limited, BT, WIDE_R, WIDE_L
     numbers = (T, room or 0, choices or 0)
     _place_rows((blocks, 1), (indices, before, counts, order, spots, inverse), numbers, constants, num_warps=4)
     return Places(order, spots, inverse, counts)
@@ -63,16 +63,14 @@ def _count_rows(
     for k in tl.static_range(K):
         expert = tl.load(indices + token * K + k, mask=here, other=-1)
         rank = _rank_of(expert, experts, local)
-        valid = rank >= 0
         first = rank >= 0
         for j in tl.static_range(K):
             if j < k:
                 other = tl.load(indices + token * K + j, mask=here, other=-1)
-                valid &= other != expert  # an expert counts once a token
                 first &= _rank_of(other, experts, local) != rank
         column = rank * (1 + local)
         chosen = (column + 1 + expert % local)[:, None] == every[None, :]
-        count += tl.sum((chosen & valid[:, None]).to(tl.int32), 0)
+        count += tl.sum((chosen & (rank >= 0)[:, None]).to(tl.int32), 0)
         count += tl.sum(((column[:, None] == every[None, :]) & first[:, None]).to(tl.int32), 0)
     tl.store(before + block.to(tl.int64) * columns + every, count, mask=every < columns)
 
@@ -108,7 +106,6 @@ def _place_rows(
     experts: tl.constexpr,
     ranks: tl.constexpr,
     local: tl.constexpr,
-    M: tl.constexpr,
     columns: tl.constexpr,
     LIMITED: tl.constexpr,
     BT: tl.constexpr,
@@ -145,14 +142,14 @@ def _place_rows(
                 other = tl.load(indices + token * K + j, mask=here, other=-1)
                 within += (_rank_of(other, experts, local) == rank).to(tl.int32)
         mine = rank[:, None] == every[None, :]
-        kept = (rank >= 0) & (within < M)  # more are the same expert twice, which is not counted
+        kept = rank >= 0
         place = tl.sum(tl.where(mine, row, 0), 1)
         if LIMITED:
             kept &= (place < room) & (tl.sum(tl.where(mine, choice, 0), 1) + within < choices)
         place = place + tl.sum(tl.where(mine, start[None, :], 0), 1)
         slot = token * K + k
         first = kept & (within == 0)
-        tl.store(spots + slot, tl.where(kept, place * M + within, -1), mask=here)
+        tl.store(spots + slot, tl.where(kept, place * K + within, -1), mask=here)
         tl.store(inverse + slot, tl.where(first, place, -1), mask=here)
         tl.store(order + place, token, mask=here & first)
 

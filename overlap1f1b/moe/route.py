@@ -53,8 +53,8 @@ class Route(Splits):
         partial: Whether rows to send may be without a token: padding, or room that a device has made for more rows.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert, or one twice for a token. On a GPU, where nothing looks, it is
-            raised when the counts arrive, or a device-side assertion fails instead.
+        ValueError: ``indices`` name an unknown expert. On a GPU, where nothing looks, it is raised when the counts
+            arrive, or a device-side assertion fails instead.
     """
 
     counts: Tensor
@@ -93,7 +93,7 @@ class Route(Splits):
         if capacity is not None:
             expected = self.tokens * rows_per_token(experts, self.top_k, ranks) / ranks
             rows = min(math.ceil(capacity * expected), self.tokens)
-            self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * min(self.top_k, self.local))
+            self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * self.top_k)
             self.send = self.receive = EqualSplits([rows] * ranks)
             self.choices, self.counts_first = self.room * ranks, False
         places = kernels(place_rows, indices, experts, ranks, rows, self.room)
@@ -115,8 +115,7 @@ class Route(Splits):
         """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
 
         Raises:
-            ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert, or
-                one twice for a token.
+            ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
         """
         if self.padded:
             if counts.is_cpu:
@@ -131,10 +130,7 @@ class Route(Splits):
         self.send, self.receive = ([rows for rows, *_ in every] for every in (of_ranks, self._counted))
         self.choices = sum(sum(of_experts) for _, *of_experts in self._counted)
         if sum(map(sum, of_ranks)) - sum(self.send) != self.tokens * self.top_k:  # it would be lost silently
-            raise ValueError(
-                "indices name an expert that is none, or one twice for a token; "
-                f"allowed: each of 0 to {self.experts - 1} once"
-            )
+            raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.experts - 1}")
 
     def check_tokens(self, every: Sequence[int]) -> None:
         """Raise ValueError if ranks have other numbers of tokens: they would wait for rows that nobody sends."""
@@ -155,7 +151,7 @@ class Route(Splits):
     def pack(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
         self.hidden = tokens.shape[1]
-        self._layout = layout_of(tokens, weights, self.local)
+        self._layout = layout_of(tokens, weights)
         places = self.order, self.spots, self.local, self._layout, self.partial
         return self.kernels(pack_rows, tokens, self.indices, weights, *places)
 
@@ -204,14 +200,6 @@ class Route(Splits):
 
 
 def _check(indices: Tensor, experts: int) -> None:
-    if not indices.numel():
-        return
-    if not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
+    if indices.numel() and not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}")
-    if int((indices.unsqueeze(2) == indices.unsqueeze(1)).sum()) > indices.numel():
-        ordered = indices.sort(1).values
-        token, at = (ordered[:, 1:] == ordered[:, :-1]).nonzero()[0].tolist()
-        raise ValueError(
-            f"indices name expert {int(ordered[token, at])} twice for token {token}; allowed: each expert once a token"
-        )

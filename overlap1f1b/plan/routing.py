@@ -15,7 +15,7 @@ def rows_per_token(experts: int, chosen: int, ranks: int, groups: int = 1, top_g
     """Return the expected number of ranks to which a token is sent, itself included, with all experts equally likely.
 
     >>> round(rows_per_token(128, 8, 8) / 8, 2)  # of the rows that a row for each choice would be
-    0.66
+    0.67
 
     A rank has none of the chosen experts with probability C(E − E/ranks, K) / C(E, K). Within groups there is no such
     formula, since a group is taken for its best experts: tokens are drawn, always the same.
@@ -50,16 +50,16 @@ def rows_per_token(experts: int, chosen: int, ranks: int, groups: int = 1, top_g
     return rows / DRAWN
 
 
-def row_bytes(hidden: int, choices: int, itemsize: int, weight_itemsize: int) -> int:
-    """Return the bytes of a sent row: H elements, M numbers of experts and M weights, a multiple of 16.
+def row_bytes(hidden: int, chosen: int, itemsize: int, weight_itemsize: int) -> int:
+    """Return the bytes of a sent row: H elements, K numbers of experts and K weights, a multiple of 16.
 
     Args:
         hidden: H.
-        choices: M, the most choices that a token can have on one rank: ``min(K, E / ranks)``.
+        chosen: K.
         itemsize: Bytes of an element.
         weight_itemsize: Bytes of a weight.
     """
-    return -(-(hidden * itemsize + choices * (2 + weight_itemsize)) // 16) * 16
+    return -(-(hidden * itemsize + chosen * (2 + weight_itemsize)) // 16) * 16
 
 
 def exchanged_bytes(
@@ -79,4 +79,4 @@ def exchanged_bytes(
     The backward sends the same. Under a row for each choice both would be ``T·K·H·itemsize·(1 − 1/ranks)``.
     """
     rows = tokens * rows_per_token(experts, chosen, ranks, groups, top_groups) * (1 - 1 / ranks)
-    return rows * row_bytes(hidden, min(chosen, experts // ranks), itemsize, weight_itemsize), rows * hidden * itemsize
+    return rows * row_bytes(hidden, chosen, itemsize, weight_itemsize), rows * hidden * itemsize

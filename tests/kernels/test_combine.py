@@ -89,7 +89,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
         assert all(map(torch.equal, carried, layout.opened(twin)[1:]))
         ranks = 2 if E % 2 == 0 else 1
         order, spots, inverse, _ = place_rows(choose(T, K, E), E, ranks)
-        layout = layout_of(rows, torch.empty(0, K, dtype=wide), E // ranks)
+        layout = layout_of(rows, torch.empty(0, K, dtype=wide))
         packed = draw(len(order), layout.width, dtype=dtype)
         found, back = triton(open_grads, packed, inverse, spots, layout)
         assert torch.equal(found, triton(sum_rows, packed[:, :H], inverse, K))

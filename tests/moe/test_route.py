@@ -117,8 +117,7 @@ def test_a_slot_that_the_device_counted_for_no_expert_is_refused() -> None:
     """On a GPU nothing looks at the indices before the counts are on the host."""
     route = Route(torch.tensor([[0, 1], [2, 3]]), 4, 2, TORCH)
     route.counts = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    error = "indices name an expert that is none, or one twice for a token; allowed: each of 0 to 3 once"
-    with pytest.raises(ValueError, match=f"^{error}$"):
+    with pytest.raises(ValueError, match=r"^indices name an expert that is none; allowed: 0 to 3$"):
         route.arrive(torch.tensor([[1, 1, 1], [0, 0, 0]]))
 
 
@@ -133,7 +132,7 @@ def test_a_device_sends_what_was_counted_of_the_room_that_it_made() -> None:
     sent = _Rows.apply(packed, Bare(), sizes, sizes)
     assert len(packed) == 8
     assert len(sent) == sum(sizes) < 8
-    layout = layout_of(tokens, weights, 4)
+    layout = layout_of(tokens, weights)
     (rows, carried, _), (of_rows, of_weights, _) = layout.opened(sent), layout.opened(grad := torch.rand_like(sent))
     found = torch.autograd.grad(sent, (tokens, weights), grad)
     for token in range(4):
