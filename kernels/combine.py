@@ -25,19 +25,15 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
     places = inverse.view(-1, width)
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=wide, device=rows.device)
     for column in places.unbind(1):  # in order, without atomics: the sum has the same bits every time
-        if partial and column.is_cpu:
+        here = None
+        if partial and column.is_cpu:  # most rows may have few: a device skips the others by itself
             here = (column >= 0).nonzero().squeeze(1)
             column = column[here]  # noqa: PLW2901
-            part = rows.index_select(0, column).to(wide)
-            if weights is not None:
-                part = part * weights[column].to(wide).unsqueeze(1)
-            total.index_add_(0, here, part)
-            continue
-        part = take_rows(rows, column, partial).to(wide)
-        if weights is None:
-            total.add_(part)
-        else:
-            total.addcmul_(part, take_rows(weights.unsqueeze(1), column, partial).to(wide))
+        missing = partial and here is None
+        part = take_rows(rows, column, missing).to(wide)
+        if weights is not None:
+            part = part * take_rows(weights.unsqueeze(1), column, missing).to(wide)
+        total = total.add_(part) if here is None else total.index_add_(0, here, part)
     return total.to(rows.dtype)
 
 
