@@ -82,7 +82,7 @@ class Engine:
         program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts), "cp" (each rank has a
             part of every sequence) and "tp" (each rank has the same data; DTensors over "tp" say which part of a
-            parameter it has); None for one rank. Blocks may meet along "cp" and "tp": all ranks play one order.
+            parameter it has); None for one rank. Blocks may communicate along "cp" and "tp": all ranks play one plan.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         options: How it plays, see :class:`EngineOptions`.
@@ -118,7 +118,7 @@ class Engine:
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
-        with self._telling(lambda: "in the construction of its Engine"):
+        with self._reporting(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             _check_trains(program)
             shared = None if exchange is None else type(exchange).__name__
@@ -132,15 +132,15 @@ class Engine:
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
+            dense, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             self.stages, self.sharding = stages_of(
                 model,
                 placement,
                 self.mesh,
                 self.exchange,
-                options.weights,
-                reduce_own=own is not None,
+                options.block_weights,
+                reduce_dense=dense is not None,
                 reduce_experts=experts is not None,
                 recompute=options.recompute,
                 parts=options.numbers_of_parts[0],
@@ -165,13 +165,13 @@ class Engine:
                 ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
-            self._lanes = [
-                Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
-                Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
-            ]
+            self._reduce_lane = Lane(
+                "reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort
+            )
+            self._shard_lane = Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort)
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
-            self.reductions = self._new_reductions(own, experts)
+            self.reductions = self._new_reductions(dense, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, what decides about its plans, and their comparison with a plain loop.
@@ -211,14 +211,14 @@ class Engine:
                 self.sharding.ahead = None
             ranks, copies = (self.mesh.ranks(pp=self._replicas, over=over) for over in (DATA, self.mesh.expert_copies))
             with self.sharding.gathered():
-                sharded = ShardedReducer(self.sharding, self.stages, self._lanes[1], ranks=ranks, expert_ranks=copies)
+                sharded = ShardedReducer(self.sharding, self.stages, self._shard_lane, ranks=ranks, expert_ranks=copies)
         tensors = TensorGradients(self.stages, self.mesh, sharded)
         apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
-        own = Reducer(self.stages, dense, experts, self._lanes[0], apart=apart)
+        plain = Reducer(self.stages, dense, experts, self._reduce_lane, apart=apart)
         # Tied parameters are the first to be set aside, so they are summed last; tensor groups sum before other ranks.
         found: list[Reduction] = [one for one in (self._tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
-        return found + ([own] if own.reduces else [])
+        return found + ([plain] if plain.reduces else [])
 
     def step(
         self,
@@ -380,18 +380,18 @@ class Engine:
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
-        """Let ranks meet before every exchange, send each twice, and announce transfers: nodes are measured."""
+        """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
         travels = not isinstance(self.exchange, LocalExchange)
 
-        def meet() -> None:
+        def barrier() -> None:
             for reduction in self.reductions:
                 reduction.settle()
-            self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
-            self.mesh.meet()
+            self._communicators.settle(self._pending)  # else the hosts would wait for each other, and not the devices
+            self.mesh.barrier()
 
         try:
             self.boundary.announced = True
-            self.player.before_launch = meet if travels or self.player.watch is not None else None
+            self.player.before_launch = barrier if travels or self.player.watch is not None else None
             for stage in self.stages.values():
                 stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
@@ -497,7 +497,7 @@ class Engine:
             raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
         self._entered = True
         try:
-            with self._telling(where, of), self._communicators.watched():
+            with self._reporting(where, of), self._communicators.watched():
                 yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
@@ -510,7 +510,7 @@ class Engine:
             self._entered = False
 
     @contextlib.contextmanager
-    def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+    def _reporting(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
         """Tell the other ranks of a failure in the body, and end their waits."""
         try:
             yield
@@ -565,7 +565,7 @@ class Engine:
     @property
     def lanes(self) -> list[Lane]:
         """All lanes on which this rank's transfers and sums travel."""
-        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
+        return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
 
     def __enter__(self) -> Engine:
         return self

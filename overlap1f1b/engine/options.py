@@ -62,7 +62,7 @@ class EngineOptions:
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
         experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
             tensor group before the experts. Ranks along other dimensions have copies of them.
-        weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
+        block_weights: Relative costs of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
         device: How transfers and compute share a GPU.
 
     Raises:
@@ -83,7 +83,7 @@ class EngineOptions:
     dynamic_shapes: bool = False
     timeout: float = DEFAULT_LIMIT_S
     experts_over: Sequence[str] = ("ep",)
-    weights: Sequence[float] | None = None
+    block_weights: Sequence[float] | None = None
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:

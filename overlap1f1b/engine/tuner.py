@@ -30,10 +30,10 @@ LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 LEAST_GAIN = 0.02
 """Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
-MOST_PLANS = 3
-"""Plans that are tried."""
-MOST_RATIO = 1.1
-"""Largest predicted time of a plan that is tried, as a multiple of the fastest's."""
+TRIED_PLANS = 3
+"""How many plans are tried at most."""
+TRIED_WITHIN = 1.1
+"""Plans are tried whose predicted time is at most this multiple of the fastest's."""
 
 
 class State(StrEnum):
@@ -85,7 +85,7 @@ class Tuner:
         verified: Fingerprints of the plans whose first step was equal to a plain loop's.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
-            the first step shows which ranks blocks meet in collectives.
+            the first step shows with which ranks blocks communicate.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Tuner:
         self.verified: set[str] = set()
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
-        self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
+        self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
         self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
@@ -246,7 +246,7 @@ class Tuner:
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
         if self.outside_groups is None:
-            # Blocks have met ranks outside of the mesh in collectives.
+            # Blocks have begun collectives with ranks outside of the mesh.
             begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
@@ -388,9 +388,9 @@ def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
     found: dict[str, Plan] = {}
     for plan in plans:
-        if plan.predicted <= MOST_RATIO * plans[0].predicted:
+        if plan.predicted <= TRIED_WITHIN * plans[0].predicted:
             found.setdefault(plan.fingerprint, plan)
-    return list(found.values())[:MOST_PLANS]
+    return list(found.values())[:TRIED_PLANS]
 
 
 def milliseconds(seconds: float) -> str:

@@ -34,7 +34,7 @@ def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
 
 
 class _Living(TorchDispatchMode):
-    """Counts the storages that operators have met and that still exist."""
+    """Counts the storages that operators have used and that still exist."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,21 +42,21 @@ class _Living(TorchDispatchMode):
         self._here: dict[int, tuple[StorageWeakRef, int]] = {}
         gc.collect()
         for known in [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]:
-            self._meet(known.untyped_storage(), size=0)
+            self._count(known.untyped_storage(), size=0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                self._meet(storage, size=storage.nbytes())
+                self._count(storage, size=storage.nbytes())
         if self.bytes > self.peak:  # perhaps a new peak: freed storages are not subtracted yet
             for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
                 self.bytes -= self._here.pop(key)[1]
             self.peak = max(self.peak, self.bytes)
         return result
 
-    def _meet(self, storage: UntypedStorage, size: int) -> None:
+    def _count(self, storage: UntypedStorage, size: int) -> None:
         reference = StorageWeakRef(storage)  # while it is held, no other storage gets its address
         if reference.cdata not in self._here:
             self._here[reference.cdata] = reference, size
