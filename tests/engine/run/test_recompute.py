@@ -20,6 +20,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
+from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import RECOMPUTES, Overlap, Recompute
 from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
@@ -129,12 +130,15 @@ def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int
     assert len(inner.alive) == (5 if kept else 10)
 
 
-def test_only_what_exchanges_brought_is_kept() -> None:
-    """What one microbatch more holds until its backward: inputs of blocks, rows received and rows returned."""
-    tokens, hidden, layers, top_k = 128, 64, 2, 2
+@pytest.mark.parametrize(("top_k", "weights_in"), [(2, "combine"), (4, "combine"), (4, "activation")])
+def test_only_what_exchanges_brought_is_kept(top_k: int, weights_in: WeightsIn) -> None:
+    """What one microbatch more holds until its backward: inputs of blocks, rows received and their sums, one of each
+    for a token, however many experts it has chosen."""
+    tokens, hidden, layers = 128, 64, 2
 
     def peak(microbatches: int) -> int:
-        model = MoETransformer(MoEConfig(layers=layers, hidden=hidden, intermediate=128, sequence=tokens, top_k=top_k))
+        sizes = {"layers": layers, "hidden": hidden, "intermediate": 128, "sequence": tokens, "top_k": top_k}
+        model = MoETransformer(MoEConfig(**sizes, weights_in=weights_in))
         program = build_schedule("afab", microbatches=microbatches)
         engine = make(model, program, overlap="serial", costs=COSTS, recompute="block")
         data = torch.randint(256, (2, microbatches, tokens), generator=torch.Generator().manual_seed(1))
@@ -142,7 +146,7 @@ def test_only_what_exchanges_brought_is_kept() -> None:
             parameter.grad = torch.zeros_like(parameter)
         return peak_bytes(torch.device("cpu"), lambda: engine.step(data[0], target=data[1]))
 
-    rows = layers * (1 + 2 * top_k) + 1  # the last is the head's input
+    rows = layers * 3 + 1  # the last is the head's input
     assert rows <= (peak(5) - peak(4)) / (4 * tokens * hidden) < rows + 1
 
 
