@@ -14,7 +14,7 @@ from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum
 from overlap1f1b.kernels.grouped_mm import ExpertRows
 from overlap1f1b.kernels.permute import expand_rows, layout_of, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
-from overlap1f1b.plan.routing import rows_per_token
+from overlap1f1b.plan import rows_per_token
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
 from overlap1f1b.transport.streams import Failed, nobody_failed

@@ -8,7 +8,7 @@ import torch
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
-from overlap1f1b.plan.routing import row_bytes
+from overlap1f1b.plan import row_bytes
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
 

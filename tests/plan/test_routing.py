@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
+from overlap1f1b.plan import exchanged_bytes, row_bytes, rows_per_token
 
 
 @pytest.mark.parametrize(
