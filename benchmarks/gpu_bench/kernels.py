@@ -79,6 +79,7 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
     slots = place_slots(layout.opened(packed)[2][:, : s.K], s.E, R)
     order, inverse, ends = slots
     yield Case(place_slots, R * 18, (layout.opened(packed)[2][:, : s.K], s.E, R))
+    yield Case(route_tokens, 2 * s.T * s.E * 4 + s.T * s.K * 12, (logits, bias, rule))
     yield Case(expand_rows, s.T * carried + R * width, (packed, order, inverse, layout, False), "expand")
     del packed
     rows, factors = context.randn(R, s.H, seed=3), context.randn(R, seed=7)

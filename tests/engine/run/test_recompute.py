@@ -134,7 +134,7 @@ def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int
 def test_only_what_exchanges_brought_is_kept(top_k: int, weights_in: WeightsIn) -> None:
     """What one microbatch more holds until its backward: inputs of blocks, rows received and their sums, one of each
     for a token, however many experts it has chosen."""
-    tokens, hidden, layers = 128, 64, 2
+    tokens, hidden, layers = 128, 32 * top_k, 2  # of which the numbers of experts and places are a small part
 
     def peak(microbatches: int) -> int:
         sizes = {"layers": layers, "hidden": hidden, "intermediate": 128, "sequence": tokens, "top_k": top_k}
