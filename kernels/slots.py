@@ -31,9 +31,7 @@ class Places(NamedTuple):
     counts: Tensor
 
 
-def place_rows(
-    indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int | None = None
-) -> Places:
+def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
     """Return the places of rows to send.
 
     >>> order, spots, inverse, counts = place_rows(torch.tensor([[2, 3], [0, 3]]), 4, 2)
@@ -46,7 +44,7 @@ def place_rows(
         ranks: Divides E.
         room: Rows for each rank, of which the last may be without a token; None for as many as there are. Then R is
             ``T·min(K, ranks)``, and rows without a token are the last.
-        choices: Most choices for each rank; None without ``room``. Later tokens are left out first.
+        choices: Most choices for each rank, with ``room``. Later tokens are left out first.
     """
     (tokens, top_k), local = indices.shape, experts // ranks
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=indices.device).tril(-1)

@@ -14,9 +14,7 @@ CELLS = 16_384  # of a program: slots times experts, or slots times slots
 SMALL_CELLS = 4096  # of a program: tokens times ranks
 
 
-def place_rows(
-    indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int | None = None
-) -> Places:
+def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
     indices = indices.contiguous()
     (T, K), local = indices.shape, experts // ranks
     columns = ranks * (1 + local)  # of the counts: for each rank the rows, then the choices of its experts
@@ -31,7 +29,7 @@ def place_rows(
     order = indices.new_full((ranks * room if room is not None else T * min(K, ranks),), -1)
     spots, inverse = indices.new_empty(T, K), indices.new_empty(T * K)
     constants = K, experts, ranks, local, columns, limited, BT, WIDE_R, WIDE_L
-    numbers = (T, room or 0, choices or 0)
+    numbers = (T, room or 0, choices)
     _place_rows((blocks, 1), (indices, before, counts, order, spots, inverse), numbers, constants, num_warps=4)
     return Places(order, spots, inverse, counts)
 

@@ -133,7 +133,7 @@ class Experts(nn.Module):
             self.exchange,
             answer=self.answer(tokens),
         )
-        sums = [computed_once(lambda known, of=route: _gather(returned.pop(0), of, known)) for route in routes]
+        sums = [computed_once(partial(_gather, returned.pop(0), route)) for route in routes]
         return sums[0] if self.parts == 1 else torch.cat(sums)
 
     def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:

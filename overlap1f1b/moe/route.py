@@ -96,7 +96,7 @@ class Route(Splits):
             self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * self.top_k)
             self.send = self.receive = EqualSplits([rows] * ranks)
             self.choices, self.counts_first = self.room * ranks, False
-        places = kernels(place_rows, indices, experts, ranks, rows, self.room)
+        places = kernels(place_rows, indices, experts, ranks, rows, self.room or 0)
         self.order, self.spots, self.inverse, self.counts = places
         if self.padded:
             left_out = (self.spots < 0).long().view(-1)

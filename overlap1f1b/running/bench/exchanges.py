@@ -57,6 +57,7 @@ class RecordingExchange:
         self.abort = real.abort
         self.keeps = False
         """Whether a step's received rows are kept until the next."""
+        self._received: dict[int, Tensor] = {}
         self.clear()
 
     @property
@@ -66,13 +67,14 @@ class RecordingExchange:
 
     def carried(self) -> dict[int, Tensor]:
         """Return the end of the rows that the step received, by tag, and keep no rows any more."""
-        rows, self._received, self.keeps = self._received, {}, False
+        rows, self.keeps = self._received, False
+        self._received = {}
         return {tag: received[:, -CARRIED // received.element_size() :].clone() for tag, received in rows.items()}
 
     def clear(self) -> None:
         """Forget the sizes and counts of the previous step."""
         self.sizes: dict[int, Sizes] = {}
-        self._received: dict[int, Tensor] = {}
+        self._received = {}
         self._counts: dict[int, Transfer[Tensor]] = {}
 
     def rows(
