@@ -87,7 +87,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     )
     if result["plain_ms"] is not None:
         screen.print(f"one rank, no exchange: the bound is a plain loop, {result['plain_ms']:.0f} ms")
-    sizes = result["workload"]
+    sizes = result.get("workload", {})
     if "top_k" in sizes and sizes["ep"] > 1:
         sent = rows_per_token(sizes["experts"], sizes["top_k"], sizes["ep"])
         screen.print(
