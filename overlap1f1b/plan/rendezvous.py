@@ -37,70 +37,55 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
     """
     if len(plan.ranks) == 1:
         return plan
-    merger = _Merger(plan, costs if costs.by_op or costs.by_node else _EVEN, counts_block=counts_block)
-    return replace(plan, ranks=tuple(map(tuple, merger.run())))
+    costs = costs if costs.by_op or costs.by_node else _EVEN
+    placement = plan.program.placement
+    chains, clocks = Chains(placement, plan.shapes), Clocks()
+    left: list[list[Node]] = []  # of every rank, without receives, the next one last
+    for nodes in plan.ranks:
+        clock = Clock(costs, counts_block=counts_block, placement=placement, clocks=clocks)
+        for node in nodes:
+            if node.op is Op.RECEIVE:
+                clock.play(node)
+        left.append([node for node in reversed(nodes) if node.op is not Op.RECEIVE])
+    merged: list[list[Node]] = [[] for _ in left]
+    heap: list[tuple[float, bool, int, Node]] = []  # end of each rank's next node, sends first on a tie
+    waiting: dict[Key, list[int]] = {}  # ranks, by the chain whose input they wait for
+    ready: dict[tuple[int, int], list[tuple[int, Node]]] = {}  # reductions, by stage and block
 
-
-class _Merger:
-    """Merges the nodes of all ranks into one order, and puts the nodes that have two ends where both are."""
-
-    def __init__(self, plan: Plan, costs: NodeCosts, *, counts_block: bool) -> None:
-        self.placement = placement = plan.program.placement
-        self.chains = Chains(placement, plan.shapes)
-        self.clocks = Clocks()
-        for _ in plan.ranks:
-            Clock(costs, counts_block=counts_block, placement=placement, clocks=self.clocks)
-        self.nodes: list[list[Node]] = []  # of every rank, without receives, the next one last
-        for clock, nodes in zip(self.clocks, plan.ranks, strict=True):
-            for node in nodes:
-                if node.op is Op.RECEIVE:
-                    clock.play(node)
-            self.nodes.append([node for node in reversed(nodes) if node.op is not Op.RECEIVE])
-        self.merged: list[list[Node]] = [[] for _ in plan.ranks]
-        self.heap: list[tuple[float, bool, int, Node]] = []  # end of each rank's next node, sends first on a tie
-        self.waiting: dict[Key, list[int]] = {}  # ranks, by the chain whose input they wait for
-        self.ready: dict[tuple[int, int], list[tuple[int, Node]]] = {}  # reductions, by stage and block
-
-    def run(self) -> list[list[Node]]:
-        """Return the nodes of every rank."""
-        for rank in range(len(self.nodes)):
-            self._next(rank)
-        while self.heap:
-            _, _, rank, node = heappop(self.heap)
-            if node.op is Op.REDUCE:
-                self._reduce(rank, node)
-            else:
-                self.merged[rank].append(node)
-            if node.op is Op.SEND:
-                self.clocks[rank].play(node)
-                self.merged[self.chains.peer(node)].append(self.chains.receive(node))
-                for peer in self.waiting.pop(destination(node), ()):
-                    self._next(peer)
-            self._next(rank)
-        assert not any(self.nodes), "ranks of a checked plan do not wait for each other"
-        return self.merged
-
-    def _next(self, rank: int) -> None:
+    def go_on(rank: int) -> None:
         """Let the rank's next node wait for its turn, or the rank for a message."""
-        if not self.nodes[rank]:
+        if not left[rank]:
             return
-        node, clock = self.nodes[rank][-1], self.clocks[rank]
+        node, clock = left[rank][-1], clocks[rank]
         needed = clock.needed(node)
         if needed == _FOREVER:
-            self.waiting.setdefault(node.chain, []).append(rank)
+            waiting.setdefault(node.chain, []).append(rank)
             return
-        self.nodes[rank].pop()
+        left[rank].pop()
         if node.op is not Op.SEND:  # a send is played in its turn, since the others learn of it
             clock.play(node, needed)
-        heappush(self.heap, (clock.now, node.resource is Resource.COMPUTE, rank, node))
+        heappush(heap, (clock.now, node.resource is Resource.COMPUTE, rank, node))
 
-    def _reduce(self, rank: int, node: Node) -> None:
-        replicas = set(self.placement.replicas(node.stage))
-        arrived = self.ready.setdefault((node.stage, node.block), [])
-        arrived.append((rank, node))
-        if len(arrived) == len(replicas):
-            for other, reduction in self.ready.pop((node.stage, node.block)):
-                self.merged[other].append(reduction)
+    for rank in range(len(left)):
+        go_on(rank)
+    while heap:
+        _, _, rank, node = heappop(heap)
+        if node.op is Op.REDUCE:
+            arrived = ready.setdefault((node.stage, node.block), [])
+            arrived.append((rank, node))
+            if len(arrived) == len(placement.replicas(node.stage)):
+                for other, reduction in ready.pop((node.stage, node.block)):
+                    merged[other].append(reduction)
+        else:
+            merged[rank].append(node)
+        if node.op is Op.SEND:
+            clocks[rank].play(node)
+            merged[chains.peer(node)].append(chains.receive(node))
+            for peer in waiting.pop(destination(node), ()):
+                go_on(peer)
+        go_on(rank)
+    assert not any(left), "ranks of a checked plan do not wait for each other"
+    return replace(plan, ranks=tuple(map(tuple, merged)))
 
 
 def check_rendezvous(plan: Plan) -> None:
@@ -110,32 +95,23 @@ def check_rendezvous(plan: Plan) -> None:
     """
     chains, placement = Chains(plan.program.placement, plan.shapes), plan.program.placement
     at = [0] * len(plan.ranks)
-
-    def awaited(rank: int) -> tuple[Node | tuple[int, int], int] | None:
-        """Return what the rank waits for (a receive, or the stage and block of a reduction), and on how many ranks."""
-        nodes = plan.ranks[rank]
-        while at[rank] < len(nodes):
-            node = nodes[at[rank]]
-            if node.op in (Op.SEND, Op.RECEIVE):
-                return (node if node.op is Op.RECEIVE else chains.receive(node)), 2
-            if node.op is Op.REDUCE and (ranks := len(set(placement.replicas(node.stage)))) > 1:
-                return (node.stage, node.block), ranks
-            at[rank] += 1
-        return None
-
-    while True:
-        arrived: dict[object, list[int]] = {}
-        moved = False
-        for rank in range(len(plan.ranks)):
-            found = awaited(rank)
-            if found is not None:
-                arrived.setdefault(found[0], []).append(rank)
-                if len(arrived[found[0]]) == found[1]:
-                    moved = True
-                    for other in arrived[found[0]]:
+    arrived: dict[object, list[int]] = {}  # ranks that wait at a transfer (its receive) or a reduction
+    going = list(range(len(plan.ranks)))
+    while going:
+        rank = going.pop()
+        for position in range(at[rank], len(plan.ranks[rank])):
+            node, at[rank] = plan.ranks[rank][position], position
+            transfer = node.op in (Op.SEND, Op.RECEIVE)
+            if transfer or node.op is Op.REDUCE:
+                where = chains.receive(node) if node.op is Op.SEND else node if transfer else (node.stage, node.block)
+                arrived.setdefault(where, []).append(rank)
+                if len(arrived[where]) == (2 if transfer else len(placement.replicas(node.stage))):
+                    for other in arrived.pop(where):
                         at[other] += 1
-        if not moved:
-            break
+                        going.append(other)
+                break
+        else:
+            at[rank] = len(plan.ranks[rank])
     for rank, (nodes, position) in enumerate(zip(plan.ranks, at, strict=True)):
         if position < len(nodes):
             raise ValueError(
