@@ -95,24 +95,6 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class ActionModel:
-    """A model that plays programs by whole actions, which overlap in pairs only."""
-
-    costs: Costs = field(default_factory=Costs)
-    overlaps: tuple[None, ...] = (None,)
-
-    def play(self, program: Program, overlap: Overlap | None = None) -> ProgramTimeline:
-        """Return a program's timeline.
-
-        Raises:
-            ValueError: ``overlap`` is given: actions have none.
-        """
-        if overlap is not None:
-            raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
-        return simulate(program, self.costs)
-
-
-@dataclass(frozen=True)
 class NodeModel:
     """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
@@ -135,11 +117,7 @@ class NodeModel:
     progress: Callable[[float], None] = field(default=lambda share: None, compare=False, repr=False)
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
-        """Return a program's timeline.
-
-        Raises:
-            ValueError: The layers cannot be divided evenly over the chunks.
-        """
+        """Return a program's timeline; ``ValueError`` if the layers cannot be divided evenly over the chunks."""
         overlap = self.default if overlap is None else overlap
         layers, waits = len(self._shape_of_a_stage(program.placement)), bool(self.costs.launch)
         return simulate(program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits)
@@ -192,8 +170,17 @@ def _placements(ranks: int, chunks: int) -> list[Placement]:
     return list(dict.fromkeys((Placement.loop(ranks, chunks), Placement.v(ranks, chunks))))
 
 
-Model = ActionModel | NodeModel
-"""A way to play programs."""
+Model = Costs | NodeModel
+"""A way to play programs: by whole actions, which overlap in pairs only, or by nodes."""
+
+
+def play(program: Program, model: Model, overlap: Overlap | None = None) -> Played:
+    """Return a program's timeline; ``ValueError`` if actions are given an overlap, or the program is impossible."""
+    if isinstance(model, NodeModel):
+        return model.play(program, overlap)
+    if overlap is not None:
+        raise ValueError(f"overlap={overlap} with costs of actions; allowed: with costs of sub-ops")
+    return simulate(program, model)
 
 
 def played(
@@ -212,10 +199,10 @@ def played(
     """
     program = candidate.build(ranks, microbatches, forward_only=forward_only)
     if candidate.schedule != AUTO:
-        return program, model.play(program, candidate.overlap)
+        return program, play(program, model, candidate.overlap)
     if candidate.overlap is not None:
         raise ValueError(f"overlap={candidate.overlap} with auto; allowed: none, since all orders are tried")
-    if isinstance(model, ActionModel):
+    if not isinstance(model, NodeModel):
         raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
     timeline = model.synthesized(ranks, microbatches, candidate.options.get("chunks", 1), memory)
     return timeline.plan.program, timeline
@@ -273,7 +260,7 @@ def search(
 ) -> Ranking:
     """Simulate the candidates and rank them.
 
-    >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel(), memory=4)
+    >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=Costs(), memory=4)
     >>> [(str(candidate), round(outcome.makespan, 6)) for candidate, outcome in ranking.found[:2]]
     [('zb_h1:chunks=4', 24.75), ('zb_h1:chunks=3', 25.0)]
 
@@ -281,8 +268,7 @@ def search(
         tried: The candidates.
         ranks: Pipeline ranks.
         microbatches: Microbatches of a step.
-        model: The model that plays programs: :class:`ActionModel` with costs of actions, :class:`NodeModel` with costs
-            of nodes.
+        model: Costs of actions, or a :class:`NodeModel` with costs of nodes.
         forward_only: Whether the forwards alone are played.
         memory: Limit of live activations on any rank; the unit is a rank's whole share of the model for one microbatch.
         top: Number of wanted candidates. A candidate that by the model's bound cannot be among the fastest ``top`` is

@@ -10,14 +10,14 @@ import pytest
 
 from overlap1f1b.cli.draw import Cell, Grid, Track, tracks_of
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.simulation.search import ActionModel
+from overlap1f1b.simulation import Costs, simulate
 from tests.cli.plan.run import plan
 
 Capture = pytest.CaptureFixture[str]
 
 
 def grid(name: str, width: int = 120, **options: int) -> Grid:
-    return Grid.of(tracks_of(ActionModel().play(build_schedule(name, **options))), width=width)
+    return Grid.of(tracks_of(simulate(build_schedule(name, **options), Costs())), width=width)
 
 
 def test_a_known_picture() -> None:
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_cut_and_said(width: int) -> None:
 
 @pytest.mark.parametrize("name", ["afab", "1f1b", "combined_1f1b", "zb_h1", "zb_h2", "dualpipe"])
 def test_cells_have_the_columns_of_their_times(name: str) -> None:
-    timeline = ActionModel().play(build_schedule(name, ranks=4, microbatches=8))
+    timeline = simulate(build_schedule(name, ranks=4, microbatches=8), Costs())
     drawn = Grid.of(tracks_of(timeline), width=10_000)
     for rank, spans in enumerate(timeline.ranks):
         pieces = [piece for piece in drawn.lines[rank][1:] if piece.style]

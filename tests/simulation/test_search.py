@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
 from overlap1f1b.simulation import Costs, simulate
-from overlap1f1b.simulation.search import ActionModel, Candidate, NodeModel, Outcome, candidates, search
+from overlap1f1b.simulation.search import Candidate, NodeModel, Outcome, candidates, play, search
 from tests.plan.tries import few_tries
 
 
@@ -46,9 +46,7 @@ def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
     )
     built = everything(ranks, microbatches, costs)
     for memory in (1.0, float("inf")) if (ranks + microbatches) % 2 else (2.5, 4.0):
-        ranking = search(
-            list(candidates()), ranks=ranks, microbatches=microbatches, model=ActionModel(costs), memory=memory
-        )
+        ranking = search(list(candidates()), ranks=ranks, microbatches=microbatches, model=costs, memory=memory)
         got = {
             (c.schedule, c.options["chunks"], c.options.get("extra_warmup", 0)): outcome.makespan
             for c, outcome in ranking.found
@@ -61,7 +59,7 @@ def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
 
 
 def test_of_equals_the_one_with_less_memory_comes_first() -> None:
-    ranking = search(list(candidates()), ranks=4, microbatches=8, model=ActionModel())
+    ranking = search(list(candidates()), ranks=4, microbatches=8, model=Costs())
     keys = [(round(o.makespan, 9), o.peak_activations, o.copies) for _, o in ranking.found]
     assert keys == sorted(keys)
     assert len(set(keys)) < len(keys)
@@ -70,7 +68,7 @@ def test_of_equals_the_one_with_less_memory_comes_first() -> None:
 def test_what_is_left_out_says_why() -> None:
     tried = [Candidate("dualpipe"), Candidate("afab"), Candidate("sequential")]
     done: list[int] = []
-    ranking = search(tried, ranks=3, microbatches=5, model=ActionModel(), memory=3, progress=done.append)
+    ranking = search(tried, ranks=3, microbatches=5, model=Costs(), memory=3, progress=done.append)
     assert [str(candidate) for candidate, _ in ranking.found] == ["sequential"]
     assert ranking.over == ((Candidate("afab"), 5.0),)
     assert ranking.refused == (
@@ -89,12 +87,12 @@ def test_what_is_given_is_not_varied() -> None:
 @pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), "8"])
 def test_a_limit_must_be_above_zero(memory: float) -> None:
     with pytest.raises(ValueError, match=f"^memory={memory!r}; allowed: more than 0$"):
-        search([], ranks=1, microbatches=1, model=ActionModel(), memory=memory)
+        search([], ranks=1, microbatches=1, model=Costs(), memory=memory)
 
 
 def test_actions_know_no_overlap() -> None:
     with pytest.raises(ValueError, match=r"^overlap=3 with costs of actions; allowed: with costs of sub-ops$"):
-        ActionModel().play(build_schedule("1f1b", microbatches=2), 3)
+        play(build_schedule("1f1b", microbatches=2), Costs(), 3)
 
 
 NODES = NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1)
@@ -177,10 +175,10 @@ def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
 
 def test_actions_are_all_played() -> None:
     tried = list(candidates())
-    ranking = search(tried, ranks=4, microbatches=8, model=ActionModel(), top=1)
-    assert ranking == search(tried, ranks=4, microbatches=8, model=ActionModel())
+    ranking = search(tried, ranks=4, microbatches=8, model=Costs(), top=1)
+    assert ranking == search(tried, ranks=4, microbatches=8, model=Costs())
     with pytest.raises(ValueError, match=r"^top=0; allowed: 1 or more$"):
-        search(tried, ranks=4, microbatches=8, model=ActionModel(), top=0)
+        search(tried, ranks=4, microbatches=8, model=Costs(), top=0)
 
 
 def test_a_rank_keeps_its_layers_whatever_its_chunks() -> None:

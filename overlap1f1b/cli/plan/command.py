@@ -17,13 +17,13 @@ from overlap1f1b.simulation import Costs, PlanTimeline
 from overlap1f1b.simulation.search import (
     CHUNKS,
     EXTRA_WARMUP,
-    ActionModel,
     Candidate,
     Model,
     NodeModel,
     Played,
     Ranking,
     candidates,
+    play,
     played,
     search,
 )
@@ -81,7 +81,7 @@ def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
     if options.from_csv is not None:
         program = read(options)
         progress.begin(f"0 of {total} programs played, now {options.from_csv}")
-        timeline: Played = model.play(program, None)
+        timeline: Played = play(program, model)
         step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
         step["forward_only"] = program.forward_only
     else:
@@ -231,13 +231,13 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
     if options.forward_only:
         extra = extra[:1]
-    found = []
+    found, overlaps = list[Candidate](), model.overlaps if isinstance(model, NodeModel) else (None,)
     if isinstance(model, NodeModel):  # given chunks are tried in any case, so that a refusal says why
         found = [Candidate(AUTO, {"chunks": v}) for v in chunks if options.chunks or not model.layers % v]
     if options.schedule == AUTO:
         return found
     orders = options.schedule is None and not options.forward_only and not options.extra_warmup
-    fixed = candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=model.overlaps)
+    fixed = candidates(schedules=schedules, chunks=chunks, extra_warmup=extra, overlaps=overlaps)
     return [*found, *fixed] if orders else list(fixed)
 
 
@@ -253,7 +253,7 @@ def model_of(options: PlanOptions) -> Model:
             given["send"] = options.send
         if "weight" not in given and "backward" in given:
             given["weight"] = given["backward"] / 2
-        return ActionModel(Costs(**given))
+        return Costs(**given)
     costs: dict[str, Any] = {name: value for name in SUB_OPS if (value := getattr(sub_ops, name)) is not None}
     seconds = 10.0 if sub_ops.seconds is None else sub_ops.seconds
     settings: dict[str, Any] = {"parts": sub_ops.parts or 1, "seconds": seconds}
