@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, build_exchange
 from overlap1f1b.transport.streams import Failed, HostCopy, Mark, nobody_failed
@@ -176,6 +177,8 @@ def exchange(
     else:
         by = build_exchange(group, device=given[0].device.type)
         got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+    if forward is not None and forward.brought is not None:
+        forward.brought.append(tuple(got))
     return got[0] if isinstance(tensors, Tensor) else got
 
 
@@ -195,10 +198,20 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
             has made with one each.
     """
     forward, splits = Forward.running(), LibrarySplits(function)
-    if forward is not None and forward.hides(tensors, splits, group):
+    if forward is None:
+        return function(*tensors)
+    if forward.hides(tensors, splits, group):
         brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
-        return brought
-    return function(*tensors)
+    else:
+        with saved_tensors_hooks(_itself, _itself):  # a part that is computed again does not repeat what it saves
+            brought = function(*tensors)
+    if forward.brought is not None:
+        forward.brought.append(tuple(brought))
+    return brought
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:
