@@ -74,6 +74,12 @@ class SplitModel(dict[int, LanguageModelStage]):
             )
         return (labels[..., 1:] != IGNORED).sum()
 
+    @property
+    def routers(self) -> list[nn.Module]:
+        """The modules of this rank's layers that compute router logits."""
+        parts = [stage.part for stage in self.values()]
+        return [router for part in parts for n in range(part.start, part.end) for router, _ in part.shell.routers(n)]
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this rank with their names in the model; experts' are this rank's part."""
         for stage in self.values():
