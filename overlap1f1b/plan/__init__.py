@@ -5,7 +5,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
-from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
+from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.found import found_orders
 from overlap1f1b.plan.node import (
     RECOMPUTES,
@@ -33,6 +33,7 @@ __all__ = [
     "BlockShape",
     "Chains",
     "CostKey",
+    "Held",
     "Label",
     "Node",
     "NodeCosts",

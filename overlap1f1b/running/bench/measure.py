@@ -25,7 +25,7 @@ from overlap1f1b.engine.options import TRIES, Parts
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
-from overlap1f1b.running.bench.memory import peak_bytes
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Overlap, Recompute
-from overlap1f1b.running.bench.memory import peak_bytes
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from overlap1f1b.engine import Stage, combined_forward_backward_step
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.plan import RECOMPUTES, Overlap, Recompute
-from overlap1f1b.running.bench.memory import peak_bytes
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
