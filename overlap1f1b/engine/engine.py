@@ -31,9 +31,10 @@ from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
+from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
-from overlap1f1b.engine.reduce.fsdp import ShardedReducer
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer, Sharding
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
@@ -42,6 +43,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.run.model import refuse_graphs
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
 from overlap1f1b.engine.tuner import State, Tuner
 from overlap1f1b.engine.verify import Verification
@@ -112,9 +114,29 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self.program, self.loss_fn, self.options = program, loss_fn, options
-        self.mesh = Mesh(mesh, options.limit, options.experts_over)
-        self.model, placement, ep = model, program.placement, self.mesh.exchanging
+        self.program, self.loss_fn, self.options, self.model = program, loss_fn, options, model
+        self._connect(mesh, exchange)
+        with self._telling(lambda: "in the construction of its Engine"):
+            self.tuner = Tuner(
+                program,
+                self.stages,
+                self.mesh,
+                options,
+                self.player,
+                self.boundary,
+                counts_block=not self.exchange.background and options.capacity is None,
+            )
+        self.verification.tables = partial(_tables_of, loss_fn)
+        ep = self.mesh.exchanging
+        for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
+            stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+
+    def _connect(
+        self, mesh: DeviceMesh | None, exchange: Exchange | None, stages: Mapping[int, Stage] | None = None
+    ) -> None:
+        """Make the groups of this engine and all that uses them, for new stages or for those of before."""
+        program, options = self.program, self.options
+        self.mesh, placement = Mesh(mesh, options.limit, options.experts_over), program.placement
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
@@ -134,17 +156,10 @@ class Engine:
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
             own, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
-            self.stages, self.sharding = stages_of(
-                model,
-                placement,
-                self.mesh,
-                self.exchange,
-                options.weights,
-                reduce_own=own is not None,
-                reduce_experts=experts is not None,
-                recompute=options.recompute,
-                parts=options.numbers_of_parts[0],
-            )
+            if stages is None:
+                self.stages, self.sharding = self._new_stages(own is not None, experts is not None)
+            for stage in self.stages.values():
+                stage.exchange = self.exchange
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -169,26 +184,27 @@ class Engine:
                 Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
                 Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
             ]
-            tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
+            tied = self.model.items() if options.reduce and isinstance(self.model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
             self.reductions = self._new_reductions(own, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
-            # 5. The player, what decides about its plans, and their comparison with a plain loop.
+            # 5. The player, and the comparison of its plans with a plain loop.
             self.player = self._new_player(watch)
-            self.tuner = Tuner(
-                program,
-                self.stages,
-                self.mesh,
-                options,
-                self.player,
-                self.boundary,
-                counts_block=not self.exchange.background and options.capacity is None,
-            )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.verification.tables = partial(_tables_of, loss_fn)
-            for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
-                stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+
+    def _new_stages(self, reduce_own: bool, reduce_experts: bool) -> tuple[dict[int, Stage], Sharding]:
+        return stages_of(
+            self.model,
+            self.program.placement,
+            self.mesh,
+            self.exchange,
+            self.options.weights,
+            reduce_own=reduce_own,
+            reduce_experts=reduce_experts,
+            recompute=self.options.recompute,
+            parts=self.options.numbers_of_parts[0],
+        )
 
     def _new_player(self, watch: Watch | None) -> Player:
         # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
@@ -200,6 +216,7 @@ class Engine:
             boundary=self.boundary,
             reductions=self.reductions,
             watch=watch,
+            device=self._device,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
         )
 
@@ -274,8 +291,8 @@ class Engine:
         self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        return partial(
-            feed_batch, self.stages, self.program, self.mesh, loss, inputs, target, return_outputs=return_outputs
+        return lambda: feed_batch(
+            self.stages, self.program, self.mesh, loss, inputs, target, return_outputs=return_outputs
         )
 
     def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
@@ -292,6 +309,46 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
+        undo = self.verification.undo() if grad and self.tuner.tries_memory and self._connects_again else None
+        try:
+            return self._play(make_feed, grad=grad, loss_scale=loss_scale)
+        except RuntimeError as error:
+            if undo is None or not self._left(error):
+                raise
+        undo()
+        undo.global_random()
+        if self.mesh.several:
+            self._reconnect()
+        self.tuner.leave(self.tuner.plan)
+        return self.play(make_feed, grad=grad, loss_scale=loss_scale)
+
+    def _left(self, error: RuntimeError) -> bool:
+        """Return whether a rank ran out of memory; a failure ends the step on all ranks."""
+        name = torch.OutOfMemoryError.__name__
+        return isinstance(error, torch.OutOfMemoryError) or name in (self.failures.read(wait=True) or "")
+
+    @property
+    def _connects_again(self) -> bool:
+        """Whether all groups that end with a step are this engine's own, and what uses them can be made again."""
+        shared = self.mesh.inner or self.sharding.groups or self.tuner.outside_groups
+        return not self.mesh.several or not (shared or self._communicators.shares)
+
+    def _reconnect(self) -> None:
+        """Make all groups anew after a step that ended on all ranks; what was learned and set stays."""
+        old, tables = self.player, self.verification.tables
+        self._communicators.close(failed=True)
+        for lane in self.lanes:
+            lane.close()
+        self.boundary.close()
+        self._connect(self.mesh.devices, None, self.stages)
+        for name in ("around", "autocasts_backward", "compute", "recorder"):
+            setattr(self.player, name, getattr(old, name))
+        for lane in self.lanes:
+            lane.recorder = old.recorder
+        self.verification.tables = tables
+        self.tuner.rejoin(self.mesh, self.player, self.boundary)
+
+    def _play(self, make_feed: Callable[[], Feed], *, grad: bool, loss_scale: float) -> PlayedStep:
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
             play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
@@ -313,7 +370,12 @@ class Engine:
             self._check_parameters(first=first)
             # 2. Forwards, backwards, exchanges, reductions.
             same = self.mesh.compared(loss_scale)
-            with self._one_after_another() if measuring else contextlib.nullcontext():
+            timed, counted = measuring and not tuner.notes, tuner.notes or (tuner.settling and self.player.watch is not None)
+            count = ByteCount(self._device) if counted and not tuner.must_verify(plan) else None
+            with (
+                self._one_after_another() if timed else contextlib.nullcontext(),
+                self.player.counting(count, notes=tuner.notes),
+            ):
                 if tuner.must_verify(plan):
                     played = self._play_verified(plan, play_nodes)
                 else:
@@ -327,7 +389,7 @@ class Engine:
                 if self._compares:
                     check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
-            tuner.learn(plan, played.result)
+            tuner.learn(plan, played.result, count if tuner.notes else None)
         return played
 
     def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, cast
 
 from torch import Tensor
 
@@ -45,6 +46,10 @@ class EngineOptions:
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
+        memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
+            text such as ``"70GB"`` or ``"64GiB"``, or on a GPU ``"auto"``, what it has free less a reserve. A step
+            counts what each node holds, on a CPU one more. Only plans that keep within it are played; they may have
+            fewer open actions and forwards to warm up. Ranks may have different ones.
         costs: Seconds of every node, instead of measuring them.
         plan: A compiled plan to play, instead of compiling one.
         tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
@@ -74,6 +79,7 @@ class EngineOptions:
     parts: Parts = 1
     capacity: float | None = None
     overflow: Overflow = "raise"
+    memory: int | str | None = None
     costs: NodeCosts | None = None
     plan: Plan | None = None
     tries: int = TRIES
@@ -87,6 +93,7 @@ class EngineOptions:
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
+        parse_memory(self.memory)
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
@@ -121,8 +128,32 @@ class EngineOptions:
         """All options by their names, to be compared over ranks: limits may differ, functions have no value."""
         every: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         del every["timeout"]
+        every["memory"] = self.memory is not None
         return every | {
             "plan": None if self.plan is None else self.plan.fingerprint,
             "count_tokens": None if self.count_tokens is None else "a function",
             "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
         }
+
+
+_UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}
+
+
+def parse_memory(value: object) -> int | Literal["auto"] | None:
+    """Return a limit of memory in bytes, ``"auto"``, or None.
+
+    >>> parse_memory("70GB"), parse_memory("1.5KiB")
+    (70000000000, 1536)
+
+    Raises:
+        ValueError: It is no positive number of bytes.
+    """
+    if value is None or value == "auto":
+        return cast("Literal['auto'] | None", value)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value))
+    number = 0 if found is None or isinstance(value, bool) else int(
+        float(found[1]) * (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
+    )
+    if not number:
+        raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None")
+    return number

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from itertools import chain
+from operator import itemgetter
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.foreign.exchanges import shown_by_all
-from overlap1f1b.engine.options import EngineOptions
+from overlap1f1b.engine.options import EngineOptions, parse_memory
 from overlap1f1b.engine.play.measure import measured_costs
+from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import all_shapes, cut_alike
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Span, StageShape, found_orders
-from overlap1f1b.schedule import Program, forwards_of, one_by_one
+from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Span, StageShape, found_orders
+from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import Dimension, Mesh
 
 T = TypeVar("T")
 
@@ -28,6 +32,10 @@ WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
+LEAST_WARMUP_GAIN = 0.01
+"""Least predicted gain, as a share of the step, for which a limit of memory is used for another forward to warm up."""
+SPARE = 0.03
+"""Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
 LEAST_GAIN = 0.02
 """Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
 MOST_PLANS = 3
@@ -112,7 +120,14 @@ class Tuner:
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
-        self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
+        # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
+        self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
+        self._counts = options.memory is not None or player.watch is not None
+        self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
+        self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
+        if self._counts and options.costs is not None:
+            with ByteCount(player.device) as count:
+                self._count(count)
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
         self._serial_plans: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
@@ -131,6 +146,8 @@ class Tuner:
     def costs(self, costs: NodeCosts | None) -> None:
         self._costs = costs
         self.state = State.MEASURING if costs is None else State.SETTLED
+        if costs is None and self._counts and not self._held:
+            self._warm = max(self._warm, 1)
         self._plan: Plan | None = None  # compiled when it is needed
         self._evaluation: Plan | None = None
         self._is_set = False
@@ -189,6 +206,11 @@ class Tuner:
         return self._evaluation
 
     @property
+    def notes(self) -> bool:
+        """Whether the next step counts the bytes that each node holds; its times are not used."""
+        return self.state is State.MEASURING and self._counts and self._warm == 1
+
+    @property
     def settling(self) -> bool:
         """Whether the next step still measures nodes or tries a plan."""
         return self.state is not State.SETTLED
@@ -241,7 +263,7 @@ class Tuner:
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
         return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
 
-    def learn(self, plan: Plan, result: StepResult) -> None:
+    def learn(self, plan: Plan, result: StepResult, count: ByteCount | None = None) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this."""
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
@@ -251,11 +273,34 @@ class Tuner:
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
             self._adopt_exchanges()
+        if count is not None and state is State.MEASURING:
+            self._count(count)
         if state is State.TRYING:
             self._note_time(result.overlap.makespan)
         elif state is State.MEASURING and not warm:
             self._note_nodes(plan, result.overlap.spans)
         self.steps += 1
+
+    def _count(self, count: ByteCount) -> None:
+        """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
+        limit = parse_memory(self.options.memory)
+        if limit == "auto":
+            limit = devices.obtainable(self._player.device)
+        held = count.by_node()
+        room = float("inf") if limit is None else float(limit - count.before)
+        whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
+        fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
+        mine = fit, -whole, {self.mesh.rank("pp"): room}, held
+
+        def tightest(dimension: Dimension, every: list[_Counted]) -> _Counted:
+            if dimension != "pp":
+                return min(every, key=itemgetter(0, 1))
+            return 0.0, 0.0, dict(chain.from_iterable(one[2].items() for one in every)), dict(
+                chain.from_iterable(one[3].items() for one in every)
+            )
+
+        _, _, rooms, self._held = self._agreed_outside(self.mesh.combined(mine, tightest))
+        self._rooms = tuple(rooms[rank] for rank in sorted(rooms)) if limit is not None else ()
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves."""
@@ -285,6 +330,7 @@ class Tuner:
                 transfers=self._boundary.timed(),
             )
         )
+        costs = replace(costs, bytes=self._held)
         self._of_parts[self.parts] = costs, (plans := self._fastest(costs))
         self.predicted[self.parts] = plans[0].predicted
         if self._more_parts:
@@ -304,7 +350,7 @@ class Tuner:
         if parts != self.parts:
             for stage in self.stages.values():
                 stage.cut_into(parts)
-            self.parts, self._warm = parts, 1
+            self.parts, self._warm, self._held = parts, 1, {}
             self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
@@ -327,6 +373,21 @@ class Tuner:
             self.tried = sorted(map(Tried, self._turns, times), key=lambda one: one.seconds)
             self._keep(self.tried[0].plan)
 
+    @property
+    def tries_memory(self) -> bool:
+        """Whether the next step tries a plan that may need more memory than there is."""
+        return self.state is State.TRYING and self._counts
+
+    def leave(self, plan: Plan) -> None:
+        """Try a plan no more, for which some rank had too little memory; without another play serially, as before."""
+        self._turns, self._seconds = [other for other in self._turns if other is not plan], []
+        if not self._turns:
+            self._keep(self._compiled(self.program, self.shapes, self._costs or NodeCosts(), "serial"))
+
+    def rejoin(self, mesh: Mesh, player: Player, boundary: Boundary) -> None:
+        """Go on over new groups."""
+        self.mesh, self._player, self._boundary = mesh, player, boundary
+
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
         self.outside_groups = groups
@@ -343,16 +404,48 @@ class Tuner:
     def _fastest(self, costs: NodeCosts) -> list[Plan]:
         """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
         program, placement, blocks = self.program, self.program.placement, self._counts_block
-        if not program.search_seconds:
-            return planning.fastest(program, self.shapes, costs, self.overlap, counts_block=blocks)
-        return found_orders(
-            placement,
-            program.microbatches,
-            self.shapes,
-            costs,
-            peak_activations=min(program.peak_activations) * placement.share,
-            seconds=program.search_seconds,
-            counts_block=blocks,
+        rooms, spared = self._rooms, tuple((1 - SPARE) * room for room in self._rooms)
+        if rooms and not costs.bytes:
+            raise ValueError("memory with costs that have no bytes; allowed: costs of an engine with it, or none")
+        kept = list[Plan]()
+        if program.search_seconds:
+            most = min(program.peak_activations)
+            for live in range(most, 0, -max(1, len(placement.pipes[0]) // placement.ranks)) if rooms else (most,):
+                kept = found_orders(
+                    placement,
+                    program.microbatches,
+                    self.shapes,
+                    costs,
+                    peak_activations=live * placement.share,
+                    seconds=program.search_seconds,
+                    counts_block=blocks,
+                )
+                kept = [plan for plan in kept if plan.fits(spared)]
+                if kept:
+                    return kept
+        for other in lighter(program) if rooms else (program,):
+            found = planning.fastest(other, self.shapes, costs, self.overlap, counts_block=blocks, rooms=rooms)
+            rooms = spared
+            if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
+                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
+        return kept or [self._least(costs)]
+
+    def _least(self, costs: NodeCosts) -> Plan:
+        """Return the plan of one microbatch after another, which holds the least.
+
+        Raises:
+            ValueError: It does not keep within the limit.
+        """
+        program = one_by_one(self.program.microbatches, self.program.placement)
+        plan = planning.compile(program, self.shapes, costs, "serial", counts_block=self._counts_block)
+        if plan.fits(self._rooms):
+            return plan
+        over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
+        limit = parse_memory(self.options.memory)
+        more = "smaller microbatches" if self.options.recompute == "block" else "recompute='block', smaller microbatches"
+        raise ValueError(
+            f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
+            f"rank {rank}; allowed: " + (f"{(limit + over) / 1e6:.1f}MB or more, " if isinstance(limit, int) else "") + more
         )
 
     def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
@@ -382,6 +475,26 @@ class Tuner:
         planning.check(plan)
         planning.check_rendezvous(plan)
         return plan
+
+
+_Counted = tuple[float, float, dict[int, float], Mapping[CostKey, Held]]
+"""Microbatches that fit, bytes of one (negative), room of each pipeline rank, and what its nodes hold."""
+
+
+def lighter(program: Program) -> Iterator[Program]:
+    """Yield one microbatch after another, and the program with fewer forwards to warm up and with all, lightest first.
+
+    >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
+    ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
+    """
+    placement, (name, _, extra) = program.placement, program.name.partition("+")
+    yield one_by_one(program.microbatches, placement)
+    if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
+        yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
+    for less in range(int(extra) if extra.isdecimal() else 0):
+        sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
+        yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)
+    yield program
 
 
 def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
