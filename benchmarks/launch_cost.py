@@ -54,7 +54,7 @@ def costs_of(counts: float, launch: float = 0.0) -> NodeCosts:
 
 def device_plan(program: Program, layers: int, costs: NodeCosts, overlap: Overlap) -> Plan:
     """Return the checked plan that a device plays."""
-    plan = compile(program, (BlockShape(seams=1),) * layers, costs, overlap, counts_block=True)
+    plan = compile(program, (BlockShape(expert_calls=1),) * layers, costs, overlap, counts_block=True)
     plan = with_rendezvous(plan, costs, counts_block=True)
     check(plan)
     check_rendezvous(plan)

@@ -52,7 +52,7 @@ def measure(name: str, microbatches: int) -> None:
 def measure_plan(program: Program) -> None:
     """Print one line of the second."""
     start = process_time()
-    plan = compile(program, (BlockShape(seams=0),), NodeCosts(), "serial")
+    plan = compile(program, (BlockShape(expert_calls=0),), NodeCosts(), "serial")
     made = process_time()
     check(plan)
     checked = process_time()

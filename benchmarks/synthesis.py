@@ -46,7 +46,7 @@ def measure(
 ) -> None:
     """Print one row."""
     ranks, chunks = placement.ranks, placement.stages // placement.ranks
-    shape = (BlockShape(seams=1, parts=PARTS),) * (LAYERS // chunks)
+    shape = (BlockShape(expert_calls=1, parts=PARTS),) * (LAYERS // chunks)
     costs = costs_of(ratio, slow, len(shape))
     start = process_time()
     plan = found_orders(placement, microbatches, shape, costs, peak_activations=peak, seconds=seconds)[0]
@@ -90,7 +90,7 @@ def fixed(ranks: int, microbatches: int, peak: float, costs: NodeCosts) -> Plan 
             continue
         chunks = program.placement.stages // ranks
         if len(program.placement.pipes) == 1 and not LAYERS % chunks:
-            shape = (BlockShape(seams=1, parts=PARTS),) * (LAYERS // chunks)
+            shape = (BlockShape(expert_calls=1, parts=PARTS),) * (LAYERS // chunks)
             programs.append((bound(program, shape, costs, 3), shape, program))
     best: Plan | None = None
     for least, shape, program in sorted(programs, key=lambda entry: entry[0]):

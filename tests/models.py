@@ -30,23 +30,23 @@ def first_experts(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Norm, linear, experts, and a linear between the experts and the output; ``seams`` calls of experts."""
+    """Norm, linear, experts, and a linear between the experts and the output; ``expert_calls`` calls of experts."""
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        seams: int = 1,
+        expert_calls: int = 1,
         choose: Choose = top_k,
         dropout: float = 0.0,
         weights_in: WeightsIn = "combine",
     ) -> None:
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(H), nn.Linear(H, H)
-        self.gates = nn.ModuleList(nn.Linear(H, E, bias=False) for _ in range(seams))
+        self.gates = nn.ModuleList(nn.Linear(H, E, bias=False) for _ in range(expert_calls))
         options = {"group": group, "weights_in": weights_in}
-        self.experts = nn.ModuleList(GroupedExperts(E, H, 12, **options) for _ in range(seams))
-        self.post = nn.ModuleList(nn.Linear(H, H) for _ in range(seams))
+        self.experts = nn.ModuleList(GroupedExperts(E, H, 12, **options) for _ in range(expert_calls))
+        self.post = nn.ModuleList(nn.Linear(H, H) for _ in range(expert_calls))
         self.choose, self.dropout = choose, nn.Dropout(dropout)
         for experts in self.experts:  # large enough that their gradients matter
             experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
@@ -79,7 +79,7 @@ def build(
     group: dist.ProcessGroup | None = None,
     *,
     layers: int = 2,
-    seams: int = 1,
+    expert_calls: int = 1,
     choose: Sequence[Choose] = (top_k, first_experts),
     dropout: float = 0.0,
     tied: bool = False,
@@ -93,7 +93,7 @@ def build(
     torch.manual_seed(11)
     embedding = nn.Embedding(V, H)
     blocks: list[nn.Module] = [
-        block(group, seams=seams, choose=choose[layer % len(choose)], dropout=dropout, **options)
+        block(group, expert_calls=expert_calls, choose=choose[layer % len(choose)], dropout=dropout, **options)
         for layer in range(layers)
     ]
     blocks.insert(1, nn.Sequential(nn.LayerNorm(H), nn.Linear(H, H), nn.Tanh()))

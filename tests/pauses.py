@@ -27,7 +27,7 @@ PLACES: tuple[tuple[type, str], ...] = (
     (PeerExchange, "counts"),
     (PeerExchange, "expect_rows"),
     (PeerExchange, "expect_counts"),
-    (Flight, "land"),  # the thread that awaits them
+    (Flight, "arrive"),  # the thread that awaits them
     (Transfer, "receive"),
     (Transfer, "release"),
 )

@@ -8,6 +8,8 @@ from math import ceil, floor, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rich.console import Console
+
 from overlap1f1b.plan import Span
 from overlap1f1b.schedule import Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
@@ -234,9 +236,17 @@ def _axis(end: float, scale: float, columns: int) -> str:
 
 
 def paint(
-    tracks: Sequence[Track], path: Path, *, title: str, option: str, unit: str = "time, in the unit of the costs"
+    tracks: Sequence[Track],
+    path: Path,
+    screen: Console,
+    *,
+    title: str,
+    option: str,
+    unit: str = "time, in the unit of the costs",
 ) -> None:
-    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``; ``unit`` labels the time axis.
+    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``, and tell the screen.
+
+    ``unit`` labels the time axis.
 
     Raises:
         ValueError: matplotlib is missing, or the file cannot be written.
@@ -269,5 +279,6 @@ def paint(
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
-    with writing(option, path), mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"}):
-        figure.savefig(path, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
+    settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
+    with writing(option, path, screen) as file, settings:
+        figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from overlap1f1b import __version__
 from overlap1f1b.cli.doctor import DoctorOptions
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.report.options import ReportOptions
@@ -75,6 +76,9 @@ def _options(argv: Sequence[str]) -> Any:
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
         return parse(argv[1:] or ["--help"], PROFILED, prog="overlap1f1b profile", description=about)
+    if argv == ["--version"]:
+        sys.stdout.write(f"overlap1f1b {__version__}\n")
+        raise SystemExit(0)
     about = "Train mixture-of-experts transformers with the expert all-to-all hidden behind compute."
     verbs = {"train": TrainOptions, "bench": BenchOptions, "plan": PlanOptions}
     verbs |= {"profile": ProfileOptions, "report": ReportOptions, "doctor": DoctorOptions}

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.bits import sum_of_bits
 from overlap1f1b.engine.graph.autograd import main_grad
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.model import tensor_dimension
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
@@ -37,7 +37,7 @@ def described(program: Program) -> str:
     return text
 
 
-def structure(stages: Mapping[int, Blocks]) -> Facts:
+def structure(stages: Mapping[int, Stage]) -> Facts:
     """Return the blocks of the stages, and their parameters: shape, dtype, whether it is trained, and shared.
 
     A shared gradient is summed over ranks once.
@@ -51,13 +51,13 @@ def structure(stages: Mapping[int, Blocks]) -> Facts:
     for number, stage in stages.items():
         facts[f"the number of blocks of stage {number}"] = len(stage.blocks)
         for name, shape in zip(stage.names, stage.shape, strict=True):
-            facts[f"the number of experts' calls in {name} of stage {number}"] = shape.seams
+            facts[f"the number of experts' calls in {name} of stage {number}"] = shape.expert_calls
             facts[f"whether {name} of stage {number} has layers with weight gradients apart"] = shape.split
             facts[f"whether experts of {name} of stage {number} are trained"] = shape.experts_split
     return facts
 
 
-def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
+def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: Mesh) -> Facts:
     """Return a sum over the bits of every parameter, and places and names of trained parameters that are no experts'.
 
     No order of summation changes the sums. FSDP2's shards have none; of a DTensor or a slice over the tensor group it
@@ -74,7 +74,7 @@ def values(stages: Mapping[int, Blocks], ties: Mapping[str, nn.Parameter], mesh:
     return _places(stages) | {f"the sum of bits of {place}": f"{int(sum_of_bits(part)):x}" for place, part in parts}
 
 
-def _places(stages: Mapping[int, Blocks]) -> Facts:
+def _places(stages: Mapping[int, Stage]) -> Facts:
     """Return facts that differ if ranks have numbered experts of their own, or another order of modules.
 
     Gradients are summed by their places. Names may differ, as by a wrapper on one rank.
@@ -133,7 +133,7 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
 
 
-def calls(stages: Mapping[int, Blocks]) -> Facts:
+def calls(stages: Mapping[int, Stage]) -> Facts:
     """Return the sizes with which experts were called, which are equal on all ranks."""
     return {
         f"call {call} of experts in {stage.names[block]} of stage {number}": text
@@ -142,7 +142,7 @@ def calls(stages: Mapping[int, Blocks]) -> Facts:
     }
 
 
-def parameters_of(stages: Mapping[int, Blocks]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
+def parameters_of(stages: Mapping[int, Stage]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
     """Yield name, block, the parameter, and whether it is an expert's."""
     for number, stage in stages.items():
         for index, block in enumerate(stage.blocks):
@@ -159,7 +159,7 @@ Kernels may round in another order on each rank, in bfloat16, too, and a gradien
 """
 
 
-def check_tensor_group(stages: Mapping[int, Blocks], mesh: Mesh) -> None:
+def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
     """Compare what the ranks of a tensor group have computed in the first step. All of them must call this.
 
     Of gradients 64 entries are compared, of tokens the first rows.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.play.player import MicrobatchKey
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.transport.mesh import Mesh
 
@@ -102,8 +102,8 @@ class Feed(NamedTuple):
 
     Args:
         given: Returns the keyword arguments of a :class:`Microbatch` (``inputs``, ``target``, ``loss_fn``,
-            ``loss_scale``, ``return_outputs``) by the numbers of stage and microbatch.
-        shares: Weight of each microbatch in the mean loss over all ranks, by its number.
+            ``loss_grad``, ``return_outputs``) by the numbers of stage and microbatch.
+        shares: Share of each microbatch in the mean loss over all ranks, by its number.
         aux_scale: Scale of auxiliary losses; None for the scale that each router has.
     """
 
@@ -127,7 +127,7 @@ class Loss(NamedTuple):
 
 
 def feed_batch(
-    stages: Mapping[int, Blocks],
+    stages: Mapping[int, Stage],
     program: Program,
     mesh: Mesh,
     loss: Loss,
@@ -158,7 +158,7 @@ def feed_batch(
             arguments |= {
                 "target": target_of(microbatch),
                 "loss_fn": loss.function if shares[microbatch] else _of_no_token,
-                "loss_scale": shares[microbatch] * loss.loss_scale,
+                "loss_grad": shares[microbatch] * loss.loss_scale,
                 "return_outputs": return_outputs,
             }
         return arguments
@@ -177,7 +177,7 @@ def _of_no_token(*given: Tensor) -> Tensor:
 
 
 def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
-    """Return the part of each microbatch in the mean loss over all ranks."""
+    """Return the share of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if loss.count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))
@@ -194,7 +194,7 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
     return {index: number / total for index, number in zip(here, tokens, strict=True)}
 
 
-_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_scale", "return_outputs"))
+_GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
 
 
 def check_feed(feed: Feed, program: Program, rank: int) -> None:
@@ -213,7 +213,7 @@ def check_feed(feed: Feed, program: Program, rank: int) -> None:
 class Microbatches(dict[MicrobatchKey, Microbatch]):
     """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played."""
 
-    def __init__(self, stages: Mapping[int, Blocks], placement: Placement, feed: Feed, *, grad: bool) -> None:
+    def __init__(self, stages: Mapping[int, Stage], placement: Placement, feed: Feed, *, grad: bool) -> None:
         self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad
         self._seed = int(torch.randint(2**62, (), device="cpu")) if grad else 0
 
@@ -228,7 +228,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
             raise ValueError(f"a feed gives microbatch {index} no inputs; allowed: at least () for the first stage")
         if number == self._count - 1 and self._grad and given.get("loss_fn") is None:
             raise ValueError(f"a feed gives microbatch {index} no loss_fn; allowed: one for the last stage")
-        made = self[key] = Microbatch(self._stages[number], index, **given, seed=seed, grad=self._grad)
+        made = self[key] = Microbatch(self._stages[number], index=index, **given, seed=seed, grad=self._grad)
         made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
         if made.before is not None:
             made.before.after = made

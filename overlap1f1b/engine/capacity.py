@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.reduce.reduction import GradientsAside
 from overlap1f1b.engine.result import PlayedStep
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Plan
 from overlap1f1b.schedule.values import quoted
@@ -45,7 +45,7 @@ class Capacity:
         ValueError: An unknown ``factor`` or ``overflow``; in a step, ranks along "ep" with other numbers of tokens.
     """
 
-    def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Blocks], mesh: Mesh) -> None:
+    def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Stage], mesh: Mesh) -> None:
         if factor is not None and not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
             raise ValueError(f"capacity={quoted(factor)}; allowed: more than 0, or None")
         if overflow not in get_args(Overflow):

@@ -39,7 +39,7 @@ def combined_forward_backward_step(
     >>> stage = Stage(blocks, exchange)
     >>> previous = None
     >>> for index, (x, y) in enumerate(microbatches):
-    ...     current = stage.microbatch(x, y, index=index, loss_fn=loss_fn, loss_scale=1 / len(microbatches))
+    ...     current = Microbatch(stage, x, y, index=index, loss_fn=loss_fn, loss_grad=1 / len(microbatches))
     ...     loss, _ = combined_forward_backward_step(current, previous)
     ...     previous = current
     >>> combined_forward_backward_step(None, previous)
@@ -93,7 +93,7 @@ def combined_forward_backward_step(
     player = Player(Failures(limit=timedelta(seconds=timeout)), exchange=stages[0].exchange, watch=watch)
     with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
         for stage in stages:
-            changed.enter_context(stage.installed(forward.loss_scale if forward else 1.0))
+            changed.enter_context(stage.installed(forward.loss_grad if forward else 1.0))
         player.play(
             [node for node in nodes if not (split and node.kind is Kind.W)],
             {(action.stage, action.microbatch): members[action.microbatch] for action in actions},

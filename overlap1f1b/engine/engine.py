@@ -34,7 +34,7 @@ from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
-from overlap1f1b.engine.reduce.fsdp import ShardedReducer, Sharding
+from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
@@ -84,7 +84,7 @@ class Engine:
         program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts), "cp" (each rank has a
             part of every sequence) and "tp" (each rank has the same data; DTensors over "tp" say which part of a
-            parameter it has); None for one rank. Blocks may meet along "cp" and "tp": all ranks play one order.
+            parameter it has); None for one rank. Blocks may communicate along "cp" and "tp": all ranks play one plan.
         loss_fn: ``(output, target) → scalar`` of one microbatch; with several tensors ``(*outputs, *targets)``. None
             on a rank without the last stage, and for an engine whose feeds have losses: see :meth:`play`.
         options: How it plays, see :class:`EngineOptions`.
@@ -116,7 +116,7 @@ class Engine:
         _check_kinds(program, options, exchange, loss_fn)
         self.program, self.loss_fn, self.options, self.model = program, loss_fn, options, model
         self._connect(mesh, exchange)
-        with self._telling(lambda: "in the construction of its Engine"):
+        with self._reporting(lambda: "in the construction of its Engine"):
             self.tuner = Tuner(
                 program,
                 self.stages,
@@ -140,7 +140,7 @@ class Engine:
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
-        with self._telling(lambda: "in the construction of its Engine"):
+        with self._reporting(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
             _check_trains(program)
             shared = None if exchange is None else type(exchange).__name__
@@ -154,10 +154,20 @@ class Engine:
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            own, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
+            dense, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
             if stages is None:
-                self.stages, self.sharding = self._new_stages(own is not None, experts is not None)
+                self.stages, self.sharding = stages_of(
+                    self.model,
+                    placement,
+                    self.mesh,
+                    self.exchange,
+                    options.block_weights,
+                    reduce_dense=dense is not None,
+                    reduce_experts=experts is not None,
+                    recompute=options.recompute,
+                    parts=options.numbers_of_parts[0],
+                )
             for stage in self.stages.values():
                 stage.exchange = self.exchange
             self.sharding.limit(options.limit)
@@ -180,31 +190,18 @@ class Engine:
                 ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
-            self._lanes = [
-                Lane("reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort),
-                Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort),
-            ]
+            self._reduce_lane = Lane(
+                "reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort
+            )
+            self._shard_lane = Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort)
             tied = self.model.items() if options.reduce and isinstance(self.model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
-            self.reductions = self._new_reductions(own, experts)
+            self.reductions = self._new_reductions(dense, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, and the comparison of its plans with a plain loop.
             self.player = self._new_player(watch)
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-
-    def _new_stages(self, reduce_own: bool, reduce_experts: bool) -> tuple[dict[int, Stage], Sharding]:
-        return stages_of(
-            self.model,
-            self.program.placement,
-            self.mesh,
-            self.exchange,
-            self.options.weights,
-            reduce_own=reduce_own,
-            reduce_experts=reduce_experts,
-            recompute=self.options.recompute,
-            parts=self.options.numbers_of_parts[0],
-        )
 
     def _new_player(self, watch: Watch | None) -> Player:
         # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
@@ -228,14 +225,14 @@ class Engine:
                 self.sharding.ahead = None
             ranks, copies = (self.mesh.ranks(pp=self._replicas, over=over) for over in (DATA, self.mesh.expert_copies))
             with self.sharding.gathered():
-                sharded = ShardedReducer(self.sharding, self.stages, self._lanes[1], ranks=ranks, expert_ranks=copies)
+                sharded = ShardedReducer(self.sharding, self.stages, self._shard_lane, ranks=ranks, expert_ranks=copies)
         tensors = TensorGradients(self.stages, self.mesh, sharded)
         apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
-        own = Reducer(self.stages, dense, experts, self._lanes[0], apart=apart)
+        plain = Reducer(self.stages, dense, experts, self._reduce_lane, apart=apart)
         # Tied parameters are the first to be set aside, so they are summed last; tensor groups sum before other ranks.
         found: list[Reduction] = [one for one in (self._tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
-        return found + ([own] if own.reduces else [])
+        return found + ([plain] if plain.reduces else [])
 
     def step(
         self,
@@ -370,11 +367,12 @@ class Engine:
             self._check_parameters(first=first)
             # 2. Forwards, backwards, exchanges, reductions.
             same = self.mesh.compared(loss_scale)
-            timed, counted = measuring and not tuner.notes, tuner.notes or (tuner.settling and self.player.watch is not None)
-            count = ByteCount(self._device) if counted and not tuner.must_verify(plan) else None
+            notes = tuner.notes
+            counts = notes or (tuner.tries_memory and self.player.watch is not None)
+            count = ByteCount(self._device) if counts and not tuner.must_verify(plan) else None
             with (
-                self._one_after_another() if timed else contextlib.nullcontext(),
-                self.player.counting(count, notes=tuner.notes),
+                self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
+                self.player.counting(count, notes=notes),
             ):
                 if tuner.must_verify(plan):
                     played = self._play_verified(plan, play_nodes)
@@ -389,7 +387,7 @@ class Engine:
                 if self._compares:
                     check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
-            tuner.learn(plan, played.result, count if tuner.notes else None)
+            tuner.learn(plan, played.result, count if notes else None)
         return played
 
     def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
@@ -442,18 +440,18 @@ class Engine:
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
-        """Let ranks meet before every exchange, send each twice, and announce transfers: nodes are measured."""
+        """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
         travels = not isinstance(self.exchange, LocalExchange)
 
-        def meet() -> None:
+        def barrier() -> None:
             for reduction in self.reductions:
                 reduction.settle()
-            self._communicators.settle(self._pending)  # else the hosts would meet, and not the devices
-            self.mesh.meet()
+            self._communicators.settle(self._pending)  # else the hosts would wait for each other, and not the devices
+            self.mesh.barrier()
 
         try:
             self.boundary.announced = True
-            self.player.before_launch = meet if travels or self.player.watch is not None else None
+            self.player.before_launch = barrier if travels or self.player.watch is not None else None
             for stage in self.stages.values():
                 stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
@@ -559,7 +557,7 @@ class Engine:
             raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
         self._entered = True
         try:
-            with self._telling(where, of), self._communicators.watched():
+            with self._reporting(where, of), self._communicators.watched():
                 yield
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
@@ -572,7 +570,7 @@ class Engine:
             self._entered = False
 
     @contextlib.contextmanager
-    def _telling(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+    def _reporting(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
         """Tell the other ranks of a failure in the body, and end their waits."""
         try:
             yield
@@ -627,7 +625,7 @@ class Engine:
     @property
     def lanes(self) -> list[Lane]:
         """All lanes on which this rank's transfers and sums travel."""
-        return [*self.player.lanes.values(), *self.boundary.lanes, *self._lanes]
+        return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
 
     def __enter__(self) -> Engine:
         return self

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, SupportsFloat, cast
+from typing import Any, Literal, SupportsFloat
 
 from torch import Tensor
 
@@ -67,7 +67,7 @@ class EngineOptions:
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
         experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
             tensor group before the experts. Ranks along other dimensions have copies of them.
-        weights: Weights of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
+        block_weights: Relative costs of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
         device: How transfers and compute share a GPU.
 
     Raises:
@@ -89,7 +89,7 @@ class EngineOptions:
     dynamic_shapes: bool = False
     timeout: float = DEFAULT_LIMIT_S
     experts_over: Sequence[str] = ("ep",)
-    weights: Sequence[float] | None = None
+    block_weights: Sequence[float] | None = None
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
@@ -148,12 +148,13 @@ def parse_memory(value: object) -> int | Literal["auto"] | None:
     Raises:
         ValueError: It is no positive number of bytes.
     """
-    if value is None or value == "auto":
-        return cast("Literal['auto'] | None", value)
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value))
-    number = 0 if found is None or isinstance(value, bool) else int(
-        float(found[1]) * (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
-    )
+    unit = 1 if found is None else (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
+    number = 0 if found is None else int(float(found[1]) * unit)
     if not number:
         raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None")
     return number

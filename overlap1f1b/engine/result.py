@@ -25,7 +25,7 @@ class StepResult:
 
     Args:
         losses: Loss of each microbatch that ended on this rank, in their order.
-        weights: Weight of each microbatch in the mean over all ranks.
+        shares: Share of each microbatch in the mean over all ranks.
         outputs: Arguments of each loss that the last block returned, if ``return_outputs`` was set.
         measured: Returns the measured spans of the nodes.
         peak_activations: Most microbatches of a stage that were alive at once.
@@ -35,7 +35,7 @@ class StepResult:
     """
 
     losses: tuple[Tensor, ...]
-    weights: tuple[float, ...]
+    shares: tuple[float, ...]
     outputs: tuple[Tensor | OptionalTensors | None, ...]
     measured: Callable[[], tuple[Span, ...]]
     peak_activations: int
@@ -52,7 +52,7 @@ class StepResult:
 
     @property
     def loss(self) -> Tensor:
-        """Weighted mean over the microbatches that ended on this rank.
+        """Mean by shares over the microbatches that ended on this rank.
 
         Raises:
             ValueError: None ended here: the rank does not hold the last stage. See :meth:`Engine.mean_loss`.
@@ -60,10 +60,10 @@ class StepResult:
         if not self.losses:
             raise ValueError("no microbatch ends on this rank; allowed: result.loss where the last stage is held")
         losses = torch.stack([loss.reshape(()) for loss in self.losses])
-        if len(set(self.weights)) == 1:
+        if len(set(self.shares)) == 1:
             return losses.mean()
-        weights = losses.new_tensor(self.weights)
-        return (losses * weights).sum() / weights.sum()
+        shares = losses.new_tensor(self.shares)
+        return (losses * shares).sum() / shares.sum()
 
 
 class PlayedStep(NamedTuple):
@@ -73,7 +73,7 @@ class PlayedStep(NamedTuple):
     microbatches: Microbatches
 
 
-def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Player) -> StepResult:
+def result_of(ended: Sequence[Microbatch], shares: Sequence[float], player: Player) -> StepResult:
     """Return the result of a step that was played, with the microbatches that ended on this rank."""
     losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
@@ -81,12 +81,12 @@ def result_of(ended: Sequence[Microbatch], weights: Sequence[float], player: Pla
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
     kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
     peaks = player.peak_activations, player.peak_held, player.peak_bytes
-    return StepResult(losses, tuple(weights), kept, player.measured(), *peaks)
+    return StepResult(losses, tuple(shares), kept, player.measured(), *peaks)
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:
     """Return the loss of a step over all ranks. All of them must call this."""
     losses = torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
-    mine = sum(loss * weight for loss, weight in zip(losses, result.weights, strict=True))
-    total, weight = mesh.sums(mine, sum(result.weights))
-    return total / weight
+    mine = sum(loss * share for loss, share in zip(losses, result.shares, strict=True))
+    total, share = mesh.sums(mine, sum(result.shares))
+    return total / share

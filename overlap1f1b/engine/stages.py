@@ -29,7 +29,7 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.M
 
 
 def split_blocks(
-    blocks: Sequence[nn.Module], stages: int, weights: Sequence[float] | None = None
+    blocks: Sequence[nn.Module], stages: int, block_weights: Sequence[float] | None = None
 ) -> list[list[nn.Module]]:
     """Split blocks into stages: the heaviest stage as light as possible, then all as equal as possible.
 
@@ -43,19 +43,19 @@ def split_blocks(
     Args:
         blocks: The blocks of the whole model.
         stages: Number of stages, each of at least one block.
-        weights: Cost of each block, in any unit; by default all cost the same.
+        block_weights: Cost of each block, in any unit; by default all cost the same.
 
     Raises:
-        ValueError: Fewer blocks than stages, or weights of another number, negative or infinite.
+        ValueError: Fewer blocks than stages, or block_weights of another number, negative or infinite.
     """
     count = len(blocks)
     if count < stages:
         raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")
-    weights = [1.0] * count if weights is None else weights
+    weights = [1.0] * count if block_weights is None else block_weights
     weights = list(weights) if isinstance(weights, Iterable) else weights
     numbers = isinstance(weights, list) and all(isinstance(weight, SupportsFloat) for weight in weights)
     if not numbers or len(weights) != count or not all(0 <= weight < math.inf for weight in weights):
-        raise ValueError(f"weights {quoted(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
+        raise ValueError(f"block_weights {quoted(weights)} of {count} blocks; allowed: a finite number ≥ 0 of each")
     sums = [0.0, *accumulate(weights)]
     heaviest = _best_split(sums, stages, max)[0]  # it sets the pace of the pipeline
     starts = [0, *_best_split(sums, stages, lambda weight, rest: weight**2 + rest, heaviest)[1]]
@@ -90,9 +90,9 @@ def stages_of(
     placement: Placement,
     mesh: Mesh,
     exchange: Exchange,
-    weights: Sequence[float] | None,
+    block_weights: Sequence[float] | None,
     *,
-    reduce_own: bool,
+    reduce_dense: bool,
     reduce_experts: bool,
     recompute: Recompute = "none",
     parts: int = 1,
@@ -109,8 +109,8 @@ def stages_of(
         raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
     first = dict.fromkeys(held, 0)
     if isinstance(model, Mapping):
-        if weights is not None:
-            raise ValueError("weights of stages that are given; allowed: of the blocks of a whole model")
+        if block_weights is not None:
+            raise ValueError("block_weights of stages that are given; allowed: of the blocks of a whole model")
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
         held_blocks = {stage: blocks_of(model[stage]) for stage in held}
@@ -121,7 +121,7 @@ def stages_of(
         every = blocks_of(model)
         if not every:
             raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
-        split = split_blocks(every, placement.stages, weights)
+        split = split_blocks(every, placement.stages, block_weights)
         _refuse_shared(split)
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
@@ -130,9 +130,9 @@ def stages_of(
         if isinstance(model, nn.Module) and placement.ranks == 1:
             tops = [model]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
-    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_own or reduce_experts)
+    _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
     options: dict[str, Any] = {
-        "reduce_own": reduce_own, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
+        "reduce_dense": reduce_dense, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
     }  # fmt: skip
     sharding = Sharding(
         *tops,
@@ -197,7 +197,7 @@ def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) ->
 
 def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:
     """Return the mesh of this rank's tensor group: the one that DTensors of the model have; None for one rank."""
-    for parameter in (p for stage in stages for own in stage.block_parameters for p in own):
+    for parameter in (p for stage in stages for dense in stage.dense_parameters for p in dense):
         if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
             return parameter.device_mesh
     return mesh.devices["tp"] if mesh.devices is not None and mesh.group("tp") is not None else None

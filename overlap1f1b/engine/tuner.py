@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -38,10 +39,10 @@ SPARE = 0.03
 """Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
 LEAST_GAIN = 0.02
 """Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
-MOST_PLANS = 3
-"""Plans that are tried."""
-MOST_RATIO = 1.1
-"""Largest predicted time of a plan that is tried, as a multiple of the fastest's."""
+TRIED_PLANS = 3
+"""How many plans are tried at most."""
+TRIED_WITHIN = 1.1
+"""Plans are tried whose predicted time is at most this multiple of the fastest's."""
 
 
 class State(StrEnum):
@@ -93,7 +94,7 @@ class Tuner:
         verified: Fingerprints of the plans whose first step was equal to a plain loop's.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
-            the first step shows which ranks blocks meet in collectives.
+            the first step shows with which ranks blocks communicate.
     """
 
     def __init__(
@@ -118,11 +119,13 @@ class Tuner:
         self.verified: set[str] = set()
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
-        self._more_parts = more if any(block.seams for stage in self.shapes for block in stage) else []
+        self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
         # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
         self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
         self._counts = options.memory is not None or player.watch is not None
+        if options.memory == "auto" and player.watch is None:
+            raise ValueError(f"memory='auto' on {player.device}; allowed: on a GPU, else bytes such as 70GB")
         self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
         self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
         if self._counts and options.costs is not None:
@@ -268,7 +271,7 @@ class Tuner:
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
         if self.outside_groups is None:
-            # Blocks have met ranks outside of the mesh in collectives.
+            # Blocks have begun collectives with ranks outside of the mesh.
             begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
@@ -283,22 +286,19 @@ class Tuner:
 
     def _count(self, count: ByteCount) -> None:
         """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
-        limit = parse_memory(self.options.memory)
-        if limit == "auto":
-            limit = devices.obtainable(self._player.device)
-        held = count.by_node()
-        room = float("inf") if limit is None else float(limit - count.before)
+        limit, held = parse_memory(self.options.memory), count.by_node()
+        limit = devices.obtainable(self._player.device) if limit == "auto" else limit
+        room = math.inf if limit is None else float(limit - count.before)
         whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
         fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
-        mine = fit, -whole, {self.mesh.rank("pp"): room}, held
 
         def tightest(dimension: Dimension, every: list[_Counted]) -> _Counted:
             if dimension != "pp":
                 return min(every, key=itemgetter(0, 1))
-            return 0.0, 0.0, dict(chain.from_iterable(one[2].items() for one in every)), dict(
-                chain.from_iterable(one[3].items() for one in every)
-            )
+            rooms = {rank: room for one in every for rank, room in one[2].items()}
+            return 0.0, 0.0, rooms, {key: of for one in every for key, of in one[3].items()}
 
+        mine: _Counted = fit, -whole, {self.mesh.rank("pp"): room}, held
         _, _, rooms, self._held = self._agreed_outside(self.mesh.combined(mine, tightest))
         self._rooms = tuple(rooms[rank] for rank in sorted(rooms)) if limit is not None else ()
 
@@ -442,10 +442,11 @@ class Tuner:
             return plan
         over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
         limit = parse_memory(self.options.memory)
-        more = "smaller microbatches" if self.options.recompute == "block" else "recompute='block', smaller microbatches"
+        enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""
+        other = "" if self.options.recompute == "block" else "recompute='block', "
         raise ValueError(
             f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
-            f"rank {rank}; allowed: " + (f"{(limit + over) / 1e6:.1f}MB or more, " if isinstance(limit, int) else "") + more
+            f"rank {rank}; allowed: {enough}{other}smaller microbatches"
         )
 
     def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
@@ -477,7 +478,7 @@ class Tuner:
         return plan
 
 
-_Counted = tuple[float, float, dict[int, float], Mapping[CostKey, Held]]
+_Counted = tuple[float, float, dict[Any, Any], dict[Any, Any]]
 """Microbatches that fit, bytes of one (negative), room of each pipeline rank, and what its nodes hold."""
 
 
@@ -501,9 +502,9 @@ def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
     found: dict[str, Plan] = {}
     for plan in plans:
-        if plan.predicted <= MOST_RATIO * plans[0].predicted:
+        if plan.predicted <= TRIED_WITHIN * plans[0].predicted:
             found.setdefault(plan.fingerprint, plan)
-    return list(found.values())[:MOST_PLANS]
+    return list(found.values())[:TRIED_PLANS]
 
 
 def milliseconds(seconds: float) -> str:

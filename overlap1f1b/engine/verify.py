@@ -21,7 +21,7 @@ from overlap1f1b.engine.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.result import PlayedStep
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.undo import Undo
 from overlap1f1b.engine.witness import Witness
 from overlap1f1b.plan import Node, Plan
@@ -71,7 +71,7 @@ class Verification:
         tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
     """
 
-    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, player: Player, sharding: Sharding) -> None:
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, player: Player, sharding: Sharding) -> None:
         self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
         self.tables: Tables = tuple
 

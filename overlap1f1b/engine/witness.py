@@ -12,9 +12,9 @@ from torch import Tensor
 from overlap1f1b.engine.bits import sum_of_bits
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.attributes import places
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node
 from overlap1f1b.schedule import Kind
 
@@ -32,7 +32,7 @@ class Witness:
         bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
     """
 
-    def __init__(self, stages: Mapping[int, Blocks], player: Player) -> None:
+    def __init__(self, stages: Mapping[int, Stage], player: Player) -> None:
         self._stages, self._player = stages, player
         self.bits: dict[Node, int] = {}
         self._sums: dict[Node, Tensor] = {}
@@ -67,9 +67,9 @@ class Witness:
             for name, value in self._values(node).items():
                 if name in left or name not in before or not before[name].is_as(value):
                     left[name] = value
-        handed = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
-        if handed:
-            self._sums[node] = torch.stack(handed).sum()
+        sums = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
+        if sums:
+            self._sums[node] = torch.stack(sums).sum()
 
     def _values(self, node: Node) -> dict[str, _Value]:
         """Return the values of all places that are not carried, of the blocks of a stage."""

@@ -48,7 +48,7 @@ class MoE(nn.Module):
     >>> moe = MoE(64, 128, RouterConfig(experts=8, top_k=2))
     >>> y = moe(x)  # [B, S, H] or [T, H], as x
 
-    ``self.experts`` is called in one place, the seam: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
+    ``self.experts`` is called in one place: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
     [T, H]``. The engine suspends the forward at the exchanges inside.
 
     Args:
@@ -91,7 +91,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens, shape = x.flatten(0, -2), x.shape
         indices, weights = self.router(tokens)
-        y = self.experts(tokens, indices, weights)  # the seam
+        y = self.experts(tokens, indices, weights)
         if self.shared is not None:
-            y = y + self.shared(tokens)  # after the seam: the dispatch must not wait for it
+            y = y + self.shared(tokens)  # after the experts: the dispatch must not wait for it
         return y.reshape(shape)

@@ -22,7 +22,7 @@ def bound(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap) -
 
     >>> from overlap1f1b.plan import BlockShape, compile
     >>> from overlap1f1b.schedule import build_schedule
-    >>> costs, shape = NodeCosts.uniform(attention=3, experts=4, dispatch=5), (BlockShape(seams=1),)
+    >>> costs, shape = NodeCosts.uniform(attention=3, experts=4, dispatch=5), (BlockShape(expert_calls=1),)
     >>> program = build_schedule("1f1b", ranks=4, microbatches=8)
     >>> [(bound(program, shape, costs, k), compile(program, shape, costs, k).predicted) for k in ("serial", 3)]
     [(377.0, 451.0), (377.0, 377.0)]
@@ -72,7 +72,7 @@ def pipeline_bound(placement: Placement, microbatches: int, shape: Shapes, costs
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
-    >>> shape = (BlockShape(seams=1),)
+    >>> shape = (BlockShape(expert_calls=1),)
     >>> [pipeline_bound(Placement.v(2), microbatches, shape, costs) for microbatches in (1, 8)]
     [143.0, 377.0]
 

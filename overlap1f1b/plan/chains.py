@@ -27,7 +27,7 @@ Shapes = StageShape | Sequence[StageShape]
 class Chains:
     """The nodes of every action, transfers between stages included.
 
-    >>> chains = Chains(Placement.loop(2), (BlockShape(seams=0),))
+    >>> chains = Chains(Placement.loop(2), (BlockShape(expert_calls=0),))
     >>> [str(node) for node in chains.of(Action.parse("1F0"))]
     ['receive.f[0] m0 s1', 'dense.f[0] m0 s1']
     >>> [str(node) for node in chains.of(Action.parse("1I0"))]
@@ -39,7 +39,7 @@ class Chains:
 
     Raises:
         ValueError: The shapes are of another number of stages, a stage has no blocks, a shape is one block instead of a
-            sequence, or a block has fewer than 0 seams.
+            sequence, or a block has fewer than 0 calls of experts.
     """
 
     def __init__(self, placement: Placement, shape: Shapes) -> None:
@@ -104,7 +104,7 @@ class Chains:
 
 def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
     if isinstance(shape, BlockShape) or not isinstance(shape, Sequence):
-        raise ValueError(f"shape={shape!r}; allowed: a sequence of blocks, such as (BlockShape(seams=1),)")
+        raise ValueError(f"shape={shape!r}; allowed: a sequence of blocks, such as (BlockShape(expert_calls=1),)")
     if not shape or isinstance(shape[0], BlockShape):
         shapes = (cast("StageShape", tuple(shape)),) * stages
     else:
@@ -123,12 +123,10 @@ def _each(shape: Shapes, stages: int) -> tuple[StageShape, ...]:
 
 def _check_block(block: object, stage: int) -> None:
     if not isinstance(block, BlockShape):
-        raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(seams=1), for example")
-    check_size(f"stage {stage}: seams", block.seams, 0)
+        raise ValueError(f"stage {stage}: {block!r} is not a block; allowed: BlockShape(expert_calls=1), for example")
+    check_size(f"stage {stage}: expert_calls", block.expert_calls, 0)
     parse_parts(block.parts)
     parse_recompute(block.recompute)
-    if block.exchanges and (block.seams or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
-        named = ", ".join(block.exchanges)
-        raise ValueError(
-            f"stage {stage}: exchanges {named} and {block.seams} seams; allowed: dispatch and combine, or seams"
-        )
+    if block.exchanges and (block.expert_calls or not set(block.exchanges) <= {Op.DISPATCH, Op.COMBINE}):
+        found = f"exchanges={tuple(map(str, block.exchanges))}, expert_calls={block.expert_calls}"
+        raise ValueError(f"stage {stage}: {found}; allowed: dispatch and combine, or calls of experts")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Place, Resource, brought_by
+from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Place, Resource, awaited_by
 from overlap1f1b.plan.orders import sent_messages
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
@@ -115,7 +115,7 @@ def _needs(plan: Plan, rank: int, chains: Chains) -> dict[Node, list[Node]]:
 
 def _exchanges_before(node: Node, sent: dict[Place, Node]) -> list[Node]:
     """Return the exchange behind which a node stands: the last one, or of the experts of a part that of the part."""
-    one = brought_by(node)
+    one = awaited_by(node)
     found = sent[one] if one in sent else next(reversed(sent.values()), None)
     return [] if found is None else [found]
 
@@ -125,7 +125,7 @@ def _behind(node: Node, last: list[Node], sent: dict[Place, Node]) -> list[Node]
     if node.resource in (Resource.EXCHANGE, Resource.CONTROL):
         sent[node.place] = node
         return last
-    if brought_by(node) not in sent:
+    if awaited_by(node) not in sent:
         sent.clear()
     return [node]
 

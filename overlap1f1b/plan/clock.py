@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.intervals import Interval, common, difference, length, union
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, brought_by
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, awaited_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -116,7 +116,7 @@ class Clock:
         self.since: list[float] = []  # start of the present busy time of every link of the exchanges
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
-        self.landed: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
+        self.arrived: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
@@ -128,11 +128,11 @@ class Clock:
         key = (pipe, stage, microbatch, kind)
         ready = self.ready.get(key)
         if ready is not None:
-            landed = self.landed.get(key)
-            if landed is None or (op is not _EXPERTS and op is not _DISPATCH):
+            arrived = self.arrived.get(key)
+            if arrived is None or (op is not _EXPERTS and op is not _DISPATCH):
                 return ready
             needed = _COUNTS if op is _DISPATCH else _DISPATCH if kind is _F else _COMBINE
-            return landed.get((needed, call, part), ready)  # of several parts each waits for its own
+            return arrived.get((needed, call, part), ready)  # of several parts each waits for its own
         if key in self.awaited:
             transfer = self.arrivals.get(key)
             return _FOREVER if transfer is None else transfer.end
@@ -158,7 +158,7 @@ class Clock:
         if (
             self.counts_block
             and op is _DISPATCH
-            and (_COUNTS, call, part) in self.landed.get((pipe, stage, microbatch, kind), ())
+            and (_COUNTS, call, part) in self.arrived.get((pipe, stage, microbatch, kind), ())
         ):
             start = self.host  # which has waited for the counts
         lane = RESOURCE_OF[op]
@@ -172,7 +172,7 @@ class Clock:
         else:
             start, end = self._travel(node, start, self.free[lane])
             if kind is not _W:
-                self.landed.setdefault((pipe, stage, microbatch, kind), {})[op, call, part] = end
+                self.arrived.setdefault((pipe, stage, microbatch, kind), {})[op, call, part] = end
         if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
         return Span(node, start, end)
@@ -180,10 +180,10 @@ class Clock:
     def _take(self, node: Node) -> None:
         """Forget the exchanges that a compute node has waited for: of its part, or all."""
         key = node.pipe, node.stage, node.microbatch, node.kind
-        landed = self.landed.pop(key, None)
-        if landed is not None and (one := brought_by(node)) in landed:
-            del landed[one]
-            self.landed[key] = landed
+        arrived = self.arrived.pop(key, None)
+        if arrived is not None and (one := awaited_by(node)) in arrived:
+            del arrived[one]
+            self.arrived[key] = arrived
 
     def _launch(self, node: Node) -> None:
         """Let the host launch a node; a dispatch may have to wait for its counts before."""

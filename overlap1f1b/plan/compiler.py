@@ -40,7 +40,7 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("combined_1f1b", microbatches=8)
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    >>> [compile(program, (BlockShape(seams=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
+    >>> [compile(program, (BlockShape(expert_calls=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
     [1312.0, 880.0, 701.0]
 
     Args:

@@ -88,7 +88,7 @@ def found_orders(
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
-    >>> plan = found_orders(Placement.v(2), 4, (BlockShape(seams=1),), costs, peak_activations=3, seconds=0.1)[0]
+    >>> plan = found_orders(Placement.v(2), 4, (BlockShape(expert_calls=1),), costs, peak_activations=3, seconds=0.1)[0]
     >>> plan.program.name, plan.program.peak_activations
     ('auto', (6, 6))
 

@@ -14,7 +14,7 @@ from overlap1f1b.plan.bounds import Alone
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Clocks, Key
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, brought_by
+from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, awaited_by
 from overlap1f1b.plan.scheduler import RankScheduler, run_together
 from overlap1f1b.schedule import Action, Kind
 
@@ -102,10 +102,10 @@ class Steps:
             weight = self.chains.weight(node) if kind is _I else None
             behind = nodes[begin + 1 : end]
             exchanges = tuple(other for other in behind if RESOURCE_OF[other.op] is _EXCHANGE)
-            one = brought_by(node)
+            one = awaited_by(node)
             # Of several parts each needs its own; a block's own exchanges come one after another.
-            brought = [other.place for other in sent if other.block == node.block and not blocks.exchanges]
-            needs = len(sent) - len(brought) + brought.index(one) + 1 if one in brought else len(sent)
+            of_parts = [other.place for other in sent if other.block == node.block and not blocks.exchanges]
+            needs = len(sent) - len(of_parts) + of_parts.index(one) + 1 if one in of_parts else len(sent)
             sent += exchanges
             at_once = tuple(other for other in behind if RESOURCE_OF[other.op] is not _EXCHANGE)
             steps.append(_Step(node, at_once, exchanges, weight, gate, needs))

@@ -132,7 +132,7 @@ class BlockShape(NamedTuple):
     """The properties of a block that a plan depends on.
 
     Args:
-        seams: Calls of experts in the block's forward; 0 for a block without.
+        expert_calls: Calls of experts in the block's forward; 0 for a block without.
         split: Whether weight gradients of the block's own layers (outside the experts) can be computed apart.
         reduced: Whether gradients of the block, its experts' included, are summed over ranks after the last
             contribution.
@@ -144,7 +144,7 @@ class BlockShape(NamedTuple):
         experts_split: Whether weight gradients of the experts can be computed apart; frozen experts have none.
     """
 
-    seams: int
+    expert_calls: int
     split: bool = True
     reduced: bool = False
     recompute: Recompute = "none"
@@ -154,7 +154,7 @@ class BlockShape(NamedTuple):
 
     def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""
-        if self.seams or not exchanges:
+        if self.expert_calls or not exchanges:
             return self
         # No part of such a block can be computed again by itself.
         return self._replace(exchanges=exchanges, recompute="attention" if self.drops(Op.DENSE) else "none")
@@ -162,11 +162,11 @@ class BlockShape(NamedTuple):
     @property
     def own(self) -> Op:
         """Sub-op of the block's first segment, and of all that is not the experts'."""
-        return Op.ATTENTION if self.seams or self.exchanges else Op.DENSE
+        return Op.ATTENTION if self.expert_calls or self.exchanges else Op.DENSE
 
     def defers(self, op: Op) -> bool:
         """Return whether a sub-op of the backward leaves weight gradients to a node of their own."""
-        several = bool(self.exchanges) or self.seams > 1  # then there is more between exchanges than a sum
+        several = bool(self.exchanges) or self.expert_calls > 1  # then there is more between exchanges than a sum
         if op is Op.EXPERTS:
             return self.experts_split or bool(self.exchanges)
         return self.split and (op is self.own or (op is Op.AGGREGATE and several))
@@ -199,7 +199,7 @@ def parse_parts(value: object) -> int:
 def forward_order(shape: BlockShape) -> tuple[Place, ...]:
     """Return the nodes of a block's forward in order.
 
-    >>> [f"{op}[{call}]" for op, call, part in forward_order(BlockShape(seams=1))]
+    >>> [f"{op}[{call}]" for op, call, part in forward_order(BlockShape(expert_calls=1))]
     ['attention[0]', 'counts[0]', 'dispatch[0]', 'experts[0]', 'combine[0]', 'aggregate[0]']
     """
     order: list[Place] = [(shape.own, 0, 0)]
@@ -207,7 +207,7 @@ def forward_order(shape: BlockShape) -> tuple[Place, ...]:
         call = shape.exchanges[:position].count(op)
         order += [(op, call, 0), (SEGMENT_BEHIND[op], call, 0)]
     parts = range(shape.parts)
-    for call in range(shape.seams):
+    for call in range(shape.expert_calls):
         order += [(op, call, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
         order += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
         order.append((Op.AGGREGATE, call, 0))
@@ -217,7 +217,7 @@ def forward_order(shape: BlockShape) -> tuple[Place, ...]:
 def segments_of(shape: BlockShape) -> list[tuple[Place, list[Place]]]:
     """Return a block's segments in forward order, each with the exchanges of rows behind it.
 
-    >>> for (op, call, part), behind in segments_of(BlockShape(seams=1, parts=2)):
+    >>> for (op, call, part), behind in segments_of(BlockShape(expert_calls=1, parts=2)):
     ...     print(f"{op}[{call}.{part}]", [f"{op}[{call}.{part}]" for op, call, part in behind])
     attention[0.0] ['dispatch[0.0]', 'dispatch[0.1]']
     experts[0.0] ['combine[0.0]']
@@ -233,10 +233,10 @@ def segments_of(shape: BlockShape) -> list[tuple[Place, list[Place]]]:
     return segments
 
 
-def brought_by(node: Node) -> Place | None:
+def awaited_by(node: Node) -> Place | None:
     """Return the exchange that experts wait for if it is in flight; None for a sub-op that waits for all exchanges.
 
-    >>> brought_by(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=1))
+    >>> awaited_by(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=1))
     (<Op.COMBINE: 'combine'>, 0, 1)
     """
     if node.op is not Op.EXPERTS:
@@ -276,7 +276,7 @@ def _backward_order(shape: BlockShape) -> list[Place]:
         return order + list(reversed(forward_order(shape)))
     again = [Op.RECOMPUTE_EXPERTS] if shape.drops(Op.EXPERTS) else []
     parts = range(shape.parts)[::-1]
-    for call in reversed(range(shape.seams)):
+    for call in reversed(range(shape.expert_calls)):
         order += [(Op.AGGREGATE, call, 0), *((Op.COMBINE, call, part) for part in parts)]
         order += [(op, call, part) for part in parts for op in (*again, Op.EXPERTS, Op.DISPATCH)]
     return [*order, (shape.own, 0, 0)]

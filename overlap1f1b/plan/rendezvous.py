@@ -96,9 +96,9 @@ class _Merger:
 
     def _reduce(self, rank: int, node: Node) -> None:
         replicas = set(self.placement.replicas(node.stage))
-        come = self.ready.setdefault((node.stage, node.block), [])
-        come.append((rank, node))
-        if len(come) == len(replicas):
+        arrived = self.ready.setdefault((node.stage, node.block), [])
+        arrived.append((rank, node))
+        if len(arrived) == len(replicas):
             for other, reduction in self.ready.pop((node.stage, node.block)):
                 self.merged[other].append(reduction)
 
@@ -111,7 +111,7 @@ def check_rendezvous(plan: Plan) -> None:
     chains, placement = Chains(plan.program.placement, plan.shapes), plan.program.placement
     at = [0] * len(plan.ranks)
 
-    def meeting(rank: int) -> tuple[Node | tuple[int, int], int] | None:
+    def awaited(rank: int) -> tuple[Node | tuple[int, int], int] | None:
         """Return what the rank waits for (a receive, or the stage and block of a reduction), and on how many ranks."""
         nodes = plan.ranks[rank]
         while at[rank] < len(nodes):
@@ -124,15 +124,15 @@ def check_rendezvous(plan: Plan) -> None:
         return None
 
     while True:
-        come: dict[object, list[int]] = {}
+        arrived: dict[object, list[int]] = {}
         moved = False
         for rank in range(len(plan.ranks)):
-            found = meeting(rank)
+            found = awaited(rank)
             if found is not None:
-                come.setdefault(found[0], []).append(rank)
-                if len(come[found[0]]) == found[1]:
+                arrived.setdefault(found[0], []).append(rank)
+                if len(arrived[found[0]]) == found[1]:
                     moved = True
-                    for other in come[found[0]]:
+                    for other in arrived[found[0]]:
                         at[other] += 1
         if not moved:
             break

@@ -124,7 +124,7 @@ def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, fl
             yield from ((what, first, last - finest) for first, last in union(these))
 
 
-Landed = Mapping[object, int]
+Arrivals = Mapping[object, int]
 
 
 def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
@@ -134,12 +134,12 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     and on its receiver at about the same time. The difference of two clocks is the median over these events. A rank
     that has none in common with another rank is assumed to begin with the first.
     """
-    landings = [_landings(recording, step) for recording, step in steps]
+    arrivals = [_arrivals(recording, step) for recording, step in steps]
     starts = [Lanes(recording, step).window[0] for recording, step in steps]
     found: dict[int, float] = {0: -starts[0]}
     while len(found) < len(steps):
         pairs = ((known, new) for known in found for new in range(len(steps)) if new not in found)
-        linked = next(((k, n, gap) for k, n in pairs if (gap := _gap(landings[k], landings[n])) is not None), None)
+        linked = next(((k, n, gap) for k, n in pairs if (gap := _gap(arrivals[k], arrivals[n])) is not None), None)
         if linked is None:
             new = next(new for new in range(len(steps)) if new not in found)
             found[new] = -starts[new]
@@ -149,23 +149,23 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     return [found[place] for place in range(len(steps))]
 
 
-def _landings(recording: Recording, step: StepRecord) -> Landed:
+def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
     """Return the arrival time of each transfer that other ranks have too."""
-    landed: dict[object, int] = {}
+    arrived: dict[object, int] = {}
     over_experts, over_stages = _sharing("ep", recording), _sharing("pp", recording)
     for what, _, end in step.flights.whole:
         node = recording.names[what]
         if not isinstance(node, Node) or node.op is Op.REDUCE:
             continue
         if node.resource in EXCHANGES:
-            landed[node, over_experts] = end
+            arrived[node, over_experts] = end
         elif node.resource is Resource.PEER:
             key = destination(node) if node.op is Op.SEND else node.chain
-            landed[key, over_stages] = end
-    return landed
+            arrived[key, over_stages] = end
+    return arrived
 
 
-def _gap(known: Landed, new: Landed) -> int | None:
+def _gap(known: Arrivals, new: Arrivals) -> int | None:
     """Return how far the first clock is ahead of the second; None if nothing is in common."""
     gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
     return int(np.floor(median(gaps))) if gaps else None

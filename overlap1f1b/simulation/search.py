@@ -185,7 +185,7 @@ class NodeModel:
         check_size("layers", self.layers)
         if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
-        return (BlockShape(seams=1, parts=self.parts),) * (self.layers // chunks)
+        return (BlockShape(expert_calls=1, parts=self.parts),) * (self.layers // chunks)
 
 
 def _placements(ranks: int, chunks: int) -> list[Placement]:

@@ -82,7 +82,7 @@ def simulate(
     if isinstance(what, Program) and isinstance(costs, NodeCosts):
         layers, overlap = 1 if layers is None else layers, 3 if overlap is None else overlap
         check_size("layers", layers)
-        shape, costs = BlockShape(seams=1, parts=parse_parts(parts or 1)), costs.in_parts(parts or 1)
+        shape, costs = BlockShape(expert_calls=1, parts=parse_parts(parts or 1)), costs.in_parts(parts or 1)
         what = compile(what, (shape,) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
         return play_nodes(what, costs, counts_block=counts_block)

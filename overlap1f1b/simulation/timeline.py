@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,8 +42,8 @@ class OverlapFigures(NamedTuple):
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the exchange with compute beside it; 1 without an exchange."""
-        return 1.0 - self.exposed / self.exchange if self.exchange else 1.0
+        """Share of the exchange with compute beside it; NaN where nothing is exchanged."""
+        return 1.0 - self.exposed / self.exchange if self.exchange else nan
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Timeline:
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the step's exchange time with compute beside it; 1 without an exchange."""
+        """Share of the step's exchange time with compute beside it; NaN where nothing is exchanged."""
         return self.figures.hidden_fraction
 
     @property
@@ -127,7 +128,7 @@ class PlanTimeline:
     >>> from overlap1f1b.plan import BlockShape, compile
     >>> from overlap1f1b.schedule import build_schedule
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
-    >>> plan = compile(build_schedule("1f1b", ranks=2, microbatches=4), (BlockShape(seams=1),), costs, "serial")
+    >>> plan = compile(build_schedule("1f1b", ranks=2, microbatches=4), (BlockShape(expert_calls=1),), costs, "serial")
     >>> timeline = play_nodes(plan, costs)
     >>> timeline.makespan, timeline.bubble(0), timeline.peak_activations(0)
     (205.0, 121.0, 2.0)
@@ -151,7 +152,7 @@ class PlanTimeline:
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of all ranks' exchange time with compute beside it; 1 without an exchange."""
+        """Share of all ranks' exchange time with compute beside it; NaN where nothing is exchanged."""
         return OverlapFigures.sum(rank.figures for rank in self.ranks).hidden_fraction
 
     def peak_activations(self, rank: int) -> float:

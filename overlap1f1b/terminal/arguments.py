@@ -72,7 +72,10 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         ValueError: The verb or an option is unknown, or a value has the wrong type; the message names it in one line.
     """
     first = argv[0]
-    if first not in verbs and first not in ("-h", "--help") and not first.startswith("--tyro-"):
+    if first in ("-h", "--help"):
+        sys.stdout.write(_overview(verbs, prog, description))
+        raise SystemExit(0)
+    if first not in verbs and not first.startswith("--tyro-"):
         raise ValueError(f"unknown verb {first!r}; allowed: {', '.join(verbs)}, --help")
     said = io.StringIO()
     try:
@@ -87,6 +90,16 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         raise ValueError(f"{_one_line(said.getvalue())}; see {prog} {first} --help") from None
     sys.stderr.write(said.getvalue())
     return options
+
+
+def _overview(verbs: Mapping[str, type], prog: str, description: str) -> str:
+    """Return the help of a command: what each of its verbs does, a line each."""
+    width = max(map(len, verbs))
+    does = [f"  {verb:{width}}  {(kind.__doc__ or '').splitlines()[0]}" for verb, kind in verbs.items()]
+    return "\n".join(
+        [f"usage: {prog} {{{','.join(verbs)}}} [options]", "", description.strip(), "", *does, "",
+         f"{prog} VERB --help shows a verb's options and examples.", ""]
+    )  # fmt: skip
 
 
 def _one_line(box: str) -> str:

@@ -15,6 +15,8 @@ from rich.table import Table
 
 Row = TypeVar("Row")
 
+FORMATS = {".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp", ".pdf"}
+"""Endings that name the format of a picture."""
 RANKS_SHOWN = 16
 """Rows of a table with a row for each rank."""
 
@@ -73,6 +75,8 @@ def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] =
         if value is None or (name == "json" and value == "-"):
             continue
         path = Path(value)
+        if name in ("png", "svg") and path.suffix.lower() in FORMATS - {f".{name}"}:
+            raise ValueError(f"--{name} {path}; allowed: a name that ends in .{name}")
         if str(path) == "-":
             raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
         why = ""
@@ -91,7 +95,7 @@ def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] =
 
 
 @contextmanager
-def writing(option: str, path: Path | str) -> Iterator[None]:
+def refused(option: str, path: Path | str) -> Iterator[None]:
     """Turn an ``OSError`` into a ``ValueError`` that names the option and its file or folder."""
     try:
         yield
@@ -99,6 +103,29 @@ def writing(option: str, path: Path | str) -> Iterator[None]:
         raise ValueError(
             f"--{option} {path}: {error.strerror or error}; allowed: a place that can be written"
         ) from error
+
+
+@contextmanager
+def writing(option: str, path: Path, screen: Console | None = None) -> Iterator[Path]:
+    """Yield a file beside ``path``, which becomes ``path`` when it is whole: a full disk leaves no part of it.
+
+    The screen, if given, is told so. A pipe or a device is written as it is.
+
+    Raises:
+        ValueError: The file cannot be written; the message names the option.
+    """
+    with refused(option, path):
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        try:
+            yield unfinished
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    if screen is not None:
+        print_lines(screen, f"written: {path}")
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:
@@ -112,5 +139,5 @@ def write_json(target: str | None, content: dict[str, Any]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     elif target is not None:
-        with writing("json", target):
-            Path(target).write_text(text)
+        with writing("json", Path(target)) as file:
+            file.write_text(text)

@@ -313,7 +313,7 @@ class Boundary:
         In a step it shares them with exchanges of either end. Each transfer goes four times, back to back; the receiver
         takes the median of all but the first. All ranks must call this after a step.
         """
-        landed: dict[CostKey, list[Any]] = {}
+        times_of: dict[CostKey, list[Any]] = {}
         watch = self._watch or Watch(time.perf_counter, lambda begun, ended: ended - begun, lambda: None)
         failures = self.mesh.failures
         limit = None if self._watch else failures.limit  # with one, a wait for NCCL would block the thread
@@ -327,13 +327,13 @@ class Boundary:
                 else:
                     link = self._in[source]
                     specs = self._read(link)
-                    times = landed[cost_key(node)] = []
+                    times = times_of[cost_key(node)] = []
                     for transfer in [self._post_receive(node, link, specs) for _ in range(4)]:
                         transfer.receive(limit)
                         times.append(watch.stamp())
         if self._watch:
             EventMark(self.device, None, watch.stamp()).synchronize(failures.limit, failures.is_lost)
-        return {key: median(starmap(watch.between, pairwise(times))) for key, times in landed.items()}
+        return {key: median(starmap(watch.between, pairwise(times))) for key, times in times_of.items()}
 
     def close(self) -> None:
         """Let the lanes' threads end, and drop the groups."""

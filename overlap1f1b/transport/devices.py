@@ -6,6 +6,7 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
@@ -60,6 +61,38 @@ def sleep(device: torch.device, cycles: int) -> None:
         gpu._sleep(cycles)
 
 
+class Stamp:
+    """A mark that a stream of a GPU passes.
+
+    Its event serves for another stamp when nobody refers to this one any more: to make one takes a host as long as to
+    record it.
+    """
+
+    __slots__ = ("_free", "event")
+
+    def __init__(self, event: Any, free: deque[Any]) -> None:
+        self.event, self._free = event, free
+
+    def __del__(self) -> None:
+        self._free.append(self.event)
+
+
+class Stamps:
+    """Stamps on the streams of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._gpu, self._free = device, of(device), deque[Any]()
+
+    def __call__(self, stream: Any = None) -> Stamp:
+        """Stamp what a stream has been given so far; without one, the current stream."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = self._gpu.Event(enable_timing=True)
+        event.record(self._gpu.current_stream(self.device) if stream is None else stream)
+        return Stamp(event, self._free)
+
+
 class Watch(NamedTuple):
     """The clock of a device on which the thread only queues work.
 
@@ -79,17 +112,10 @@ class Watch(NamedTuple):
 
 def watch_of(device: torch.device) -> Watch | None:
     """Return a clock of events on the current stream; None for a CPU, where the thread itself computes."""
-    gpu = of(device)
-    if gpu is None:
+    if of(device) is None:
         return None
-
-    def stamp() -> Any:
-        event = gpu.Event(enable_timing=True)
-        event.record(gpu.current_stream(device))
-        return event
-
     wait, hold = partial(settle, device), partial(sleep, device, HOLD_CYCLES)
-    return Watch(stamp, lambda a, b: a.elapsed_time(b) / 1e3, wait, hold)
+    return Watch(Stamps(device), lambda a, b: a.event.elapsed_time(b.event) / 1e3, wait, hold)
 
 
 def in_host_memory(like: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A :class:`Flight` is one transfer. It has four phases:
 
 1. *launch*: the engine's thread hands a function that starts the transfer to the :class:`Lane`.
 2. *depart*: the function is called, and the transfer is under way.
-3. *land*: the transfer has ended, and its result has arrived.
+3. *arrive*: the transfer has ended, and its result is here.
 4. *wait*: the engine's thread needs the result and takes it.
 
 On gloo two threads of the lane, its :class:`_Crew`, carry out 2 and 3, each in the order of launch. On a GPU, and with
@@ -43,7 +43,7 @@ class Observer(Protocol):
     def departed(self, flight: Flight[Any]) -> None:
         """Note that a transfer has started."""
 
-    def landed(self, flight: Flight[Any]) -> None:
+    def arrived(self, flight: Flight[Any]) -> None:
         """Note that a transfer has arrived."""
 
 
@@ -53,14 +53,14 @@ class Flight(Generic[T]):
     Attributes:
         node: The plan's node that the transfer carries out.
         lane: Lane on which it travels.
-        departed: Time at which the transfer started, or the one ahead of it ended; seconds of ``time.perf_counter``.
-        landed: Time at which the last row arrived; seconds of ``time.perf_counter``.
+        departed_at: Time at which the transfer started, or the one ahead of it ended; seconds of ``time.perf_counter``.
+        arrived_at: Time at which the last row arrived; seconds of ``time.perf_counter``.
         read: Time at which the thread knew the counts that it carried; seconds of ``time.perf_counter``.
         begun: Start by the device's clock, on a device that the thread does not wait for.
         ended: End by the device's clock, on such a device.
     """
 
-    departed = landed = read = 0.0
+    departed_at = arrived_at = read = 0.0
     begun: Any = None
     ended: Any = None
     _transfer: Transfer[T] | None = None
@@ -92,7 +92,7 @@ class Flight(Generic[T]):
 
     def _await(self) -> None:
         if self._arrived is None:
-            self.land()
+            self.arrive()
         elif not self._arrived.wait(LOOK_S):
             self._wait_long(self._arrived)
 
@@ -151,18 +151,18 @@ class Flight(Generic[T]):
         """Start the transfer. An error is kept for the thread that waits for the result."""
         try:
             transfer = post()
-            self.departed = time.perf_counter()
+            self.departed_at = time.perf_counter()
             if self.lane.stamp is not None and transfer.mark is None:
                 self.begun = self.lane.stamp()
             if transfer.at_once and self._arrived is None:
                 self._result = transfer.result
-                self.landed, self.ended = self.departed, self.begun
+                self.arrived_at, self.ended = self.departed_at, self.begun
             else:
                 self._transfer = transfer
         except Exception as error:
             self._fail(error)
 
-    def land(self) -> None:
+    def arrive(self) -> None:
         """Wait until the transfer has ended, record the time, and drop the sent tensors."""
         transfer = self._transfer
         if transfer is None:  # failed or drained
@@ -172,15 +172,15 @@ class Flight(Generic[T]):
         try:
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)
-                self.departed = time.perf_counter()
+                self.departed_at = time.perf_counter()
             self._result = transfer.receive(timeout)
             if self.node.op is Op.SEND:  # it receives nothing, so it ends when everything is sent
                 transfer.release(timeout)
-            self.landed = time.perf_counter()
+            self.arrived_at = time.perf_counter()
             self._read_clock(transfer)
             if self._arrived is not None:
                 if self.lane.recorder is not None:
-                    self.lane.recorder.landed(self)
+                    self.lane.recorder.arrived(self)
                 self._arrived.set()
             if self.node.op is not Op.SEND:
                 transfer.release(timeout)
@@ -197,10 +197,10 @@ class Flight(Generic[T]):
         elif self.lane.stamp is not None:
             self.begun, self.ended = mark.begun if ahead is None else ahead.ended, mark.ended
         else:
-            self.departed, self.landed = mark.begun if ahead is None else ahead.ended, mark.ended
+            self.departed_at, self.arrived_at = mark.begun if ahead is None else ahead.ended, mark.ended
 
     def watch(self) -> None:
-        """Expect another thread to call :meth:`depart` and :meth:`land`."""
+        """Expect another thread to call :meth:`depart` and :meth:`arrive`."""
         self._arrived = threading.Event()
 
     def _fail(self, error: BaseException) -> None:
@@ -271,7 +271,7 @@ class _Crew:
         self.failures: Failures | None = failures
         self.abort: Callable[[], None] | None = abort
         self.starting: SimpleQueue[tuple[Flight[Any], Post[Any]] | None] = SimpleQueue()
-        self._landing: SimpleQueue[Flight[Any] | None] = SimpleQueue()
+        self._under_way: SimpleQueue[Flight[Any] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str) -> None:
@@ -310,13 +310,13 @@ class _Crew:
             flight.depart(post)
             if flight.lane.recorder is not None:
                 flight.lane.recorder.departed(flight)
-            self._landing.put(flight)
+            self._under_way.put(flight)
             del entry, flight, post
-        self._landing.put(None)
+        self._under_way.put(None)
 
-    def _watch(self) -> None:  # the thread that carries out `land`
-        while (flight := self._landing.get()) is not None:
-            flight.land()
+    def _watch(self) -> None:  # the thread that carries out `arrive`
+        while (flight := self._under_way.get()) is not None:
+            flight.arrive()
             del flight
         # This may drop the last reference to groups of gloo. They must end here, while the exit waits for this thread.
         self.failures = self.abort = None

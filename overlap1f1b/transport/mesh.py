@@ -285,7 +285,7 @@ class Mesh:
 
     @property
     def inner(self) -> list[Group]:
-        """Groups over which blocks may meet: the mesh's own along "cp" and "tp"."""
+        """Groups over which blocks may communicate: the mesh's own along "cp" and "tp"."""
         return [group for name in ("cp", "tp") if (group := self.group(name)) is not None]
 
     @property
@@ -362,7 +362,7 @@ class Mesh:
         """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
         return self._lines[dimension]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks that share the experts.
 
         Raises:

@@ -125,13 +125,13 @@ class EventMark:
         self.device, self.begun, self.ended = device, begun, ended
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        devices.of(self.device).current_stream(self.device).wait_event(self.ended)
+        devices.of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
     def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
-            done = self.ended.query()
+            done = self.ended.event.query()
             if failed():  # asked last: a transfer that was aborted has ended, too
                 raise ConnectionError("another rank failed")
             if done:
@@ -141,7 +141,7 @@ class EventMark:
             time.sleep(0)
 
     def is_completed(self) -> bool:
-        done: bool = self.ended.query()
+        done: bool = self.ended.event.query()
         return done
 
 
@@ -157,19 +157,18 @@ class DeviceStream:
             warnings.warn(f"{devices.CONNECTIONS}=1 makes streams wait for each other; unset it", stacklevel=2)
         self.device, self.gpu = device, devices.of(device)
         self.stream = self.gpu.Stream(device, priority=priority)
+        self._stamp = devices.Stamps(device)
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> EventMark:
         if after is None:
             self.stream.wait_stream(self.gpu.current_stream(self.device))
         else:
             for mark in after:
-                self.stream.wait_event(mark.ended)
-        begun, ended = self.gpu.Event(enable_timing=True), self.gpu.Event(enable_timing=True)
+                self.stream.wait_event(mark.ended.event)
         with self.gpu.stream(self.stream):
-            begun.record(self.stream)
+            begun = self._stamp(self.stream)
             job(*tensors)
-            ended.record(self.stream)
-        return EventMark(self.device, begun, ended)
+            return EventMark(self.device, begun, self._stamp(self.stream))
 
     def empty(self, like: Tensor, *shape: int) -> Tensor:
         with self.gpu.stream(self.stream):

@@ -78,7 +78,7 @@ class Forward:
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange
-        self._handed: Any = None  # by the function
+        self._passed: Any = None  # by the function
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
         self.inside: ThreadState  # of the function, where it is suspended
         self._grad = False
@@ -119,8 +119,8 @@ class Forward:
             for variable, value in self._context.items():
                 if variable.get(None) is not value:
                     variable.set(value)
-        handed, self._handed = self._handed, None
-        return handed
+        passed, self._passed = self._passed, None
+        return passed
 
     def stop(self) -> None:
         """Unwind a suspended function: its ``finally`` blocks and context managers run."""
@@ -138,7 +138,7 @@ class Forward:
             outside = self._outside
             self._with(outside).restore(outside, self.name)
             _C._set_grad_enabled(self._grad)
-            self._handed = self.function(*self._take())
+            self._passed = self.function(*self._take())
         finally:
             stack, self._stack = self._stack, None
             self._outside.restore(ThreadState.capture(self.device), self.name)
@@ -155,17 +155,17 @@ class Forward:
             modes.insert(len(self._outside.function_modes), self.mode)
         return inside._replace(function_modes=tuple(modes))
 
-    def suspend(self, handed: object) -> Any:
+    def suspend(self, passed: object) -> Any:
         """Leave the function here; return the value that it is resumed with, in the same state of the thread.
 
-        Called on the function's own stack. Whoever has started or resumed it receives ``handed``.
+        Called on the function's own stack. Whoever has started or resumed it receives ``passed``.
         """
         self.inside = inside = ThreadState.capture(self.device)
         self._outside.restore(inside, self.name)
         assert self._stack is not None
         assert self._stack.parent is not None
-        self._handed = handed
-        del handed
+        self._passed = passed
+        del passed
         try:
             self._stack.parent.switch()
         finally:  # the function's own context managers must find their state, also when it is stopped

@@ -79,7 +79,7 @@ class Steps:
         for stage in self.stages:
             last, scale = stage is self.stages[-1], 1 / self.case.data.microbatches  # of auxiliary losses on any stage
             ends = {"target": y, "loss_fn": loss_fn} if last else {}
-            entered.append(stage.microbatch(value, index=index, seed=index, loss_scale=scale, **ends))
+            entered.append(Microbatch(stage, value, index=index, seed=index, loss_grad=scale, **ends))
             value, grad = self._step(entered[-1], grad)
             value = value.requires_grad_() if not last else value
         self.found[f"loss {index}"] = value

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import pytest
 
@@ -41,7 +42,7 @@ Capture = pytest.CaptureFixture[str]
         ("train --group-size 3", ["error: Unrecognized or misplaced options: --group-size 3; see "]),
         ("plann", ["unknown verb 'plann'; allowed: train, bench, plan, "]),
         ("--ranks 2 plan", ["unknown verb '--ranks'; allowed: train, bench, plan, "]),
-        ("--version", ["unknown verb '--version'; allowed: train, bench, plan, "]),
+        ("--versions", ["unknown verb '--versions'; allowed: train, bench, plan, "]),
     ],
 )
 def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, parts: list[str]) -> None:
@@ -73,6 +74,13 @@ def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, pa
 def test_errors_of_the_library_name_the_option(capsys: Capture, words: str, message: str) -> None:
     assert main(shlex.split(words)) == 2
     assert capsys.readouterr().err.startswith(f"overlap1f1b: error: {message}")
+
+
+def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"overlap1f1b {version('overlap1f1b')}\n"
 
 
 @pytest.mark.parametrize("words", ["--help", "-h", "", "plan --help", "train --ranks x --help", "bench --help"])

@@ -96,7 +96,7 @@ def _deliver(event: Event) -> None:
 
 
 def _no_wait(self: EventMark, timeout: Any = None) -> None:
-    _deliver(self.ended)
+    _deliver(self.ended.event)
 
 
 def _not_released(self: Transfer[Any], timeout: Any = None) -> None:

@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "count_tokens": lambda y: y.numel(),
     "reduce": False,
     "costs": NodeCosts(),
-    "weights": [1.0, 1.0, 1.0, 1.0, 2.0],
+    "block_weights": [1.0, 1.0, 1.0, 1.0, 2.0],
 }
 
 _BY_NODE = [((Op.EXPERTS, Kind.F, 0, 0, 0, 0), 1.0), ((Op.EXPERTS, Kind.I, 0, 0, 0, 0), 2.0)]

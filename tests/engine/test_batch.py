@@ -81,7 +81,7 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
     assert even.aux_scale == pytest.approx(2 / 3)
     uneven = feed(lambda target: int(target.sum() > 2) * 4)  # the first microbatch counts for nothing
     assert uneven.shares == {0: 0, 1: 0.5, 2: 0.5}
-    assert uneven.given(0, 1)["loss_scale"] == 1.0
+    assert uneven.given(0, 1)["loss_grad"] == 1.0
     assert uneven.given(0, 0)["loss_fn"] is not models.loss_fn  # undefined, a mean over nothing
     assert uneven.given(0, 0)["loss_fn"](torch.ones(2, requires_grad=True)).item() == 0
 

@@ -24,7 +24,7 @@ RECOMPUTES: list[Recompute] = ["none", "experts", "attention", "block"]
 
 
 class Balanced(models.Block):
-    """Norm, router with auxiliary losses, experts, as often as there are seams."""
+    """Norm, router with auxiliary losses, experts, ``expert_calls`` times."""
 
     def __init__(self, group: Any = None, **options: Any) -> None:
         super().__init__(group, **options)
@@ -42,7 +42,7 @@ def run(stage: Stage, model: torch.nn.Module, microbatches: int, overlap: Overla
     inputs, target = models.batch(microbatches, seed=seed)
     losses, previous = [], None
     for index, (x, y) in enumerate(zip(inputs.chunk(microbatches), target.chunk(microbatches), strict=True)):
-        current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, loss_scale=1 / microbatches)
+        current = Microbatch(stage, x, y, index=index, loss_fn=models.loss_fn, loss_grad=1 / microbatches)
         loss, _ = combined_forward_backward_step(current, previous, overlap=overlap, timeout=20)
         assert loss is not None
         losses.append(float(loss))
@@ -52,7 +52,7 @@ def run(stage: Stage, model: torch.nn.Module, microbatches: int, overlap: Overla
 
 
 def test_gradients_in_inference_mode_are_refused() -> None:
-    microbatch = Stage(models.build()).microbatch(*models.batch(1), loss_fn=models.loss_fn)
+    microbatch = Microbatch(Stage(models.build()), *models.batch(1), loss_fn=models.loss_fn)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"^a step with gradients under torch\.inference_mode"):
         combined_forward_backward_step(microbatch, None)
 
@@ -75,7 +75,7 @@ def test_output_grad_and_input_grad_cross_a_boundary() -> None:
     out.backward(grad)
     expected = models.gradients(model)
     model.zero_grad()
-    microbatch = stage.microbatch(x.detach().requires_grad_())
+    microbatch = Microbatch(stage, x.detach().requires_grad_())
     output, _ = combined_forward_backward_step(microbatch, None)
     assert output is not None
     assert torch.equal(output, out)
@@ -105,9 +105,9 @@ def test_two_stages_and_weights_apart(overlap: Overlap, split: bool) -> None:
 
     def next_stage(hidden: Tensor, target: Tensor, index: int) -> Microbatch:
         hidden = hidden.requires_grad_()
-        return second.microbatch(hidden, target, index=index, loss_fn=models.loss_fn, loss_scale=0.5)
+        return Microbatch(second, hidden, target, index=index, loss_fn=models.loss_fn, loss_grad=0.5)
 
-    a0, a1 = first.microbatch(x0, index=0), first.microbatch(x1, index=1)
+    a0, a1 = Microbatch(first, x0, index=0), Microbatch(first, x1, index=1)
     b0 = next_stage(step(a0, None)[0], y0, 0)
     found = [step(b0, None)[0]]
     hidden, grad = step(a1, b0)
@@ -122,7 +122,7 @@ def test_two_stages_and_weights_apart(overlap: Overlap, split: bool) -> None:
 def test_nothing_may_be_left_for_later() -> None:
     for split in (False, True):
         norm = torch.nn.LayerNorm(4)
-        microbatch = Stage([norm]).microbatch(torch.randn(2, 4), loss_fn=torch.sum)
+        microbatch = Microbatch(Stage([norm]), torch.randn(2, 4), loss_fn=torch.sum)
         combined_forward_backward_step(microbatch, None)
         combined_forward_backward_step(None, microbatch, split=split)
         microbatch.accumulate_weights()
@@ -133,7 +133,7 @@ def test_nothing_may_be_left_for_later() -> None:
 @pytest.mark.parametrize("recompute", ["none", "attention"])
 def test_a_gradient_that_is_given_goes_before_that_of_the_loss(recompute: Recompute) -> None:
     linear = torch.nn.Linear(4, 4)
-    microbatch = Stage([linear], recompute=recompute).microbatch(torch.randn(2, 4), loss_fn=torch.sum)
+    microbatch = Microbatch(Stage([linear], recompute=recompute), torch.randn(2, 4), loss_fn=torch.sum)
     combined_forward_backward_step(microbatch, None)
     combined_forward_backward_step(None, microbatch, output_grad=torch.tensor(5.0))
     assert linear.bias.grad is not None
@@ -143,23 +143,11 @@ def test_a_gradient_that_is_given_goes_before_that_of_the_loss(recompute: Recomp
 def test_the_scale_of_a_loss_has_its_precision() -> None:
     """Also where the default dtype has less."""
     linear = torch.nn.Linear(1, 1, dtype=torch.float64)
-    microbatch = Stage([linear]).microbatch(torch.ones(1, 1).double(), loss_fn=torch.sum, loss_scale=1 / 3)
+    microbatch = Microbatch(Stage([linear]), torch.ones(1, 1).double(), loss_fn=torch.sum, loss_grad=1 / 3)
     combined_forward_backward_step(microbatch, None)
     combined_forward_backward_step(None, microbatch)
     assert linear.bias.grad is not None
     assert linear.bias.grad.item() == 1 / 3
-
-
-def test_without_a_seed_dropout_draws_from_the_thread() -> None:
-    model = models.build(dropout=0.5)
-    x, y = models.batch(1)
-    torch.manual_seed(4)
-    expected, after = models.loss_fn(model(x), y), torch.rand(1)
-    torch.manual_seed(4)
-    loss, _ = combined_forward_backward_step(Stage(model).microbatch(x, y, loss_fn=models.loss_fn, seed=None), None)
-    assert loss is not None
-    assert torch.equal(loss, expected)
-    assert torch.equal(torch.rand(1), after)
 
 
 @over(2, timeout=120)
@@ -169,7 +157,7 @@ def test_pauses_wherever_threads_meet_change_nothing(rank: int, size: int) -> li
     reference: dict[str, Tensor] = {}
     overlaps = itertools.cycle(("pairs", 2))
     for number, (recompute, overlap) in enumerate([("none", "serial"), *zip(RECOMPUTES, overlaps, strict=False)]):
-        model = models.build(group, seams=2, block=Balanced)
+        model = models.build(group, expert_calls=2, block=Balanced)
         stage = Stage(model, build_exchange(group), recompute=recompute)
         with pauses(100 * number + rank) if number else nullcontext():
             run(stage, model, 3, overlap, seed=rank)
@@ -182,23 +170,23 @@ def test_pauses_wherever_threads_meet_change_nothing(rank: int, size: int) -> li
 def test_bad_input_is_named() -> None:
     stage = Stage(models.build())
     x, y = models.batch(1)
-    fresh = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    fresh = Microbatch(stage, x, y, loss_fn=models.loss_fn)
     with pytest.raises(ValueError, match="neither a forward nor a backward"):
         combined_forward_backward_step(None, None)
     with pytest.raises(ValueError, match="given twice"):
         combined_forward_backward_step(fresh, fresh)
     with pytest.raises(ValueError, match="not between forward and backward"):
         combined_forward_backward_step(None, fresh)
-    done = Stage(models.build()).microbatch(x, y, loss_fn=models.loss_fn)
+    done = Microbatch(Stage(models.build()), x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(done, None)
     with pytest.raises(ValueError, match="different exchanges"):
         combined_forward_backward_step(fresh, done)
-    twin = Stage(models.build(), stage.exchange).microbatch(x, y, loss_fn=models.loss_fn)
-    here = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    twin = Microbatch(Stage(models.build(), stage.exchange), x, y, loss_fn=models.loss_fn)
+    here = Microbatch(stage, x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(here, None)
     with pytest.raises(ValueError, match="two stages of number 0"):
         combined_forward_backward_step(twin, here)
-    silent = stage.microbatch(x)
+    silent = Microbatch(stage, x)
     combined_forward_backward_step(silent, None)
     with pytest.raises(ValueError, match="neither output_grad nor loss_fn"):
         combined_forward_backward_step(None, silent)
@@ -226,7 +214,7 @@ def test_autocast_is_around_a_recomputed_forward_as_around_the_first(recompute: 
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
         for _ in range(3):
             optimizer.zero_grad()
-            microbatch = stage.microbatch(*data, loss_fn=models.loss_fn)
+            microbatch = Microbatch(stage, *data, loss_fn=models.loss_fn)
             with torch.autocast("cpu", torch.bfloat16):
                 combined_forward_backward_step(microbatch, None)
             combined_forward_backward_step(None, microbatch)

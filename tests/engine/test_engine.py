@@ -45,20 +45,22 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
     return engine, engine.step(data[0], target=data[1])
 
 
-@pytest.mark.parametrize(("seams", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
-def test_one_rank_equals_plain_autograd_bit_for_bit(seams: int, microbatches: int) -> None:
+@pytest.mark.parametrize(("expert_calls", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
+def test_one_rank_equals_plain_autograd_bit_for_bit(expert_calls: int, microbatches: int) -> None:
     """Four microbatches with one call a layer: every overlap, and a tied parameter, where autograd sums one call."""
-    most = tied = (seams, microbatches) == (1, 4)
+    most = tied = (expert_calls, microbatches) == (1, 4)
     data, reference = models.batch(microbatches), None
-    losses, expected = models.plain_gradients(models.build(seams=seams, tied=tied), *data, microbatches)
+    losses, expected = models.plain_gradients(models.build(expert_calls=expert_calls, tied=tied), *data, microbatches)
     for number, program in enumerate((*programs(microbatches), build_schedule("zb_h1", microbatches=microbatches))):
         for overlap in overlaps_of(number, most):
-            model = models.build(seams=seams, tied=tied)
+            model = models.build(expert_calls=expert_calls, tied=tied)
             engine, result = step(model, program, overlap, data)
             where, found = (program.name, overlap, engine.plan.order), models.gradients(model)
             reference = reference or found
             assert not models.equal(found, reference), where
-            if seams > 1:  # several calls of experts meet in one residual, whose sum autograd orders in its own way
+            if (
+                expert_calls > 1
+            ):  # several calls of experts meet in one residual, whose sum autograd orders in its own way
                 for name, gradient in found.items():
                     torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=f"{where} {name}")
             else:
@@ -368,7 +370,7 @@ def test_a_step_that_torch_would_sum_again_is_refused(ranks2: Ranks) -> None:
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
         ({"model": ["x"]}, "a model of 'x'; allowed: an nn.Sequential or a list of blocks"),
         ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
-        ({"weights": 3}, "weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
+        ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
         ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
         ({"device": 24}, "device=24; allowed: DeviceOptions"),
         ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),

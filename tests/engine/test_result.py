@@ -11,17 +11,17 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.mesh import Mesh
 
 
-def result(*losses: float, weights: tuple[float, ...]) -> StepResult:
-    return StepResult(tuple(map(torch.tensor, losses)), weights, (), tuple, 0, 0)
+def result(*losses: float, shares: tuple[float, ...]) -> StepResult:
+    return StepResult(tuple(map(torch.tensor, losses)), shares, (), tuple, 0, 0)
 
 
-def test_the_loss_is_the_mean_by_weights() -> None:
-    assert result(1.0, 3.0, weights=(0.5, 0.5)).loss.item() == 2
-    uneven = result(1.0, 3.0, weights=(0.25, 0.75))
+def test_the_loss_is_the_mean_by_shares() -> None:
+    assert result(1.0, 3.0, shares=(0.5, 0.5)).loss.item() == 2
+    uneven = result(1.0, 3.0, shares=(0.25, 0.75))
     assert uneven.loss.item() == 2.5
     assert mean_loss(uneven, Mesh(None)) == 2.5
     with pytest.raises(ValueError, match="no microbatch ends on this rank"):
-        _ = result(weights=()).loss
+        _ = result(shares=()).loss
 
 
 def test_the_overlap_is_evaluated_once_and_when_it_is_looked_at() -> None:

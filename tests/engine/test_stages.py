@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, Microbatch, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
@@ -78,7 +78,7 @@ def test_groups_of_the_same_ranks_are_taken(rank: int, size: int) -> list[str]:
     stage = Stage(models.build(apart), build_exchange(apart))
     previous = None
     for index, (x, y) in enumerate(zip(data[0].chunk(2), data[1].chunk(2), strict=True)):
-        current = stage.microbatch(x, y, index=index, loss_fn=models.loss_fn, loss_scale=0.25)
+        current = Microbatch(stage, x, y, index=index, loss_fn=models.loss_fn, loss_grad=0.25)
         combined_forward_backward_step(current, previous)
         previous = current
     combined_forward_backward_step(None, previous)
@@ -113,11 +113,11 @@ def test_weights_that_do_not_fit_are_named() -> None:
             split_blocks(blocks, 2, weights)
     program = build_schedule("sequential", microbatches=1)
     with pytest.raises(ValueError, match="weights of stages that are given"):
-        make({0: blocks}, program, weights=[1, 1, 1])
+        make({0: blocks}, program, block_weights=[1, 1, 1])
 
 
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
     model = {0: [nn.ReLU()], 1: [nn.Linear(2, 2, device="meta")]}
-    none = {"reduce_own": False, "reduce_experts": False}
+    none = {"reduce_dense": False, "reduce_experts": False}
     stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), None, **none)
     assert [stage.device.type for stage in stages.values()] == ["meta", "meta"]

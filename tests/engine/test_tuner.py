@@ -32,7 +32,7 @@ SHAPES = make(models.build(), PROGRAM, loss_fn=models.loss_fn).shapes
 @pytest.fixture
 def all_near() -> Iterator[None]:
     """All orders are worth a try, whatever was measured."""
-    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
+    with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
         yield
 
 
@@ -215,7 +215,7 @@ def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
             steps += 1
     assert steps == 6 + len(engine.tuner.tried) > 7
     assert compiled.call_count == 3
-    assert {block.parts for block in engine.plan.shapes[0] if block.seams} == {engine.tuner.parts}
+    assert {block.parts for block in engine.plan.shapes[0] if block.expert_calls} == {engine.tuner.parts}
 
 
 @pytest.mark.usefixtures("all_near")
@@ -242,7 +242,7 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, exchange=exchange)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
-    with patch("overlap1f1b.engine.tuner.MOST_RATIO", 1e9):
+    with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
         while engine.tuner.settling:
             played.append(engine.plan.fingerprint)
             model.zero_grad()

@@ -1,4 +1,4 @@
-"""The MoE layer against loops over tokens and experts, and its seam."""
+"""The MoE layer against loops over tokens and experts, and its call of experts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tokens_in_any_layout() -> None:
     assert torch.equal(moe(x.transpose(0, 1)), moe(x.transpose(0, 1).contiguous()))
 
 
-def test_the_seam_is_called_once_before_the_shared_expert() -> None:
+def test_experts_are_called_once_before_the_shared_expert() -> None:
     moe = make(shared=3)
     calls: list[str] = []
 

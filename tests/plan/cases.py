@@ -26,8 +26,8 @@ from overlap1f1b.schedule import Action, Kind, Program, peaks_of
 from overlap1f1b.schedule.placement import SINGLE
 from tests.programs import combined_1f1b, forward_only, sequential
 
-MOE = BlockShape(seams=1)
-DENSE = BlockShape(seams=0)
+MOE = BlockShape(expert_calls=1)
+DENSE = BlockShape(expert_calls=0)
 
 
 def chains_of(shape: StageShape) -> Chains:
@@ -71,7 +71,7 @@ def split_programs(draw: st.DrawFn) -> Program:
 
 
 def shapes() -> st.SearchStrategy[StageShape]:
-    """Dense, with one seam, with several, or with exchanges; weights apart, reduced, recomputed, or not."""
+    """Dense, with one call of experts, with several, or with exchanges; weights apart, reduced, recomputed, or not."""
     options = {
         "split": st.booleans(),
         "reduced": st.booleans(),
@@ -81,13 +81,13 @@ def shapes() -> st.SearchStrategy[StageShape]:
     blocks = st.one_of(
         st.builds(
             BlockShape,
-            seams=st.sampled_from([1, 1, 1, 2, 3]),
+            expert_calls=st.sampled_from([1, 1, 1, 2, 3]),
             exchanges=st.just(()),
             parts=st.sampled_from([1, 1, 2, 3]),
             **options,
         ),
-        st.builds(BlockShape, seams=st.just(0), exchanges=exchanges, parts=st.just(1), **options),
-        st.builds(BlockShape, seams=st.just(0), exchanges=st.just(()), parts=st.just(1), **options),
+        st.builds(BlockShape, expert_calls=st.just(0), exchanges=exchanges, parts=st.just(1), **options),
+        st.builds(BlockShape, expert_calls=st.just(0), exchanges=st.just(()), parts=st.just(1), **options),
     )
     return st.lists(blocks, min_size=1, max_size=3).map(tuple)
 
@@ -101,7 +101,7 @@ def costs_of(draw: st.DrawFn, shape: StageShape) -> NodeCosts:
     by_node: dict[CostKey, Cost] = {}
     for key in draw(st.lists(st.sampled_from(sorted(by_op)), max_size=4, unique=True)):
         block = draw(st.integers(0, len(shape) - 1))
-        call = draw(st.integers(0, max(0, shape[block].seams - 1))), draw(st.integers(0, shape[block].parts - 1))
+        call = draw(st.integers(0, max(0, shape[block].expert_calls - 1))), draw(st.integers(0, shape[block].parts - 1))
         several = RESOURCE_OF[key[0]] is not Resource.COMPUTE
         place = (0, 0, 0, 0) if key[0] is Op.SEND else (0, block, *call)
         by_node[(*key, *place)] = draw(st.tuples(*[quarters] * links)) if several else draw(quarters)

@@ -28,7 +28,7 @@ def comes_from(plan: Plan, action: Action) -> int:
 def inside(block: BlockShape) -> list[Place]:
     """Sub-ops of a forward behind the block's first, in order, with their calls and parts."""
     found, parts = list[Place](), range(block.parts)
-    for call in range(block.seams):
+    for call in range(block.expert_calls):
         found += [(op, call, part) for op in (Op.COUNTS, Op.DISPATCH) for part in parts]
         found += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.COMBINE)]
         found.append((Op.AGGREGATE, call, 0))
@@ -44,7 +44,7 @@ def inside_backward(block: BlockShape) -> list[Place]:
     if block.exchanges:
         return inside(block)[::-1]
     found, parts = list[Place](), range(block.parts)[::-1]
-    for call in reversed(range(block.seams)):
+    for call in reversed(range(block.expert_calls)):
         found.append((Op.AGGREGATE, call, 0))
         found += [(Op.COMBINE, call, part) for part in parts]
         found += [(op, call, part) for part in parts for op in (Op.EXPERTS, Op.DISPATCH)]
@@ -65,7 +65,7 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
             yield Node(own, Kind.I, m, block, **on)
             yield from (Node(op, Kind.I, m, block, *at, **on) for op, *at in behind if op is not Op.COUNTS)
             if drops in ("experts", "block"):
-                again = product(range(shape.seams), range(shape.parts))
+                again = product(range(shape.expert_calls), range(shape.parts))
                 yield from (Node(Op.RECOMPUTE_EXPERTS, Kind.I, m, block, *at, **on) for at in again)
             if drops in ("attention", "block"):
                 yield Node(Op.RECOMPUTE_ATTENTION if behind else Op.RECOMPUTE_DENSE, Kind.I, m, block, **on)
@@ -73,9 +73,9 @@ def nodes_of(plan: Plan, rank: int, action: Action) -> Iterator[Node]:
             apart = {Op.EXPERTS} if shape.experts_split or shape.exchanges else set()
             if shape.split:
                 yield Node(own, Kind.W, m, block, **on)
-                apart |= {Op.AGGREGATE} if shape.exchanges or shape.seams > 1 else set()
-            if shape.seams:  # the parts of a call have one
-                behind = [(op, call, 0) for call in range(shape.seams) for op in (Op.EXPERTS, Op.AGGREGATE)]
+                apart |= {Op.AGGREGATE} if shape.exchanges or shape.expert_calls > 1 else set()
+            if shape.expert_calls:  # the parts of a call have one
+                behind = [(op, call, 0) for call in range(shape.expert_calls) for op in (Op.EXPERTS, Op.AGGREGATE)]
             yield from (Node(op, Kind.W, m, block, *at, **on) for op, *at in behind if op in apart)
     if action.kind is Kind.W:
         return

@@ -66,7 +66,7 @@ def test_known_bounds() -> None:
     """One rank: 4 microbatches of 21 compute and 21 exchange; overlapped, the lanes alone count."""
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=21 / 4)
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=0)
-    shape = (BlockShape(seams=1),)
+    shape = (BlockShape(expert_calls=1),)
     assert bound(program, shape, costs, 3) >= 4 * 21
     assert bound(build_schedule("sequential", microbatches=4), shape, costs, "serial") >= 4 * (7 + 7 + 4 * 21 / 4) + 3
     assert bound(program, shape, NodeCosts.uniform(attention=3, experts=4, dispatch=50), 9) >= 4 * 4 * 50

@@ -67,13 +67,13 @@ def test_shapes_are_one_for_all_or_one_for_each() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (MOE, r"shape=BlockShape\(seams=1, .*\); allowed: a sequence of blocks, such as \(BlockShape\(seams=1\),\)$"),
+        (MOE, r"shape=BlockShape\(expert_calls=1, .*\); allowed: a sequence of blocks, such as \(BlockShape\(.*\),\)$"),
         (3, r"shape=3; allowed: a sequence of blocks"),
-        (((MOE,), DENSE), r"stage 1: shape=BlockShape\(seams=0, .*; allowed: a sequence of blocks for each stage$"),
-        ((MOE, None), r"stage 0: None is not a block; allowed: BlockShape\(seams=1\), for example"),
+        (((MOE,), DENSE), r"stage 1: shape=BlockShape\(expert_calls=0, .*; allowed: a sequence of blocks for each"),
+        ((MOE, None), r"stage 0: None is not a block; allowed: BlockShape\(expert_calls=1\), for example"),
         (((MOE,), (1,)), r"stage 1: 1 is not a block"),
-        ((BlockShape(seams=-1),), r"stage 0: seams=-1; allowed: 0 or more"),
-        ((BlockShape(seams=0.5),), r"stage 0: seams=0.5; allowed: a whole number, 0 or more"),  # type: ignore[arg-type]
+        ((BlockShape(expert_calls=-1),), r"stage 0: expert_calls=-1; allowed: 0 or more"),
+        ((BlockShape(expert_calls=0.5),), r"stage 0: expert_calls=0.5; allowed: a whole number, 0 or more"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_shape(shape: Any, message: str) -> None:

@@ -163,6 +163,6 @@ def test_memory_is_not_limited_where_there_is_no_backward() -> None:
 def test_a_reduction_behind_a_whole_backward_that_comes_before_an_earlier_weight_gradient() -> None:
     actions = [Action.parse(text) for text in ("0F0", "0F1", "0I0", "0B1", "0W0")]
     program = program_of("mine", 2, SINGLE, [actions])
-    shape = (BlockShape(seams=1, split=False, reduced=True),) * 2
+    shape = (BlockShape(expert_calls=1, split=False, reduced=True),) * 2
     for overlap in ("serial", "pairs", 2, 3):
         check(compile(program, shape, NodeCosts.uniform(attention=3, experts=4, dispatch=10), overlap))

@@ -45,7 +45,7 @@ def even(ratio: float = 1.0, **further: float) -> NodeCosts:
 
 
 def layers(placement: Placement, parts: int, a_rank: int = 4) -> tuple[BlockShape, ...]:
-    return (BlockShape(seams=1, parts=parts),) * (a_rank * placement.ranks // placement.stages)
+    return (BlockShape(expert_calls=1, parts=parts),) * (a_rank * placement.ranks // placement.stages)
 
 
 def over_bound(plan: Plan, a_rank: int = 4) -> float:
@@ -83,12 +83,12 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
 @pytest.mark.parametrize("microbatches", [2, 3])
 def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float) -> None:
     """Two dispatches and one combine: of these a segment needs the last, not the one of its own number."""
-    own = BlockShape(seams=0, exchanges=(Op.DISPATCH, Op.DISPATCH, Op.COMBINE))
+    own = BlockShape(expert_calls=0, exchanges=(Op.DISPATCH, Op.DISPATCH, Op.COMBINE))
     costs = NodeCosts.uniform(attention=0, experts=0, dispatch=0, combine=5, counts=5)
     plan = synthesize(
         Placement.loop(1, 2),
         microbatches,
-        (own, BlockShape(seams=1, parts=3)),
+        (own, BlockShape(expert_calls=1, parts=3)),
         costs,
         peak_activations=limit,
         seconds=QUICK,
@@ -163,7 +163,7 @@ def test_random_costs(seed: int) -> None:
     microbatches, waits, limit = draw.randint(1, 4), draw.random() < 0.5, draw.choice((1.0, 2.0, 4.0))
     times = {name: draw.uniform(0.5, 4) for name in ("attention", "experts", "dispatch", "combine", "counts", "send")}
     costs = NodeCosts.uniform(**times, shared_links=draw.random() < 0.5, launch=draw.choice((0.0, 0.3))).in_parts(2)
-    shape = (BlockShape(seams=1, parts=2, reduced=draw.random() < 0.5),)
+    shape = (BlockShape(expert_calls=1, parts=2, reduced=draw.random() < 0.5),)
     options: dict[str, Any] = {"counts_block": waits}
     plans = found_orders(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, **options)
     ends = [plan.predicted for plan in plans]

@@ -47,7 +47,7 @@ def test_lanes() -> None:
 
 
 def test_chains_of_dense_and_expert_blocks() -> None:
-    shape = (DENSE, MOE, BlockShape(seams=2))
+    shape = (DENSE, MOE, BlockShape(expert_calls=2))
     forward = [str(node) for node in forward_chain(Action(Kind.F, 0, 4), shape)]
     assert " ".join(forward).replace(" m4", "") == (
         "dense.f[0] attention.f[1] counts.f[1] dispatch.f[1] experts.f[1] combine.f[1] aggregate.f[1] "
@@ -91,7 +91,7 @@ def test_what_is_dropped_is_computed_again_where_it_is_needed_first(mode: Recomp
 
 
 def test_of_several_calls_all_are_computed_again_at_once_but_each_ones_experts_apart() -> None:
-    shape = (BlockShape(seams=2, recompute="block"),)
+    shape = (BlockShape(expert_calls=2, recompute="block"),)
     ops = [node.op for node in backward_chain(Action(Kind.B, 0, 4), shape)]
     assert ops.count(Op.RECOMPUTE_ATTENTION) == 1
     assert ops.index(Op.RECOMPUTE_ATTENTION) == 0
@@ -120,7 +120,7 @@ def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
 
 
 def test_tags_tell_exchanges_apart() -> None:
-    shape = (MOE,) * 3 + (BlockShape(seams=4), BlockShape(seams=2, parts=8))
+    shape = (MOE,) * 3 + (BlockShape(expert_calls=4), BlockShape(expert_calls=2, parts=8))
     nodes = [
         node
         for microbatch in range(5)

@@ -170,7 +170,9 @@ def test_dense_blocks_go_with_the_layer_beside_them() -> None:
 
 def test_layers_are_counted_by_call() -> None:
     nodes = [
-        node for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((BlockShape(seams=2),))) if in_the_pair(node)
+        node
+        for node in pairs(combined_1f1b(2, 0).ranks[0], chains_of((BlockShape(expert_calls=2),)))
+        if in_the_pair(node)
     ]
     rows = [(node.name, node.call) for node in nodes if node.op in (Op.COMBINE, Op.DISPATCH)]
     assert rows == [
@@ -203,7 +205,7 @@ def test_reductions_follow_the_last_contribution() -> None:
 
 
 def test_exchanges_are_launched_behind_what_they_need_in_their_order() -> None:
-    chain = list(serial(sequential(1).actions(0), chains_of((BlockShape(seams=1, parts=2),))))[:5]
+    chain = list(serial(sequential(1).actions(0), chains_of((BlockShape(expert_calls=1, parts=2),))))[:5]
     other = [node._replace(microbatch=1) for node in chain]
     order = [*chain[:3], *other[:3], chain[3], other[3], chain[4], other[4]]
     assert launched_early(order) == [*chain[:4], *other[:4], chain[4], other[4]]

@@ -26,8 +26,11 @@ from overlap1f1b.schedule.placement import SINGLE
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25, counts=0.3, aggregate=0.2, reduce=1, send=1)
 
 
-def _shape(parts: int, seams: int = 1, **more: object) -> tuple[BlockShape, ...]:
-    return (BlockShape(seams=0, reduced=True), BlockShape(seams=seams, parts=parts, reduced=True, **more))  # type: ignore[arg-type]
+def _shape(parts: int, expert_calls: int = 1, **more: object) -> tuple[BlockShape, ...]:
+    return (
+        BlockShape(expert_calls=0, reduced=True),
+        BlockShape(expert_calls=expert_calls, parts=parts, reduced=True, **more),
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
@@ -36,7 +39,7 @@ def test_every_schedule_keeps_the_rules(name: str, overlap: Overlap) -> None:
     """The host waits for counts in one of the two stages, in turns over the schedules."""
     ranks, chunks = 2, 2 if name == "interleaved_1f1b" else None
     program = build_schedule(name, ranks=ranks, microbatches=4, chunks=chunks)
-    for number, shape in enumerate((_shape(2), _shape(3, seams=2, recompute="block"))):
+    for number, shape in enumerate((_shape(2), _shape(3, expert_calls=2, recompute="block"))):
         counts_block = (number + SCHEDULES.index(name)) % 2 == 1
         plan = compile(program, shape, COSTS.in_parts(2), overlap, counts_block=counts_block)
         check(plan)
@@ -48,7 +51,7 @@ def test_every_schedule_keeps_the_rules(name: str, overlap: Overlap) -> None:
 
 def test_experts_wait_for_their_own_part() -> None:
     program = build_schedule("sequential", microbatches=1)
-    plan = compile(program, (BlockShape(seams=1, parts=3),), COSTS.in_parts(3), 1)
+    plan = compile(program, (BlockShape(expert_calls=1, parts=3),), COSTS.in_parts(3), 1)
     (spans,) = play_ranks(plan.ranks, SINGLE, COSTS.in_parts(3))
     at = {(span.node.op, span.node.kind, span.node.part): span for span in spans}
     for kind, exchange, order in ((Kind.F, Op.DISPATCH, (0, 1, 2)), (Kind.I, Op.COMBINE, (2, 1, 0))):
@@ -61,7 +64,7 @@ def test_experts_wait_for_their_own_part() -> None:
 
 def test_the_parts_of_a_call_have_one_weight_gradient_and_one_place_in_sums() -> None:
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
-    plan = compile(program, _shape(2, seams=2), COSTS.in_parts(2), 3)
+    plan = compile(program, _shape(2, expert_calls=2), COSTS.in_parts(2), 3)
     weights = [node for node in plan.nodes if node.op is Op.EXPERTS and node.kind is Kind.W]
     assert sorted({(node.block, node.call, node.part) for node in weights}) == [(1, 0, 0), (1, 1, 0)]
     assert len(weights) == 2 * 4
@@ -73,7 +76,7 @@ def test_the_parts_of_a_call_have_one_weight_gradient_and_one_place_in_sums() ->
 
 def test_parts_that_mix_microbatches_are_refused() -> None:
     program = build_schedule("sequential", microbatches=2)
-    plan = compile(program, (BlockShape(seams=1, parts=2),), COSTS.in_parts(2), "serial")
+    plan = compile(program, (BlockShape(expert_calls=1, parts=2),), COSTS.in_parts(2), "serial")
     late = Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=0)  # the last part of microbatch 0
     nodes = list(plan.nodes)
     place = nodes.index(late)

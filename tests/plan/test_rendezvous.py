@@ -21,7 +21,7 @@ from overlap1f1b.plan import (
 from overlap1f1b.schedule import SCHEDULES, Kind, Program, build_schedule
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
-SHAPE = (BlockShape(seams=1, reduced=True), BlockShape(seams=0, reduced=True))
+SHAPE = (BlockShape(expert_calls=1, reduced=True), BlockShape(expert_calls=0, reduced=True))
 MOVED = (Op.RECEIVE, Op.REDUCE)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import devices
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport.communicators import LEAST_CTAS, DeviceOptions
+from overlap1f1b.transport.devices import Stamp
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
 from tests import models
@@ -81,7 +83,7 @@ def test_a_wait_for_a_device_looks_for_failures(done: bool) -> None:
         def query(self) -> bool:
             return done
 
-    mark = EventMark(GPU, None, Event())
+    mark = EventMark(GPU, None, Stamp(Event(), deque()))
     with pytest.raises(ConnectionError, match="another rank failed"):
         mark.synchronize(timedelta(seconds=60), lambda: True)
     with nullcontext() if done else pytest.raises(TimeoutError):

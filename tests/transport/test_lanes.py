@@ -42,7 +42,7 @@ def test_transfers_start_in_the_order_of_their_launch(background: bool) -> None:
     assert [flight.wait() for flight in reversed(flights)] == [4, 3, 2, 1, 0]
     assert started == [0, 1, 2, 3, 4]
     assert all(flight.arrived for flight in flights)
-    times = [time for flight in flights for time in (flight.departed, flight.landed)]
+    times = [time for flight in flights for time in (flight.departed_at, flight.arrived_at)]
     assert all(time > 0 for time in times)
     one.close()
 

@@ -120,7 +120,7 @@ def test_what_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     first.synchronize(timedelta(seconds=1))
     assert first.is_completed()
     never = stream.run(lambda: None)
-    never.ended.query = lambda: False
+    never.ended.event.query = lambda: False
     start = time.monotonic()
     with pytest.raises(TimeoutError):
         never.synchronize(timedelta(milliseconds=10))

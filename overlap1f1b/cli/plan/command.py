@@ -101,7 +101,7 @@ def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
     progress.begin(f"{total} of {total} programs played, now tables and drawings")
     content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
     title = _title(content)
-    _write(program, timeline, output, title)
+    _write(program, timeline, output, title, screen)
     write_json(output.json, content)
     print_lines(screen, title, style="bold")
     if not output.tables:
@@ -178,7 +178,8 @@ def _title(content: dict[str, Any]) -> str:
         sizes.append(f"overlap {content['overlap']}")
     sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
     if "overlap" in content:
-        sizes.append(f"{content['hidden_fraction']:.1%} of the exchange hidden")
+        hidden = content["hidden_fraction"]
+        sizes.append("nothing is exchanged" if hidden is None else f"{hidden:.1%} of the exchange hidden")
     return f"{content['schedule']}: {', '.join(sizes)}"
 
 
@@ -186,16 +187,16 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
-def _write(program: Program, timeline: Played, output: OutputOptions, title: str) -> None:
-    if output.csv is not None:
-        with writing("csv", output.csv):
-            program.to_csv(output.csv)
-    if output.trace is not None:
-        with writing("trace", output.trace):
-            timeline.to_chrome_trace(output.trace)
-    for option, path in (("png", output.png), ("svg", output.svg)):
+def _write(program: Program, timeline: Played, output: OutputOptions, title: str, screen: Console) -> None:
+    for option, path in (("png", output.png), ("svg", output.svg)):  # first what needs a package that may be missing
         if path is not None:
-            paint(tracks_of(timeline), path, title=title, option=option)
+            paint(tracks_of(timeline), path, screen, title=title, option=option)
+    if output.csv is not None:
+        with writing("csv", output.csv, screen) as file:
+            program.to_csv(file)
+    if output.trace is not None:
+        with writing("trace", output.trace, screen) as file:
+            timeline.to_chrome_trace(file)
 
 
 # The program that the options ask for, and the costs of its parts.

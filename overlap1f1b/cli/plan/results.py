@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any
 
 from rich.markup import escape
@@ -41,8 +42,8 @@ def _overlap(timeline: Played) -> dict[str, Any]:
     """Return the keys of a plan of sub-ops: the overlap, its fastest order, and the hidden share of the exchange."""
     if isinstance(timeline, ProgramTimeline):
         return {}
-    plan = timeline.plan
-    return {"overlap": str(plan.overlap), "order": plan.order, "hidden_fraction": timeline.hidden_fraction}
+    plan, hidden = timeline.plan, timeline.hidden_fraction
+    return {"overlap": str(plan.overlap), "order": plan.order, "hidden_fraction": None if isnan(hidden) else hidden}
 
 
 def found(ranking: Ranking) -> dict[str, Any]:

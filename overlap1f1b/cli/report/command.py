@@ -64,7 +64,7 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
     say(f"{READ}, now the drawings")
     title = _title(recordings)
-    _write(content, bars, output, title)
+    _write(content, bars, output, title, screen)
     write_json(output.json, content)
     _show(content, title, screen)
 
@@ -91,17 +91,18 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
     return max(set.intersection(*numbers) or every) if wanted is None else wanted
 
 
-def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOptions, title: str) -> None:
-    if output.trace is not None:
-        flows = [(source.event, target.event) for source, target in arrows(bars)]
-        with writing("trace", output.trace):
-            write_trace([bar.event for bar in bars], output.trace, flows=flows)
-    title = f"{title}, step {content.get('drawn_step')}"
+def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
+    named = f"{title}, step {content.get('drawn_step')}"
+    if output.html is not None:  # first what needs a package that may be missing
+        write_page(content, bars, output.html, title=named, screen=screen)
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
-            paint(tracks_of_bars(bars), path, title=title, option=option, unit="ms from the start of the step")
-    if output.html is not None:
-        write_page(content, bars, output.html, title=title)
+            unit = "ms from the start of the step"
+            paint(tracks_of_bars(bars), path, screen, title=named, option=option, unit=unit)
+    if output.trace is not None:
+        flows = [(source.event, target.event) for source, target in arrows(bars)]
+        with writing("trace", output.trace, screen) as file:
+            write_trace([bar.event for bar in bars], file, flows=flows)
 
 
 def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from rich.console import Console
+
 from overlap1f1b.cli.draw import MOST_TEXTS, STYLES, tracks_of_bars
 from overlap1f1b.cli.report.figures import Cell, Table, tables_of
 from overlap1f1b.profiling import Bar
@@ -48,8 +50,8 @@ _TRACK = 26
 """Height of a track in pixels."""
 
 
-def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str) -> None:
-    """Write the page.
+def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str, screen: Console) -> None:
+    """Write the page, and tell the screen.
 
     Raises:
         ValueError: plotly is missing, or the file cannot be written.
@@ -61,8 +63,8 @@ def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, t
         picture=_picture(bars, title),
         tables="\n".join(map(_table, tables_of(content))),
     )
-    with writing("html", path):
-        path.write_text(page, encoding="utf-8")
+    with writing("html", path, screen) as file:
+        file.write_text(page, encoding="utf-8")
 
 
 def _picture(bars: Sequence[Bar], title: str) -> str:

@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -52,10 +53,18 @@ def latest(directory: Path) -> Path | None:
 
 
 def checkpoint_in(path: Path) -> Path | None:
-    """Return ``path`` if it is a checkpoint, perhaps a renamed one or one that is absent; else the last one in it."""
+    """Return ``path`` if it is a checkpoint, perhaps a renamed one or one that is absent; else the last one in it.
+
+    It warns about a folder in which there is something, but no checkpoint.
+    """
     named = path.name.startswith("step-")
     folder_of_others = path.is_dir() and NAME.fullmatch(path.name) is None and not (path / CONFIG).exists()
-    return path if named and not folder_of_others else latest(path)
+    if named and not folder_of_others:
+        return path
+    found = latest(path)
+    if found is None and any(not other.name.startswith(".") for other in path.glob("*")):
+        warnings.warn(f"{path} has no checkpoint: training begins at step 0", stacklevel=2)
+    return found
 
 
 def begin(directory: Path, step: int) -> Path:
@@ -211,7 +220,13 @@ def damaged(checkpoint: Path, why: str) -> ValueError:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first."""
+    """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first.
+
+    Raises:
+        ValueError: It is a file.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is a file; allowed: a folder of checkpoints, which may be new")
     found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), pair[0][1] is None))]
 

@@ -43,10 +43,10 @@ class Declared(NamedTuple):
         send, receive, group = (self.given(name, args) for name in ("send", "receive", "group"))
         return args[self.tensor], sizes_of(send), sizes_of(receive), group_named(group)
 
-    def result(self, args: Sequence[Any], brought: Tensor) -> Any:
+    def result(self, args: Sequence[Any], received: Tensor) -> Any:
         """Return what the Function would, for the rows that its exchange has brought."""
         output = None if self.backward_only else self.given("output", args)
-        rows = brought if output is None else output.copy_(brought)
+        rows = received if output is None else output.copy_(received)
         if self.async_op is None:
             return rows
         return rows, Arrived(rows.device) if self.given("async_op", args) else None

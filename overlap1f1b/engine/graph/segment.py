@@ -195,7 +195,7 @@ class Sent:
         """Whether each tensor that it brings requires a gradient."""
         return self.requires_grad if self.library is None else self.library.requires_grad
 
-    def brought(self, received: Any) -> list[Any]:
+    def results(self, received: Any) -> list[Any]:
         """Return the tensors, or gradients, that it has brought."""
         if self.library is None:
             return self.layout.unpack(received)
@@ -262,7 +262,7 @@ class Segment:
             entered.append(value if entry is None else entry.enter(value, anchor))
         return entered
 
-    def leave(self) -> list[int]:
+    def close(self) -> list[int]:
         """Release what entered, at the segment's end; return the storages that it has changed in place."""
         self.end = next_sequence_number()
         if not self.here:

@@ -24,7 +24,7 @@ class StepTimes:
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""
-        return next((node for node, _, ended in self._computed if not ended.query()), None)
+        return next((node for node, _, ended in self._computed if not ended.event.query()), None)
 
     def computed(self, node: Node, begun: Any) -> None:
         """Note that a node has been queued since the mark ``begun``."""

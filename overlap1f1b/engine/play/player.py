@@ -67,7 +67,7 @@ class Player:
         device: Of the compute; by default the CPU.
 
     Attributes:
-        before_launch: Called before every exchange. While nodes are measured ranks meet there, so that the time of a
+        before_launch: Called before every exchange. While nodes are measured it is a barrier, so that the time of a
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.
@@ -293,7 +293,7 @@ class Player:
         lane_op, post = posting.post(node, microbatch)
         flight = self.lanes[lane_op, node.kind].launch(node, post)
         if node.op is Op.COUNTS and self.before_launch is not None and self.watch is None:
-            flight.land()  # the dispatch that waits for them comes after a meeting of all ranks
+            flight.arrive()  # the dispatch that waits for them comes after a barrier of all ranks
         flying[node.place] = flight
         self.flights.append(flight)
         if counts is not None:
@@ -334,8 +334,8 @@ class Player:
 
         def spans() -> tuple[Span, ...]:
             nodes = zip(computed, clock[::2], clock[1::2], strict=True)
-            landed = ((f.node, f.departed, f.landed) for f in flights if f.landed)
-            return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *landed))
+            arrived = ((f.node, f.departed_at, f.arrived_at) for f in flights if f.arrived_at)
+            return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *arrived))
 
         return spans
 

@@ -177,7 +177,7 @@ class Recorder:
         """Open the range of a flight, in the thread that started it."""
         self._flying[flight] = self.writer.range_start(str(NodeRange("flight", flight.node)))
 
-    def landed(self, flight: Flight[Any]) -> None:
+    def arrived(self, flight: Flight[Any]) -> None:
         """Close the range of a flight, in the thread that saw its arrival."""
         if flight in self._flying:  # it departed under this recorder
             self.writer.range_end(self._flying.pop(flight))
@@ -219,10 +219,10 @@ class Recorder:
         """Yield the flights of the step, without exchanges of a rank that shares its experts with no other."""
         alone, host = self.engine.exchange.ranks == 1, self.engine.boundary.device.type == "cpu"
         for flight in self.engine.player.flights:
-            if flight.landed and not (alone and flight.node.op in _EXCHANGED):
+            if flight.arrived_at and not (alone and flight.node.op in _EXCHANGED):
                 found = NodeRange("flight", flight.node)
                 lane = flight.lane.name if host or flight.lane.background else ""
-                yield RecordedSpan(found, flight.departed, flight.landed, lane)
+                yield RecordedSpan(found, flight.departed_at, flight.arrived_at, lane)
 
     def _action(self, node: Node) -> Action | None:
         if node.op is Op.REDUCE:

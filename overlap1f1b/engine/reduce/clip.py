@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from overlap1f1b.engine.agreement import parameters_of
 from overlap1f1b.engine.graph.autograd import main_grad
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.model import tensor_dimension
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.boundary import summed
@@ -35,7 +35,7 @@ def check_norm(name: Literal["max_norm", "norm_type"], value: object) -> float:
 
 
 def clip(
-    stages: Mapping[int, Blocks],
+    stages: Mapping[int, Stage],
     placement: Placement,
     mesh: Mesh,
     max_norm: float,

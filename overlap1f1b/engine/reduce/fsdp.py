@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Transfer
@@ -285,7 +285,7 @@ def _ranks_of(group: ParameterGroup | None) -> list[int]:
 
 
 def _beyond(mesh: DeviceMesh, ranks: Collection[int], slicing: Collection[int] = ()) -> str:
-    """Return the dimensions of a mesh along which this rank meets other ranks than these, in words, or nothing."""
+    """Return the dimensions of a mesh along which this rank has other partners than these, in words, or nothing."""
     names, found = mesh.mesh_dim_names, []
     for dimension, line in enumerate(lines_of(mesh)):
         if dimension not in slicing and not set(line) <= set(ranks):
@@ -341,7 +341,7 @@ class ShardedReducer(Reduction):
     def __init__(
         self,
         sharding: Sharding,
-        stages: Mapping[int, Blocks],
+        stages: Mapping[int, Stage],
         lane: Lane,
         *,
         ranks: Sequence[int],
@@ -355,7 +355,7 @@ class ShardedReducer(Reduction):
             for block in range(len(stage.blocks)):
                 held = stage.expert_parameters_of(block)
                 experts.update(held)
-                for parameter in (*stage.block_parameters[block], *held):
+                for parameter in (*stage.dense_parameters[block], *held):
                     places.setdefault(parameter, set()).add((number, block))
         self._places: list[tuple[ParameterGroup, set[BlockKey]]] = []
         self.parameters: set[nn.Parameter] = set()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Transfer
@@ -33,7 +33,7 @@ class Reducer(Reduction):
 
     def __init__(
         self,
-        stages: Mapping[int, Blocks],
+        stages: Mapping[int, Stage],
         dense: dist.ProcessGroup | None,
         experts: dist.ProcessGroup | None,
         lane: Lane,
@@ -53,7 +53,8 @@ class Reducer(Reduction):
         found = {}
         for number, stage in self.stages.items():
             for block in range(len(stage.blocks)):
-                both = ((stage.own_parameters(block), self.dense), (stage.expert_parameters_of(block), self.experts))
+                dense, experts = stage.dense_parameters_of(block), stage.expert_parameters_of(block)
+                both = (dense, self.dense), (experts, self.experts)
                 found[number, block] = [
                     ([p for p in part if p not in self.apart], group) for part, group in both if group is not None
                 ]

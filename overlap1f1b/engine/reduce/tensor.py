@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, zeros
 
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
-from overlap1f1b.engine.run.blocks import Blocks
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.mesh import Mesh
@@ -33,13 +33,13 @@ class TensorGradients(Reduction):
     FSDP2's reduction, ``sharded``, may sum gradients beside ``.grad``.
     """
 
-    def __init__(self, stages: Mapping[int, Blocks], mesh: Mesh, sharded: ShardedReducer | None) -> None:
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, sharded: ShardedReducer | None) -> None:
         super().__init__()
         self.stages, self.mesh, self.sharded = stages, mesh, sharded
         self._parameters: dict[BlockKey, list[Any]] = {}
         for number, stage in stages.items():
             for block in range(len(stage.blocks)):
-                every = (*stage.own_parameters(block), *stage.expert_parameters_of(block))
+                every = (*stage.dense_parameters_of(block), *stage.expert_parameters_of(block))
                 self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
         self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
 

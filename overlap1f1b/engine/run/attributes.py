@@ -73,7 +73,7 @@ class ModuleAttributes:
         """All places, by the number of their owner."""
         return places_of(self._block)
 
-    def begin(self, seed: int | None) -> None:
+    def begin(self, seed: int) -> None:
         """Note what is there before a forward."""
         if not self.learning:
             self._places.clear()  # among them may be objects that a forward has made

@@ -40,8 +40,8 @@ from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
-Brought = Sequence[tuple[Sent, list[Any]]]
-"""Exchanges, with the tensors that each has brought."""
+Results = Sequence[tuple[Sent, list[Any]]]
+"""Exchanges, with the tensors that each has received."""
 
 
 class BlockRun:
@@ -57,7 +57,7 @@ class BlockRun:
         stage = microbatch.stage
         self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
         self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad else ()
-        self.exchanges = sum(map(len, stage.behind[block])) if self.foreign or stage.shape[block].seams else 0
+        self.exchanges = sum(map(len, stage.behind[block])) if self.foreign or stage.shape[block].expert_calls else 0
         """Number of the block's exchanges of rows."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)
@@ -95,14 +95,14 @@ class BlockRun:
         if not received:
             reached = self._start(self._inputs(), self.microbatch.random)
         else:
-            brought = []
+            results = []
             for place, rows in received.items():
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
-                brought.append((sent, sent.brought(rows)))
-            reached = self._resume(brought, self.microbatch.random)
+                results.append((sent, sent.results(rows)))
+            reached = self._resume(results, self.microbatch.random)
         if isinstance(reached, list):
             self._reach(reached)
             return
@@ -128,34 +128,35 @@ class BlockRun:
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._left(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
+                return self._carry(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return self._run_module(*given)
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, brought: Brought, stream: RandomStream) -> Reached:
+    def _resume(self, results: Results, stream: RandomStream) -> Reached:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
         segment, received, requires_grad = self._open(), list[Any](), list[bool]()
-        for sent, tensors in brought:
+        for sent, tensors in results:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             requires_grad += sent.results_require_grad
         given = segment.enter(received, requires_grad, self.stage.anchor)
-        mode = grad and not brought[0][0].call.feeds_part
+        mode = grad and not results[0][0].call.feeds_part
         with self.stage.draws.within(self.block, stream), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._left(self.forward.resume(tuple(given), self._thread(), mode=mode))
+            return self._carry(self.forward.resume(tuple(given), self._thread(), mode=mode))
 
     def _thread(self) -> ThreadState:
         """Return the thread's present state: between nodes it is the same in the whole step."""
         return self.stage.thread
 
-    def _left(self, reached: Reached) -> Reached:
+    def _carry(self, reached: Reached) -> Reached:
+        """Take what the forward has set on its modules along while it is suspended."""
         if self._state is not None:
             suspended = isinstance(reached, list)
             carried = self._state.leave(ended=not suspended)
@@ -172,9 +173,9 @@ class BlockRun:
         self.stage.queue = segment.queue
         return segment
 
-    def _end(self, segment: Segment) -> list[int]:
-        """End the running segment; return the storages that it has changed in place."""
-        changed = segment.leave()
+    def _close(self, segment: Segment) -> list[int]:
+        """Close the running segment; return the storages that it has changed in place."""
+        changed = segment.close()
         self.stage.made.append((segment.start, segment.end, self.microbatch.index))
         return changed
 
@@ -224,7 +225,7 @@ class BlockRun:
         """Prepare the exchanges behind the last segment."""
         segment, grad = self.segments[-1], self.microbatch.grad
         every = [[self.entered(tensor) for tensor in call.tensors] if grad else list(call.tensors) for call in calls]
-        self._changed |= dict.fromkeys(self._end(segment), segment.start)
+        self._changed |= dict.fromkeys(self._close(segment), segment.start)
         for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
             call.tensors.clear()
             sent = self.sent[place] = self._prepared(place, call, every.pop(0))
@@ -261,7 +262,7 @@ class BlockRun:
             if not self.stage.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
-                self.uses.left = True
+                self.uses.reaches_out = True
                 warnings.warn(
                     f"{self._self_or_loss} uses a tensor of {node.name()} that another "
                     "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
@@ -276,7 +277,7 @@ class BlockRun:
             )
 
     def _wrong_number(self, found: str) -> str:
-        expected = self.stage.shape[self.block].seams
+        expected = self.stage.shape[self.block].expert_calls
         if self.foreign:
             return (
                 f"{self.name} exchanges rows {found} times; "
@@ -310,12 +311,12 @@ class BlockRun:
         else:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
-            self._leave(ends=self.is_last)
+            self._release(ends=self.is_last)
 
     def _keep(self, outs: Tensors) -> None:
         """Hold the graph of the outputs for the backward."""
         self.outs = [Root.of(self.entered(out)) for out in outs]
-        self._end(self.segments[-1])
+        self._close(self.segments[-1])
         if self.learns:
             self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
@@ -420,7 +421,7 @@ class BlockRun:
         )
 
     def used_apart(self, weight: Parameter) -> None:
-        self.uses.leaves(weight, len(self.segments) - 1)
+        self.uses.defers(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
@@ -546,7 +547,7 @@ class BlockRun:
     def _take(self, received: Mapping[Place, Any]) -> None:
         segment = self.segments[-1]
         for sent in segment.sent:
-            for edge, grad in zip(sent.edges, sent.brought(received[sent.place]), strict=True):
+            for edge, grad in zip(sent.edges, sent.results(received[sent.place]), strict=True):
                 if edge is not None:
                     segment.add_root(edge, grad)
             sent.edges = ()
@@ -596,9 +597,9 @@ class BlockRun:
             self.microbatch.input_grads = passed
         else:
             self.microbatch.output_grads = passed
-        self._leave(ends=self.block == 0)
+        self._release(ends=self.block == 0)
 
-    def _leave(self, *, ends: bool) -> None:
+    def _release(self, *, ends: bool) -> None:
         """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
         self._end_mode()
         del self.microbatch.runs[self.block]

@@ -172,8 +172,8 @@ def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: di
     splits = splits_of(len(tensor), send, receive, group.size())
     if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
         return None
-    brought: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
-    return brought
+    rows: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
+    return rows
 
 
 def _hidden(run: Replaces, function: type, args: Sequence[Any]) -> Any:
@@ -182,8 +182,8 @@ def _hidden(run: Replaces, function: type, args: Sequence[Any]) -> Any:
     if declared is None:
         return None
     claims = declared.backward_only
-    brought = run.claim(declared.given("output", args)) if claims else _exchanged(run, *declared.of(args))
-    return None if brought is None else declared.result(args, brought)
+    rows = run.claim(declared.given("output", args)) if claims else _exchanged(run, *declared.of(args))
+    return None if rows is None else declared.result(args, rows)
 
 
 class Asking(OpOverloadPacket):
@@ -199,9 +199,9 @@ class Asking(OpOverloadPacket):
     def __call__(self, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
         mode = running_mode()
         if mode is not None and torch.is_grad_enabled():
-            brought = _exchanged(mode.run, input, input_split_sizes, output_split_sizes, group_named(group_name))
-            if brought is not None:
-                return brought
+            rows = _exchanged(mode.run, input, input_split_sizes, output_split_sizes, group_named(group_name))
+            if rows is not None:
+                return rows
         output = super().__call__(input, output_split_sizes, input_split_sizes, group_name)
         if mode is not None and mode.run.inside is not None and not torch.is_grad_enabled():
             mode.run.inside += [watched_functional(output, input, output_split_sizes, input_split_sizes, group_name)]
@@ -223,14 +223,14 @@ def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
             mode.run.called_plain(watched(*args, **kwargs))
             return result
         call = watched(*args, **kwargs)
-        brought = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
-        if brought is None:
+        rows = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
+        if rows is None:
             return plain(*args, **kwargs)
         assert isinstance(call.output, Tensor)
         with torch._C.DisableTorchFunction():
-            call.output.copy_(brought.detach())
-        mode.run.arrived.append((call.output, brought))
-        return Arrived(brought.device) if call.later else None
+            call.output.copy_(rows.detach())
+        mode.run.arrived.append((call.output, rows))
+        return Arrived(rows.device) if call.later else None
 
     return all_to_all_single
 

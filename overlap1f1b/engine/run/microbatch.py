@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.engine.graph.autograd import Gradients, WeightQueue, accumulate
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.random import RandomStream
-from overlap1f1b.plan import Node, Op, Place, brought_by
+from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.plan import Node, Op, Place, awaited_by
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Expected
 from overlap1f1b.transport.lanes import Flight
@@ -31,31 +31,31 @@ class Microbatch:
 
     Args:
         stage: The blocks that it runs through.
-        index: Number of the microbatch; contributions to gradients are added in this order.
         inputs: One input of the first block or several; None if the stage before passes them on.
         target: One target of ``loss_fn`` or several.
+        index: Number of the microbatch; contributions to gradients are added in this order.
         loss_fn: ``(*outputs of the last block, *targets) → scalar``; without it the outputs are returned.
-        loss_scale: Derivative of the step's loss by the loss of this microbatch.
-        seed: Seed of its stream of random numbers; None draws from the thread's generators.
+        loss_grad: Gradient of its loss, where its backward begins: its share of the step's loss × ``loss_scale``.
+        seed: Seed of its stream of random numbers.
         grad: Whether a backward follows.
         return_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
     """
 
     def __init__(
         self,
-        stage: Blocks,
-        index: int,
+        stage: Stage,
         inputs: Tensor | Sequence[Tensor] | None = None,
-        *,
         target: Tensor | Sequence[Tensor] | None = None,
+        *,
+        index: int = 0,
         loss_fn: LossFunction | None = None,
-        loss_scale: float = 1.0,
-        seed: int | None = 0,
+        loss_grad: float = 1.0,
+        seed: int = 0,
         grad: bool = True,
         return_outputs: bool = False,
     ) -> None:
         self.stage, self.index, self.loss_fn, self.grad = stage, index, loss_fn, grad
-        self.target, self.loss_scale, self.return_outputs = tensors(target), loss_scale, return_outputs
+        self.target, self.loss_grad, self.return_outputs = tensors(target), loss_grad, return_outputs
         self.forwarded = self.ended = self.finished = False
         self.activations: Tensors | None = None if inputs is None else tensors(inputs)
         """Inputs of the next block: leaves, which require a gradient where one will come."""
@@ -95,7 +95,7 @@ class Microbatch:
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
         flying = self.flights[node.kind]
-        if node.op is Op.EXPERTS and (one := brought_by(node)) in flying:
+        if node.op is Op.EXPERTS and (one := awaited_by(node)) in flying:
             return {one: flying.pop(one)}
         self.flights[node.kind] = {}
         return flying
@@ -112,7 +112,7 @@ class Microbatch:
         return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
-        """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_scale``.
+        """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_grad``.
 
         Raises:
             ValueError: A loss that is not one real number, or requires no gradient; ``name`` is the block's.
@@ -131,7 +131,7 @@ class Microbatch:
             raise ValueError(f"the loss of {name}'s outputs requires no gradient; allowed: a loss that depends on them")
         if self.grad and not self.forwarded:  # a recomputed forward must not replace a gradient that was given since
             # Filled on its device: a copy to a GPU would wait for the device.
-            self.output_grads = (torch.full_like(loss, self.loss_scale),)
+            self.output_grads = (torch.full_like(loss, self.loss_grad),)
         return (loss,)
 
     def take_passed(self, kind: Kind) -> tuple[Tensors, tuple[bool, ...]]:

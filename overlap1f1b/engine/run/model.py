@@ -18,7 +18,7 @@ from overlap1f1b.transport.mesh import Mesh
 class CarriedState(Protocol):
     """State that a forward keeps somewhere: a suspended forward must take it along."""
 
-    def begin(self, seed: int | None) -> None:
+    def begin(self, seed: int) -> None:
         """Prepare for a new forward, whose random numbers follow from a seed."""
 
     def leave(self) -> Any:

@@ -89,7 +89,7 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
     node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.told
     if call.answer is not None:  # rows went to the experts and come back next
         return _back(run, sent, call.answer, node)
-    if not stage.alike or not call.back or counts is None or not stage.shape[block].seams:
+    if not stage.alike or not call.back or counts is None or not stage.shape[block].expert_calls:
         return None
     node = node._replace(op=Op.COUNTS)
     return node, lambda: exchange.expect_counts(counts, node.tag)

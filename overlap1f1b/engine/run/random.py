@@ -18,36 +18,26 @@ class RandomStream:
     As a context manager it puts its state into the generators, and the generators' own state back at the end.
 
     Args:
-        seed: Seed of the stream; without one it is the stream of the generators themselves.
+        seed: Seed of the stream.
         generators: Generators that a forward may draw from.
     """
 
-    __slots__ = ("_every", "_generators", "_outside", "_seed", "_states")
+    __slots__ = ("_generators", "_outside", "_states", "seed")
 
-    def __init__(self, seed: int | None, generators: tuple[torch.Generator, ...]) -> None:
-        self._every = generators
-        self._generators = () if seed is None else generators
-        self._seed = seed or 0
+    def __init__(self, seed: int, generators: tuple[torch.Generator, ...]) -> None:
+        self.seed, self._generators = seed, generators
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
 
-    @property
-    def seed(self) -> int | None:
-        """Seed of the stream; None for the stream of the generators themselves."""
-        return self._seed if self._generators else None
-
     def again(self) -> RandomStream:
         """Return a stream that repeats the numbers that this one gives next."""
-        twin = copy(self)
-        if not self._generators:
-            twin._generators, twin._states = self._every, [generator.get_state() for generator in self._every]
-        return twin
+        return copy(self)
 
     def __enter__(self) -> None:
         self._outside = [generator.get_state() for generator in self._generators]
         for position, generator in enumerate(self._generators):
             if self._states is None:
-                generator.manual_seed(self._seed)
+                generator.manual_seed(self.seed)
             else:
                 generator.set_state(self._states[position])
 

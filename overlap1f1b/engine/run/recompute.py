@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.engine.graph.edges import edge_of
 from overlap1f1b.engine.graph.segment import Segment, Sent
-from overlap1f1b.engine.run.block import BlockRun, Brought, Reached
+from overlap1f1b.engine.run.block import BlockRun, Reached, Results
 from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
 from overlap1f1b.engine.run.random import RandomStream
@@ -51,9 +51,9 @@ CHECKPOINT = "torch.utils.checkpoint"
 _FORGETTING = (_forget, _forgotten)
 
 
-def _versions(brought: Brought) -> list[int]:
+def _versions(results: Results) -> list[int]:
     """Return how often each tensor that exchanges have brought was changed in place."""
-    return [version_of(tensor) for _, tensors in brought for tensor in tensors]
+    return [version_of(tensor) for _, tensors in results for tensor in tensors]
 
 
 class Dropped(NamedTuple):
@@ -92,7 +92,7 @@ class RecomputedRun(BlockRun):
         """Random numbers of the part that runs."""
         self.dropped: dict[int, Dropped] = {}
         """Parts that were dropped, by the number of their segment."""
-        self.brought: list[tuple[Brought, list[int]] | None] = []
+        self.results: list[tuple[Results, list[int]] | None] = []
         """Rows brought to each segment but the first, and their versions; None if no second forward needs them."""
         self.sums: list[tuple[Tensor, int]] = []
         """Values that the second forward takes from the first, and their versions."""
@@ -121,8 +121,8 @@ class RecomputedRun(BlockRun):
         with saved_tensors_hooks(*_FORGETTING):
             return super()._start(x, random)
 
-    def _resume(self, brought: Brought, random: RandomStream) -> Reached:
-        call, forward = brought[0][0].call, self.forward
+    def _resume(self, results: Results, random: RandomStream) -> Reached:
+        call, forward = results[0][0].call, self.forward
         assert forward is not None
         if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in forward.inside.hooks):
             raise ValueError(
@@ -133,12 +133,12 @@ class RecomputedRun(BlockRun):
         forward.part, forward.once = self._run_part, self._compute_once
         self.part_random = random.again() if call.feeds_part and not self.again else None
         if self.again or not self.drops_own:
-            return super()._resume(brought, random)
+            return super()._resume(results, random)
         self.buffers.append(self.stage.buffers[self.block].copies())
         self.streams.append(random.again())
-        self.brought.append(None if call.feeds_part else (brought, _versions(brought)))
+        self.results.append(None if call.feeds_part else (results, _versions(results)))
         with saved_tensors_hooks(*_FORGETTING):
-            return super()._resume(brought, random)
+            return super()._resume(results, random)
 
     def _thread(self) -> ThreadState:
         return ThreadState.capture(self.stage.device)  # hooks and other states are set around its parts
@@ -166,7 +166,7 @@ class RecomputedRun(BlockRun):
         value = function(None)
         kept = value.detach()
         self.sums.append((kept, version_of(kept)))
-        self.brought[-1] = None  # the sum of these rows is kept instead
+        self.results[-1] = None  # the sum of these rows is kept instead
         return value
 
     def _keep(self, outs: Tensors) -> None:
@@ -181,7 +181,7 @@ class RecomputedRun(BlockRun):
                     f"{self.name} changes the result of its experts in place, with "
                     f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
                 )
-            self._end(self.segments[-1])
+            self._close(self.segments[-1])
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
                     _drop_graph(segment)
@@ -237,7 +237,7 @@ class RecomputedRun(BlockRun):
             if not calls:
                 break
             if self._is_part(number):  # its graph is kept, or is made by its own node
-                self._end(self.segments[-1])
+                self._close(self.segments[-1])
                 old.start, old.end = self.segments[-1].start, self.segments[-1].end  # its place among the others
                 self.segments[-1] = old
                 for call in calls:
@@ -247,17 +247,17 @@ class RecomputedRun(BlockRun):
             buffers.enter_context(replaced(self.buffers[number + 1]))
             reached = self._resume(self._answer(number, first[number + 1]), self.streams[number + 1])
         assert isinstance(reached, tuple)
-        self.forward, self.x, self.brought, self.streams, self.buffers = None, [], [], [], []
+        self.forward, self.x, self.results, self.streams, self.buffers = None, [], [], [], []
         self._keep(reached)
 
-    def _answer(self, number: int, old: Segment) -> Brought:
+    def _answer(self, number: int, old: Segment) -> Results:
         """Return what exchanges have brought a segment, or tensors of its shape whose values nobody reads."""
-        kept = self.brought[number]
+        kept = self.results[number]
         if kept is not None:
-            brought, versions = kept
-            if _versions(brought) != versions:
+            results, versions = kept
+            if _versions(results) != versions:
                 raise self._in_place(f"{self.name} changes in place what an exchange has brought")
-            return brought
+            return results
         return [(sent, _unread(sent)) for sent, _ in old.taken]
 
     def _in_place(self, what: str) -> ValueError:

@@ -180,9 +180,9 @@ def _pop(store: WeightStore) -> None:
 def _plan(engine: Engine) -> Plan:
     """Return the actions one after another; the members of a pair run together, between the transfers of both."""
     plan = compile(engine.program, engine.shapes, NodeCosts(), "serial")
-    meets = engine.mesh.several and not engine.boundary.posts_ahead
+    blocking = engine.mesh.several and not engine.boundary.posts_ahead
     both = zip(engine.program.ranks, plan.ranks, strict=True)
-    return replace(plan, ranks=tuple(_members_in_turn(*each, backward_first=meets) for each in both))
+    return replace(plan, ranks=tuple(_members_in_turn(*each, backward_first=blocking) for each in both))
 
 
 def _members_in_turn(slots: tuple[Slot, ...], nodes: tuple[Node, ...], *, backward_first: bool) -> tuple[Node, ...]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.config import attribute_of
 from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
 from overlap1f1b.integrations.megatron.state import TrackerStreams, tracker
@@ -62,7 +62,7 @@ class Chunk(MicrobatchBlock):
         self.apart = [layer.weight for layer in self._linears]
         self._delayed = delayed_of(model)
         self.delays = bool(self._delayed)
-        self._stage: Blocks | None = None
+        self._stage: Stage | None = None
 
     @contextmanager
     def stepping(self, step: ChunkStep) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Chunk(MicrobatchBlock):
         finally:
             self.step = None
 
-    def _in_force(self) -> Blocks:
+    def _in_force(self) -> Stage:
         assert self._stage is not None
         return self._stage
 

@@ -98,8 +98,8 @@ class _ByLibrary:
             returned = self.function(*values[:count], **dict(zip(names, values[count:], strict=True)))
             return returned if isinstance(returned, tuple) else (returned,)
 
-        brought = exchange_by(call, sent, self.group)
-        return brought if len(brought) > 1 else brought[0]
+        received = exchange_by(call, sent, self.group)
+        return received if len(received) > 1 else received[0]
 
 
 def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,8 +123,8 @@ def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
                 "Megatron-Core is not known: allowed: 0.16"
             )
         group, _, receive, send = calls[0]
-        brought = exchange(tensors, _listed(send), _listed(receive), group)
-        return brought if isinstance(returned, tuple) else brought[0]
+        received = exchange(tensors, _listed(send), _listed(receive), group)
+        return received if isinstance(returned, tuple) else received[0]
 
     return call
 

@@ -30,13 +30,9 @@ class TrackerStreams:
         self._tracker = tracker
         self._outside: dict[str, Any] = {}  # states while no forward runs
 
-    def begin(self, seed: int | None) -> None:
-        """Let the streams of a new forward follow from the present ones and from a seed.
-
-        The seed is another for every microbatch and step; None leaves the streams where they are.
-        """
-        states: dict[str, Any] = self._tracker.states_
-        self.enter({k: state if seed is None else _reseeded(state, seed) for k, state in states.items()})
+    def begin(self, seed: int) -> None:
+        """Let the streams of a new forward follow from the present ones and from a seed of its microbatch and step."""
+        self.enter({key: _reseeded(state, seed) for key, state in self._tracker.states_.items()})
 
     def leave(self) -> dict[str, Any]:
         """Return the states of the running forward, and put back what was there before."""

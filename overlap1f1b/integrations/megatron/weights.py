@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.graph.autograd import added_to_main, split_linear
-from overlap1f1b.engine.run.blocks import Blocks
 from overlap1f1b.engine.run.replaced import Replacement
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.config import KERNELS, attribute_of
 from overlap1f1b.transport.suspend import uncompiled
 
@@ -45,13 +45,13 @@ def linears_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def leaving(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[Replacement]:
+def leaving(layers: Sequence[Any], stage: Callable[[], Stage]) -> Iterator[Replacement]:
     """Yield what lets layers leave their weight gradients to the queue in force of a stage."""
     for layer in layers:
         yield vars(layer), METHOD, uncompiled(_leaving(layer, stage))
 
 
-def _leaving(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., Tensor]:
+def _leaving(layer: Any, stage: Callable[[], Stage]) -> Callable[..., Tensor]:
     plain = getattr(layer, METHOD)
 
     def product(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -111,13 +111,13 @@ def delayed_of(model: nn.Module) -> list[Any]:
     return layers
 
 
-def delaying(layers: Sequence[Any], stage: Callable[[], Blocks]) -> Iterator[Replacement]:
+def delaying(layers: Sequence[Any], stage: Callable[[], Stage]) -> Iterator[Replacement]:
     """Yield what lets layers call ``backward_dw`` when the queue in force of a stage is computed."""
     for layer in layers:
         yield vars(layer.wgrad_store), "put", _queueing(layer, stage)
 
 
-def _queueing(layer: Any, stage: Callable[[], Blocks]) -> Callable[..., None]:
+def _queueing(layer: Any, stage: Callable[[], Stage]) -> Callable[..., None]:
     store, parameters = layer.wgrad_store.put, _delayed(layer)
 
     def put(operands: Any, function: Any) -> None:

@@ -19,7 +19,7 @@ from overlap1f1b.integrations.transformers.experts import Found
 
 
 @dataclass(frozen=True, order=True)
-class Handed:
+class Returned:
     """A value beside hidden states that a layer returns; in a layer's arguments it stands for this value.
 
     Args:
@@ -42,11 +42,11 @@ class Call(NamedTuple):
         """The values in the arguments."""
         return tree_leaves((self.args, self.kwargs))
 
-    def filled(self, values: Mapping[Handed, Tensor | None]) -> Call:
+    def filled(self, values: Mapping[Returned, Tensor | None]) -> Call:
         """Return the arguments with the values that earlier layers have returned."""
-        if not any(isinstance(leaf, Handed) for leaf in self.leaves):
+        if not any(isinstance(leaf, Returned) for leaf in self.leaves):
             return self
-        return Call(*tree_map(lambda leaf: values[leaf] if isinstance(leaf, Handed) else leaf, tuple(self)))
+        return Call(*tree_map(lambda leaf: values[leaf] if isinstance(leaf, Returned) else leaf, tuple(self)))
 
 
 class Shell:
@@ -84,7 +84,7 @@ class Shell:
             "hidden states, alone or with values that it gives to later layers unchanged"
         ) from refusal
 
-    def _trace(self, walk: _Walk) -> tuple[dict[str, nn.Module], dict[str, nn.Module], list[list[Handed]]]:
+    def _trace(self, walk: _Walk) -> tuple[dict[str, nn.Module], dict[str, nn.Module], list[list[Returned]]]:
         """Return what the attributes ``before``, ``after`` and ``carried`` are to be."""
         phases: tuple[dict[str, nn.Module], dict[str, nn.Module]] = ({}, {})
         outside = {
@@ -148,7 +148,7 @@ class Shell:
         both = sorted(before.keys() & after.keys())
         if both:
             raise ValueError(f"{both[0]} is called before and after the layers; allowed: modules called on one side")
-        needed = [{leaf for leaf in call.leaves if isinstance(leaf, Handed)} for call in walk.calls]
+        needed = [{leaf for leaf in call.leaves if isinstance(leaf, Returned)} for call in walk.calls]
         carried = [
             sorted(value for value in set().union(*needed[number + 1 :]) if value.layer <= number)
             for number in range(len(needed))
@@ -330,7 +330,7 @@ class _StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         _, number, walk = self.__dict__["_stood_for"]
         hidden = walk.visit(number, args, dict(kwargs))
-        more = [Handed(number, index) for index in range(1, walk.shell.returned)]
+        more = [Returned(number, index) for index in range(1, walk.shell.returned)]
         return (hidden, *more) if more else hidden
 
 

@@ -221,7 +221,7 @@ def split_model(
     mesh: DeviceMesh | None = None,
     *,
     inputs: Sequence[str] = ("input_ids",),
-    weights: Sequence[float] | None = None,
+    block_weights: Sequence[float] | None = None,
     grouped: bool | None = None,
 ) -> SplitModel:
     """Split a causal LM of the transformers library into stages, and its experts over the ranks along "ep".
@@ -248,7 +248,7 @@ def split_model(
         inputs: Names of the model's arguments for a step's inputs, in order: ``input_ids`` and, for example,
             ``attention_mask`` or ``position_ids``. A step takes them as a tuple, or as a mapping by these names, such
             as a tokenizer's output; None leaves an input out of this step.
-        weights: Relative costs of the layers for the split; by default stages have equally many layers.
+        block_weights: Relative costs of the layers for the split; by default stages have equally many layers.
         grouped: Whether experts with weights in the usual layout (``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H,
             I]``) run as grouped products with separate weight gradients, instead of by the model's own forward. By
             default they do if several ranks share them; on one rank the model's own forward gives bit-equal gradients.
@@ -274,7 +274,7 @@ def split_model(
     shell = Shell(model, found)
     # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
-    parts = split_blocks(found.layers, placement.stages, weights)
+    parts = split_blocks(found.layers, placement.stages, block_weights)
     held = sorted({stage for _, stage in placement.places(coordinate.get("pp", 0))})
     last = placement.stages - 1
     starts = [sum(map(len, parts[:number])) for number in range(placement.stages + 1)]

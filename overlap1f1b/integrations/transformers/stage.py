@@ -15,7 +15,7 @@ from overlap1f1b.engine import Microbatch, MicrobatchBlock
 from overlap1f1b.engine.graph.edges import nodes_behind
 from overlap1f1b.engine.run.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.adapters import second_factors
-from overlap1f1b.integrations.transformers.shell import Call, Handed, Shell
+from overlap1f1b.integrations.transformers.shell import Call, Returned, Shell
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
 
@@ -106,7 +106,7 @@ class Layer(MicrobatchBlock):
         part, known, hidden = self.part, len(self.part.inputs), None
         # 1. The hidden states, and the arguments that the model's own forward gives this layer.
         routed: tuple[Tensor, ...] = ()
-        values: dict[Handed, Tensor | None] = {}
+        values: dict[Returned, Tensor | None] = {}
         given = inputs
         if self.number > 0:
             carried = part.shell.carried[self.number - 1]
@@ -135,15 +135,15 @@ class Layer(MicrobatchBlock):
                 f"allowed: {'tensors or None' if part.shell.returned > 1 else 'a tensor'}"
             )
         hidden = returned[0]
-        values |= {Handed(self.number, index): value for index, value in enumerate(returned)}
-        handed = [values[value] for value in part.shell.carried[self.number]]
+        values |= {Returned(self.number, index): value for index, value in enumerate(returned)}
+        passed = [values[value] for value in part.shell.carried[self.number]]
         routed = (*routed, *here)
         # 3. The outputs for the next layer or stage, or the model's own.
         if self.number < part.end - 1:
-            return self._checked_outputs(hidden, *given, *handed, *routed)
+            return self._checked_outputs(hidden, *given, *passed, *routed)
         microbatch.memo.pop(part, None)
         if not self.is_last:
-            return self._checked_outputs(hidden, *given, *handed, *([torch.stack(routed)] if routed else []))
+            return self._checked_outputs(hidden, *given, *passed, *([torch.stack(routed)] if routed else []))
         if isinstance(microbatch.loss_fn, LossOfModel):
             named = part.named(given)
             return self._checked_outputs(

@@ -275,7 +275,7 @@ class Overlapped(Trainer):
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
             if stage == last:
                 loss = partial(self._loss, batches.get(index), partial(compute, index))
-                arguments |= {"loss_fn": LossOfModel(loss), "loss_scale": scale}
+                arguments |= {"loss_fn": LossOfModel(loss), "loss_grad": scale}
             return arguments
 
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.options import TRIES, Parts
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
-from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
@@ -77,7 +77,7 @@ class Bench:
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
         self.options, self.rank, self.say = options, rank, say
-        self.model, self.played, self.loss_fn, self.weights = build(options, rank, options.program())
+        self.model, self.played, self.loss_fn, self.block_weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -194,7 +194,7 @@ class Bench:
 
     def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
         # Gradients of all rows are compared at the end.
-        fixed: dict[str, Any] = {"parts": self.parts, "weights": self.weights, "verify": False}
+        fixed: dict[str, Any] = {"parts": self.parts, "block_weights": self.block_weights, "verify": False}
         options = replace(engine_options(self.options), **fixed, **given)
         return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
 
@@ -251,13 +251,13 @@ class Bench:
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
             rate = 8 * self._sent() / seconds / FRAMES * rate.factor
-        meet(self.rank)
+        barrier(self.rank)
         shape(rate)
-        meet(self.rank)
+        barrier(self.rank)
         return rate
 
     def _exchange_only(self, replay: Replay) -> float:
-        meet(self.rank)
+        barrier(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(replay.run() if travels else 0.0, self.rank)
 
@@ -283,7 +283,9 @@ class Bench:
                 samples[key].seconds.append(seconds)
                 if isinstance(result, StepResult):
                     samples[key].exposed.append(slowest(result.overlap.exposed, self.rank))
-                    samples[key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
+                    if slowest(result.overlap.exchange, self.rank):
+                        least = result.overlap.hidden_fraction if result.overlap.exchange else 1.0
+                        samples[key].hidden.append(-slowest(-least, self.rank))
             busy, lasted = busy + time.process_time(), lasted + time.perf_counter()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self.rank.size))
         share = slowest(busy / lasted, self.rank) * local / cores()
@@ -381,7 +383,7 @@ class Bench:
         }
 
 
-def meet(rank: Rank) -> None:
+def barrier(rank: Rank) -> None:
     """Wait for all ranks."""
     if rank.size > 1:
         dist.barrier()
@@ -389,7 +391,7 @@ def meet(rank: Rank) -> None:
 
 def timed(function: Callable[[], T], rank: Rank) -> tuple[float, T]:
     """Call a function that all ranks start together; return the slowest rank's seconds and this rank's result."""
-    meet(rank)
+    barrier(rank)
     start = time.perf_counter()
     result = function()
     devices.settle(rank.device)
@@ -400,7 +402,7 @@ def least_in_turn(measure: Callable[[], float], rank: Rank) -> float:
     """Return the least of the ranks' values; ranks measure one after another."""
     found = 0.0
     for turn in range(rank.size):
-        meet(rank)
+        barrier(rank)
         if turn == rank.rank:
             found = measure()
     return -slowest(-found, rank)

@@ -19,7 +19,7 @@ from overlap1f1b.running.train.display import Board, Progress, compared, show, s
 from overlap1f1b.running.train.trainer import Step, Trainer
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.output import console, print_lines, refused, write_json
 from overlap1f1b.terminal.status import Say, showing
 
 
@@ -121,7 +121,7 @@ class _Run:
                     self.saving = self.trainer.save(options.checkpoint, number, history)
         if self.saving is not None:
             self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")
-            with writing("checkpoint", f"{options.checkpoint}"):
+            with refused("checkpoint", f"{options.checkpoint}"):
                 self.checkpoint = self.saving.result()
         if not self.steps:
             self._evaluate(self.start)

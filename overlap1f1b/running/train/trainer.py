@@ -23,7 +23,7 @@ from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.workload import build, engine_options, fed
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import OverlapFigures
-from overlap1f1b.terminal.output import writing
+from overlap1f1b.terminal.output import refused
 
 BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -59,7 +59,7 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = replace(engine_options(options), weights=weights, overlap=overlap, verify=options.verify)
+        given = replace(engine_options(options), block_weights=weights, overlap=overlap, verify=options.verify)
         self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
@@ -148,7 +148,7 @@ class Trainer:
             ValueError: It cannot be written, or the one before could not.
         """
         given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
-        with writing("checkpoint", folder):
+        with refused("checkpoint", folder):
             return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
 
     def load(self, path: Path, history: Stateful | None = None) -> int:

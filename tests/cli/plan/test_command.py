@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -414,6 +415,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--from-csv missing.csv", "--from-csv missing.csv: No such file or directory"),
         ("--top 5", "--top 5 alone; allowed: with --search"),
         ("--json no/where/plan.json", "--json no/where/plan.json: its folder does not exist; allowed: a file in a fol"),
+        ("--png plan.jpg", "--png plan.jpg; allowed: a name that ends in .png"),
         ("--svg no/where/plan.svg", "--svg no/where/plan.svg: its folder does not exist"),
         ("--schedule ''", "unknown schedule ''; allowed: sequential"),
         ("--csv -", "--csv -; allowed: a file (--json alone goes to standard output)"),
@@ -446,7 +448,7 @@ def test_costs_of_what_may_not_be_there_may_be_zero(capsys: Capture) -> None:
     free = [word for name in ("dispatch", "combine", "counts", "send") for word in (f"--{name}", 0)]
     result = content(capsys, "--schedule", "1f1b", "--layers", 2, "--overlap", "serial", *free)
     assert result["makespan"] == (8 + 3) * 2 * 21
-    assert result["hidden_fraction"] == 1
+    assert result["hidden_fraction"] is None
 
 
 def test_a_mark_at_the_beginning_of_a_csv(capsys: Capture, tmp_path: Path) -> None:
@@ -461,6 +463,25 @@ def test_a_mark_at_the_beginning_of_a_csv(capsys: Capture, tmp_path: Path) -> No
 def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
     error = refused(capsys, "--ranks", 1, f"--{option}", "/dev/full")
     assert error.startswith(f"--{option} /dev/full: No space left on device; allowed: a place that can be written")
+
+
+@pytest.mark.parametrize("option", ["svg", "csv", "trace", "json"])
+def test_a_disk_that_is_full_leaves_the_file_that_was_there(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
+) -> None:
+    file = tmp_path / f"plan.{option}"
+    file.write_text("before")
+    assert plan(capsys, "--ranks", 1, f"--{option}", file)
+    written = file.read_bytes()
+    assert written != b"before"
+
+    def full(path: Path, *given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    assert "No space left on device" in refused(capsys, "--ranks", 2, f"--{option}", file)
+    assert file.read_bytes() == written
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_launch_costs_show_the_host(capsys: Capture, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ class Again(nn.Sequential):
     def engine(self, mesh: DeviceMesh | None, *, stages: int = 1) -> Engine:
         program = build_schedule("1f1b", ranks=stages, microbatches=stages)
         weights = None if stages == 1 else [0.0] * 7 + [1.0]
-        return make(self, program, mesh=mesh, loss_fn=torch.mean, timeout=30, weights=weights)
+        return make(self, program, mesh=mesh, loss_fn=torch.mean, timeout=30, block_weights=weights)
 
 
 def again_on(rank: int, size: int, folder: Path) -> bool:

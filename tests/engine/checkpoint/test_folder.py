@@ -183,3 +183,11 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}/file is damaged: it is not a folder; remove it"):
         verify(tmp_path / "file", HERE)
+
+
+def test_a_file_in_place_of_the_folder_is_refused_and_a_folder_of_other_things_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(ValueError, match=r"notes is a file; allowed: a folder of checkpoints"):
+        checkpoint_in(tmp_path / "notes")
+    with pytest.warns(UserWarning, match="has no checkpoint: training begins at step 0"):
+        assert checkpoint_in(tmp_path) is None

@@ -52,11 +52,11 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
     inputs, target = models.batch(2, seed=rank)
     meetings: list[float] = []
 
-    def meet() -> None:
+    def barrier() -> None:
         meetings.append(time.perf_counter())
         dist.barrier()
 
-    with patch.object(played.mesh, "meet", meet):
+    with patch.object(played.mesh, "barrier", barrier):
         spans = played.step(inputs, target=target).overlap.spans
     ends = {span.node: played.player.begun + span.end for span in spans}
     exchanges = [node for node in played.plan.ranks[0] if node.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE)]

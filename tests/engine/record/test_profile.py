@@ -65,7 +65,7 @@ def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
         waits = {text: end for kind, text, _, end in step["spans"] if kind == "wait"}
         flights = {text: (start, end) for kind, text, start, end in step["spans"] if kind == "flight"}
         assert {parse_range(f"o1 {text}").node.op for text in flights} == {Op.SEND, Op.RECEIVE}  # type: ignore[union-attr]
-        assert all(flights[text][1] <= end for text, end in waits.items()), "what was waited for has landed"
+        assert all(flights[text][1] <= end for text, end in waits.items()), "what was waited for has arrived"
         assert all(launches[text] <= start for text, (start, _) in flights.items() if text.startswith("send"))
     for action in program.actions(rank):
         assert len(shown[ActionRange, action]) == 2

@@ -28,19 +28,19 @@ from tests.ranks import Ranks, over
 @over(2)
 def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, size: int) -> list[str]:
     problems: list[str] = []
-    stage = Stage([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)], reduce_own=True)
-    apart = set(stage.own_parameters(2))
+    stage = Stage([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)], reduce_dense=True)
+    apart = set(stage.dense_parameters_of(2))
     lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane, apart=apart)
     if not reducer.reduces or Reducer({0: stage}, None, None, lane).reduces:
         problems.append("what is reduced")
     blocks = [Node(Op.REDUCE, Kind.W, 0, block) for block in (1, 0, 2)]
     for block in range(3):
-        for p in stage.own_parameters(block):
+        for p in stage.dense_parameters_of(block):
             p.grad = torch.full_like(p, 100.0)  # of an earlier step
     reducer.begin(blocks)
     for block in range(3):
-        for p in stage.own_parameters(block):
+        for p in stage.dense_parameters_of(block):
             p.grad = torch.full_like(p, 1.0 + rank) if block or rank else None  # no token reached block 0 of rank 0
     if reducer.launch(blocks[1]):
         problems.append("a reduction has overtaken another")
@@ -52,7 +52,7 @@ def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, si
     reducer.finish()
     expected = {0: 102.0, 1: 103.0, 2: 1.0 + rank}
     for block in range(3):
-        for p in stage.own_parameters(block):
+        for p in stage.dense_parameters_of(block):
             if p.grad is None or not bool((p.grad == expected[block]).all()):
                 problems.append(f"block {block}: {p.grad}, expected {expected[block]}")
     return problems
@@ -73,12 +73,12 @@ class Made(TorchDispatchMode):
 @over(2)
 def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
     """Large gradients and small ones, of two dtypes: no copy is made, and the sums are there."""
-    stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_own=True)
+    stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_dense=True)
     lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
     blocks = [Node(Op.REDUCE, Kind.W, 0, block) for block in (2, 1, 0)]
     reducer.begin(blocks)
-    parameters = [p for block in range(3) for p in stage.own_parameters(block)]
+    parameters = [p for block in range(3) for p in stage.dense_parameters_of(block)]
     for p in parameters:
         p.grad = torch.arange(p.numel(), dtype=p.dtype).view_as(p) * (rank + 1)
     places = [p.grad.data_ptr() for p in parameters if p.grad is not None]
@@ -99,12 +99,12 @@ def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
 
 def _others_memory(rank: int, size: int) -> list[float]:
     """Gradients in memory that something else still needs, and with gaps between their elements."""
-    stage = Stage([nn.Linear(4, 4)], reduce_own=True)
+    stage = Stage([nn.Linear(4, 4)], reduce_dense=True)
     lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
     reducer = Reducer({0: stage}, dist.group.WORLD, None, lane)
     node = Node(Op.REDUCE, Kind.W, 0, 0)
     reducer.begin([node])
-    weight, bias = stage.own_parameters(0)
+    weight, bias = stage.dense_parameters_of(0)
     passed_on = torch.ones(1, 4)  # as autograd passes on the gradient of a sum whose other part is a view
     weight.grad, bias.grad = torch.ones(4, 8)[:, ::2], passed_on.view(4)
     reducer.launch(node)

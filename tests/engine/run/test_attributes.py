@@ -192,7 +192,7 @@ def test_objects_that_forwards_make_end_with_them() -> None:
     attributes = ModuleAttributes(block)
     for learning in (True, True, False):
         attributes.learning = learning
-        attributes.begin(None)
+        attributes.begin(0)
         block.state = Plain()  # type: ignore[assignment]
         made.append(weakref.ref(block.state))
         carried = attributes.leave(ended=False)

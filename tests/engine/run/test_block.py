@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Overlap, Recompute
-from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
@@ -50,19 +50,23 @@ def far(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> li
     return [n for n, w in wanted.items() if float((found[n] - w).norm()) > limit * float(w.norm())]
 
 
-@pytest.mark.parametrize("seams", [1, 2])
-def test_one_rank(seams: int) -> None:
+@pytest.mark.parametrize("expert_calls", [1, 2])
+def test_one_rank(expert_calls: int) -> None:
     data = models.batch(MICROBATCHES)
-    _, outside = models.plain_gradients(models.build(seams=seams), *data, MICROBATCHES)
-    _, inside = models.plain_gradients(models.build(seams=seams, weights_in="activation"), *data, MICROBATCHES)
+    _, outside = models.plain_gradients(models.build(expert_calls=expert_calls), *data, MICROBATCHES)
+    _, inside = models.plain_gradients(
+        models.build(expert_calls=expert_calls, weights_in="activation"), *data, MICROBATCHES
+    )
     assert not far(inside, outside, 1e-5)
     reference: dict[str, Tensor] = {}
     for case in CASES:
         exchange = LoopbackExchange(torch.device("cpu")) if case[1] == 3 else None
-        found = gradients(models.build(seams=seams, weights_in="activation"), data, case, exchange=exchange)
+        found = gradients(
+            models.build(expert_calls=expert_calls, weights_in="activation"), data, case, exchange=exchange
+        )
         reference = reference or found
         assert not models.equal(found, reference), case
-    assert not (models.equal(reference, inside) if seams == 1 else far(reference, inside, 1e-5))
+    assert not (models.equal(reference, inside) if expert_calls == 1 else far(reference, inside, 1e-5))
 
 
 def _compared(rank: int, size: int) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, Stage, combined_forward_backward_step
+from overlap1f1b.engine import Engine, Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -109,7 +109,7 @@ def test_weight_gradients_wait_for_their_own_node() -> None:
     x, y = models.batch(1)
     model = in_place(models.build(layers=1), "aot_eager")
     stage = Stage(model)
-    microbatch = stage.microbatch(x, y, loss_fn=models.loss_fn)
+    microbatch = Microbatch(stage, x, y, loss_fn=models.loss_fn)
     combined_forward_backward_step(microbatch, None)
     combined_forward_backward_step(None, microbatch, split=True)
     assert model[1].mix.weight.grad is None
@@ -124,7 +124,7 @@ def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute) -> floa
     mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(MICROBATCHES, seed=rank)
     found = []
     for compiles in (False, True):
-        model = models.build(mesh.get_group("ep"), layers=1, seams=2)
+        model = models.build(mesh.get_group("ep"), layers=1, expert_calls=2)
         given = wrapped(model, backend) if compiles else model
         engine_of(given, mesh=mesh, recompute=recompute).step(data[0], target=data[1])
         found.append(models.gradients(model))

@@ -12,7 +12,7 @@ from overlap1f1b.engine import Microbatch, Stage
 
 
 def microbatch(**options: Any) -> Microbatch:
-    return Stage([nn.Linear(2, 2)]).microbatch(torch.randn(3, 2), **options)
+    return Microbatch(Stage([nn.Linear(2, 2)]), torch.randn(3, 2), **options)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_loss_that_cannot_be_trained_is_refused(loss_fn: Any, message: str) ->
 
 
 def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
-    first, second = microbatch(), Stage([nn.Linear(2, 2)], number=1).microbatch()
+    first, second = microbatch(), Microbatch(Stage([nn.Linear(2, 2)], number=1))
     second.before, first.after = first, second
     passed = torch.ones(2)
     first.outputs, first.requires_grad = (passed,), (True,)

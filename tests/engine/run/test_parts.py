@@ -21,7 +21,7 @@ COSTS = NodeCosts.uniform(attention=3, experts=2, dispatch=3, counts=0.4, aggreg
 OVERLAPS: tuple[Overlap, ...] = ("pairs", 1, 2, 3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "two calls": {"seams": 2},
+    "two calls": {"expert_calls": 2},
     "weights in the activation": {"weights_in": "activation"},
     "dropout": {"dropout": 0.3},
 }
@@ -81,7 +81,7 @@ def test_every_order_gives_the_same_bits(parts: int, recompute: Recompute) -> No
     cases: list[tuple[int, dict[str, Any], list[tuple[str, Overlap]]]] = [
         (1, {}, [("combined_1f1b", "pairs"), ("combined_1f1b", 3)]),
         (4, {}, [("combined_1f1b", "pairs"), ("combined_1f1b", 2), ("combined_1f1b", 3)]),
-        (2, OPTIONS["dropout"] | {"seams": 2}, [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", 3)]),
+        (2, OPTIONS["dropout"] | {"expert_calls": 2}, [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", 3)]),
     ]
     for microbatches, options, orders in cases:
         serial = build_schedule("sequential", microbatches=microbatches)
@@ -128,7 +128,7 @@ def _two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[s
     data, problems = models.batch(3, seed=rank), []
     expected: dict[str, torch.Tensor] = {}
     for name, overlap in (("sequential", "serial"), ("combined_1f1b", "pairs"), ("combined_1f1b", 3), ("zb_h1", 2)):
-        model = models.build(mesh.get_group("ep"), seams=1, dropout=0.2)
+        model = models.build(mesh.get_group("ep"), expert_calls=1, dropout=0.2)
         engine = Engine(
             model,
             build_schedule(name, microbatches=3),
@@ -207,7 +207,9 @@ def _chosen(rank: int, size: int) -> list[str]:
         predicted = engine.tuner.predicted
         if list(predicted) != [1, 2, 4] or engine.plan.predicted > min(predicted.values()) / 0.98:
             problems.append(f"{engine.tuner.parts_choice} was chosen")
-        if {block.parts for stage in engine.plan.shapes for block in stage if block.seams} != {engine.tuner.parts}:
+        if {block.parts for stage in engine.plan.shapes for block in stage if block.expert_calls} != {
+            engine.tuner.parts
+        }:
             problems.append("the plan has other parts")
         return problems
     finally:

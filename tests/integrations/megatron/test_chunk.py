@@ -68,7 +68,7 @@ def test_a_chunk_is_one_block_that_is_cut_at_its_experts() -> None:
     call(function, build(1), items(1))
     (prepared,) = function._engines.values()
     (shape,) = prepared.engine.stages[0].shape
-    assert shape.seams == LAYERS
+    assert shape.expert_calls == LAYERS
 
 
 def test_a_wrapped_chunk_is_looked_into() -> None:

@@ -399,8 +399,8 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
         tried.append(of._turns.index(of.plan))
         noted(of, 1.0 + (tried[-1] != tp.rank()))
 
-    noted, within = Tuner._note_time, tuner.MOST_RATIO
-    Tuner._note_time, tuner.MOST_RATIO = note, 1e9  # type: ignore[method-assign]
+    noted, within = Tuner._note_time, tuner.TRIED_WITHIN
+    Tuner._note_time, tuner.TRIED_WITHIN = note, 1e9  # type: ignore[method-assign]
     for step in range(2 if given else 12):
         part.zero_grad()
         reference.zero_grad()
@@ -414,7 +414,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     (prepared,) = function._engines.values()
     plans: list[Any] = [None] * 4
     dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
-    Tuner._note_time, tuner.MOST_RATIO = noted, within  # type: ignore[method-assign]
+    Tuner._note_time, tuner.TRIED_WITHIN = noted, within  # type: ignore[method-assign]
     problems += [f"tried {tried}"] if len(set(tried)) < 2 and not given else []
     return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
 

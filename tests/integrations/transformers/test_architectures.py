@@ -57,7 +57,7 @@ CUT = {
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_split_or_refused(name: str) -> None:
-    """Two stages on one rank, with the seam in place, against the model's own loss and gradients."""
+    """Two stages on one rank, with its experts replaced, against the model's own loss and gradients."""
     if name in OLD and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("another model in this transformers")
     dtype = torch.float32 if name in SINGLE else torch.float64
