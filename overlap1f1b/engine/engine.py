@@ -165,7 +165,7 @@ class Engine:
                     options.block_weights,
                     reduce_dense=dense is not None,
                     reduce_experts=experts is not None,
-                    recompute=options.recompute,
+                    recompute=options.modes[0],
                     parts=options.numbers_of_parts[0],
                 )
             for stage in self.stages.values():

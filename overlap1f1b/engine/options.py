@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import Tensor
 
@@ -38,6 +38,8 @@ class EngineOptions:
         recompute: Activations that blocks drop after their forward and compute again before their backward:
             ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
+            ``"auto"``, under a limit of ``memory``, measures all four, two steps each, and chooses for each block, by
+            the bytes that are saved for each second of the step.
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
             experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
             in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
@@ -75,7 +77,7 @@ class EngineOptions:
     """
 
     overlap: Overlap = 3
-    recompute: Recompute = "none"
+    recompute: Recompute | Literal["auto"] = "none"
     parts: Parts = 1
     capacity: float | None = None
     overflow: Overflow = "raise"
@@ -97,6 +99,11 @@ class EngineOptions:
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
+        if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
+            raise ValueError(
+                "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "
+                f"one of {', '.join(get_args(Recompute))}"
+            )
         check_size("tries", self.tries, 0)
         if self.parts != "auto":
             try:
@@ -117,6 +124,11 @@ class EngineOptions:
     def limit(self) -> timedelta:
         """Limit of every wait for another rank."""
         return timedelta(seconds=float(self.timeout))
+
+    @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """Modes of recomputation whose costs are measured, in their order."""
+        return get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
 
     @property
     def numbers_of_parts(self) -> tuple[int, ...]:

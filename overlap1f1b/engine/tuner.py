@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.foreign.exchanges import shown_by_all
@@ -20,7 +20,7 @@ from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import all_shapes, cut_alike
-from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Span, StageShape, found_orders
+from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
 from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
@@ -121,6 +121,8 @@ class Tuner:
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
+        self._mode, *self._more_modes = options.modes
+        self._of_modes: dict[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
         # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
         self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
         self._counts = options.memory is not None or player.watch is not None
@@ -331,6 +333,15 @@ class Tuner:
             )
         )
         costs = replace(costs, bytes=self._held)
+        self._of_modes[self._mode] = costs, self.shapes
+        if self._more_modes:
+            self._mode = self._more_modes.pop(0)
+            self._drop([[self._mode] * len(blocks) for blocks in self.shapes])
+            self.costs = None
+            return
+        if len(self._of_modes) > 1:
+            self._adopt(*self._with_recompute())
+            return
         self._of_parts[self.parts] = costs, (plans := self._fastest(costs))
         self.predicted[self.parts] = plans[0].predicted
         if self._more_parts:
@@ -352,6 +363,29 @@ class Tuner:
                 stage.cut_into(parts)
             self.parts, self._warm, self._held = parts, 1, {}
             self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _drop(self, modes: Sequence[Sequence[Recompute]]) -> None:
+        """Compute activations of the blocks of each stage again as these modes say from the next step on."""
+        for number, stage in self.stages.items():
+            stage.drop(modes[number])
+        self._warm, self._held = 1, {}
+        self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _with_recompute(self) -> tuple[NodeCosts, list[Plan]]:
+        """Choose what each block computes again; return costs, and the plans for them.
+
+        Raises:
+            ValueError: No plan keeps within the limit.
+        """
+        found: list[tuple[NodeCosts, list[Plan]]] = []
+        for costs, shapes in planning.choices(self._of_modes):
+            self.shapes = shapes
+            plans = self._fitting(costs)
+            if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
+                found.append((costs, plans))
+        costs, plans = found[-1] if found else (costs, self._least(costs))
+        self._drop([[block.recompute for block in blocks] for blocks in plans[0].shapes])
+        return costs, plans
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
         """Play by measured costs from the next step on: try the plans for them, or keep the first."""
@@ -403,6 +437,10 @@ class Tuner:
 
     def _fastest(self, costs: NodeCosts) -> list[Plan]:
         """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
+        return self._fitting(costs) or self._least(costs)
+
+    def _fitting(self, costs: NodeCosts) -> list[Plan]:
+        """Return the same without any where none keeps within the limit."""
         program, placement, blocks = self.program, self.program.placement, self._counts_block
         rooms, spared = self._rooms, tuple((1 - SPARE) * room for room in self._rooms)
         if rooms and not costs.bytes:
@@ -428,22 +466,16 @@ class Tuner:
             rooms = spared
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
-        return kept or [self._least(costs)]
+        return kept
 
-    def _least(self, costs: NodeCosts) -> Plan:
-        """Return the plan of one microbatch after another, which holds the least.
-
-        Raises:
-            ValueError: It does not keep within the limit.
-        """
+    def _least(self, costs: NodeCosts) -> NoReturn:
+        """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
         program = one_by_one(self.program.microbatches, self.program.placement)
         plan = planning.compile(program, self.shapes, costs, "serial", counts_block=self._counts_block)
-        if plan.fits(self._rooms):
-            return plan
         over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
         limit = parse_memory(self.options.memory)
         enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""
-        other = "" if self.options.recompute == "block" else "recompute='block', "
+        other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
         raise ValueError(
             f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
             f"rank {rank}; allowed: {enough}{other}smaller microbatches"

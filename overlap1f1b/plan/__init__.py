@@ -24,6 +24,7 @@ from overlap1f1b.plan.node import (
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
+from overlap1f1b.plan.recompute import balanced, choices
 from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 
 __all__ = [
@@ -48,9 +49,11 @@ __all__ = [
     "StageShape",
     "StepRange",
     "awaited_by",
+    "balanced",
     "bound",
     "check",
     "check_rendezvous",
+    "choices",
     "compile",
     "cost_key",
     "fastest",

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overlap1f1b.plan import CostKey, Held, Node, Op, Place, cost_key
+from overlap1f1b.plan import CostKey, Held, Node, Place, balanced, cost_key
 from overlap1f1b.transport import devices
 
 
@@ -122,12 +122,8 @@ class ByteCount(TorchDispatchMode):
         every: dict[CostKey, list[Held]] = {}
         for node, held in self._noted.items():
             every.setdefault(cost_key(node), []).append(held)
-        found, left, last = {}, dict[int, float](), dict[int, CostKey]()
+        found = {}
         for key, (first, *others) in every.items():
             kept, most = median(held.kept for held in others or [first]), max(held.most for held in others or [first])
             found[key] = Held(kept, most, first.kept - kept)
-            if key[0] is not Op.REDUCE:
-                left[key[2]], last[key[2]] = left.get(key[2], 0.0) + kept, key
-        for stage, key in last.items():  # a microbatch leaves nothing behind
-            found[key] = found[key]._replace(kept=found[key].kept - left[stage])
-        return found
+        return balanced(found)
