@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
                 step()
         counted = []
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
+        if rank.rank == 0:
+            remove_others(options.out, rank.size)
         with tool:
             for number in range(options.profile_steps):
                 say(f"{number} {steps}")
@@ -79,6 +82,14 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
             print_verdict(content, screen)
             result |= {"verdict": content["verdict"], "advice": content["advice"]}
         write_json(options.json, result)
+
+
+def remove_others(folder: Path, ranks: int) -> None:
+    """Remove the files of an earlier run that had more ranks: a report would mix the two."""
+    for path in folder.iterdir():
+        named = re.fullmatch(r"rank(\d+)\.(json|trace\.json\.gz|sqlite|nsys-rep)", path.name)
+        if named is not None and int(named[1]) >= ranks:
+            path.unlink()
 
 
 def _result(

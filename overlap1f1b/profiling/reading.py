@@ -208,5 +208,11 @@ def _set(found: list[Recording], left_out: list[str]) -> Recordings:
             )
         taken[rank] = replace(recording, rank=rank, notes=note)
     ranks = tuple(recording for _, recording in sorted(taken.items()))
-    world = max((recording.world or 0 for recording in ranks), default=0)
+    worlds = {recording.world: recording.path for recording in ranks if recording.world is not None}
+    if len(worlds) > 1:
+        (one, file), (other, file_of_other) = list(worlds.items())[:2]
+        raise ValueError(
+            f"{file} is of a run over {one} ranks, {file_of_other} of one over {other}; allowed: files of one run"
+        )
+    world = max(worlds, default=0)
     return Recordings(ranks, tuple(sorted(set(range(world)) - taken.keys())), tuple(left_out))

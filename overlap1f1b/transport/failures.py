@@ -154,7 +154,10 @@ class Failures:
             self._store.set(f"word/{self._rank}", word)
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error caused by another rank: the first cause, or else the ranks that are silent or have ended."""
+        """Add to an error caused by another rank: the first cause, or else the ranks that are silent or have ended.
+
+        The first cause stands at the beginning of a :class:`LostRankError`, else in a note.
+        """
         if self._store is None or not is_loss(error):
             return
         said = "\n".join([str(error), *getattr(error, "__notes__", ())])
@@ -163,7 +166,9 @@ class Failures:
             time.sleep(ROLL_CALL_POLL_S)
             words = self._words(words)
         if cause is not None:
-            if cause not in said:
+            if cause not in said and isinstance(error, LostRankError):
+                error.args = (f"the first to fail: {cause}; here: {error}",)
+            elif cause not in said:
                 error.add_note(f"the first to fail: {cause}")
         elif self._store.gone:
             error.add_note(f"{self._without_a_store()} gives no word")

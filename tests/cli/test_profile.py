@@ -14,6 +14,7 @@ from statistics import median
 import pytest
 import torch
 
+from overlap1f1b.cli.profile import remove_others
 from overlap1f1b.cli.report.figures import content_of
 from overlap1f1b.profiling import figures_of, read
 from overlap1f1b.running.launch import run_ranks
@@ -149,3 +150,10 @@ def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path)
     assert printed == f"nsys {lines[0]}".replace("/rank0 ", "/rank%q{RANK} ").replace(
         f"--output={tmp_path}/out/rank%q{{RANK}}", f"'--output={tmp_path}/out/rank%q{{RANK}}'"
     )
+
+
+def test_files_of_ranks_that_the_run_lacks_go(tmp_path: Path) -> None:
+    for name in ("rank0.json", "rank1.json", "rank1.trace.json.gz", "rank12.sqlite", "rank1.txt", "notes.json"):
+        (tmp_path / name).write_text("")
+    remove_others(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.json", "rank0.json", "rank1.txt"]

@@ -553,11 +553,11 @@ def _noting_meetings(gathered: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-def _noting_meetings_of_experts(meet: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_meetings_of_experts(barrier: Callable[..., Any]) -> Callable[..., Any]:
     def noted(self: Any) -> None:
         for dimension in self.experts_over:
             _note_meeting(self, dimension)
-        meet(self)
+        barrier(self)
 
     return noted
 
@@ -617,7 +617,7 @@ def installed() -> Iterator[None]:
             (EventMark, "synchronize", _blocking(EventMark.synchronize)),
             (Player, "_issue", _noting_nodes(Player._issue)),
             (mesh_module.Mesh, "gathered", _noting_meetings(mesh_module.Mesh.gathered)),
-            (mesh_module.Mesh, "meet", _noting_meetings_of_experts(mesh_module.Mesh.meet)),
+            (mesh_module.Mesh, "barrier", _noting_meetings_of_experts(mesh_module.Mesh.barrier)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(functions_cross())  # else the first thread that ends its step would end it for all

@@ -190,6 +190,14 @@ def test_bad_files_of_a_set_are_left_out(tmp_path: Path) -> None:
     assert "is empty" in refusal(tmp_path)
 
 
+def test_ranks_of_two_runs(tmp_path: Path) -> None:
+    node = [("node", "dense.f[0] m0", 0.0, 1.0)]
+    write_record(tmp_path / "rank0.json", [node], mesh={"ep": (0, 1)})
+    write_record(tmp_path / "rank1.json", [node], rank=1, mesh={"ep": (1, 2)})
+    assert "rank0.json is of a run over 1 ranks, " in refusal(tmp_path)
+    assert "rank1.json of one over 2; allowed: files of one run" in refusal(tmp_path)
+
+
 def test_a_trace_beside_the_record_of_its_rank(tmp_path: Path) -> None:
     record = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
     write_chrome(tmp_path / "rank0.trace.json.gz", device(0))

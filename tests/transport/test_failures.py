@@ -31,7 +31,7 @@ GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by p
 def _notes(failures: Failures, error: Exception, message: str) -> str:
     failures.tell(error, message)
     failures.explain(error)
-    return "\n".join(error.__notes__)
+    return "\n".join([str(error), *error.__notes__])
 
 
 def _both_fail(rank: int, size: int) -> str:
@@ -43,9 +43,9 @@ def _both_fail(rank: int, size: int) -> str:
 
 def test_a_rank_that_lost_another_says_why_that_one_failed(ranks2: Ranks) -> None:
     first, second = ranks2.run(_both_fail)
-    assert first == "rank ep 0 failed at dispatch.f[1] m2"
+    assert first.splitlines() == ["a bad batch", "rank ep 0 failed at dispatch.f[1] m2"]
     cause = "the first to fail: rank ep 0 failed at dispatch.f[1] m2: ValueError: a bad batch"
-    assert second.splitlines() == ["rank ep 1 failed at counts.f[1] m2", cause]
+    assert second.splitlines() == [f"{cause}; here: counts.f[1] m2 failed", "rank ep 1 failed at counts.f[1] m2"]
 
 
 def _one_is_silent(rank: int, size: int) -> str:
@@ -112,7 +112,7 @@ def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
 def test_one_rank_alone_tells_nobody() -> None:
     failures, error = Failures(), ValueError("x")
     failures.meet()
-    assert _notes(failures, error, "rank 0 failed") == "rank 0 failed"
+    assert _notes(failures, error, "rank 0 failed") == "x\nrank 0 failed"
     assert failures.failed
     assert failures.read() is None
 

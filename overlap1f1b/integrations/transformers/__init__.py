@@ -38,7 +38,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the trainers when they are asked for: transformers' Trainer takes seconds."""
     if name in ("OverlapTrainer", "Overlapped"):
-        from overlap1f1b.integrations.transformers import trainer
+        try:
+            from overlap1f1b.integrations.transformers import trainer
+        except ModuleNotFoundError as error:  # as transformers' Trainer needs it
+            raise ImportError(f"{name} needs {error.name}; pip install 'overlap1f1b[hf]'") from None
 
         return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

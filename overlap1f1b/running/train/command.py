@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +36,8 @@ def train(options: TrainOptions, rank: Rank) -> None:
         run.train()
     if rank.rank == 0:
         result = run.result()
-        show(result, screen)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
+        show(result, screen, local=here and rank.device.type == "cpu")
         write_json(options.json, result)
 
 

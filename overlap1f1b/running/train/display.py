@@ -15,10 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from overlap1f1b.running.train.trainer import Step
-from overlap1f1b.terminal.output import number, plain_table
+from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
 
 LINES = 15  # per run without a bar
+LOCAL = """These ranks share one machine, where bytes cost almost nothing: no speed-up is to be expected.
+next: overlap1f1b bench --wire balanced --compute timed    # a link that costs as much as compute (root)
+      overlap1f1b train --compare                          # the same steps, serial beside them: equal losses
+      overlap1f1b profile train                            # what was hidden and what was not, and why"""
 RECENT = 20  # steps over which speed and hidden share are averaged
 
 
@@ -96,7 +100,7 @@ class Board:
 
 
 def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
-    """Return the JSON of the speed: medians over steps of ``tokens`` tokens each.
+    """Return the JSON of the speed: medians over ``timed_steps`` steps of ``tokens`` tokens each.
 
     Serial steps, which measure nodes, and steps that try plans count only where there are no others.
     The hidden fraction is None without an exchange, and all are None without steps.
@@ -104,7 +108,7 @@ def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
     planned = [step for step in steps if not step.measuring] or steps
     planned = [step for step in planned if not step.trying] or planned
     if not planned:
-        return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction"))
+        return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "timed_steps"))
     seconds = median(step.seconds for step in planned)
     shares = [step.hidden for step in planned if step.hidden is not None]
     return {
@@ -112,6 +116,7 @@ def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "exposed_ms": 1e3 * median(step.exposed for step in planned),
         "hidden_fraction": median(shares) if shares else None,
+        "timed_steps": len(planned),
     }
 
 
@@ -134,8 +139,11 @@ def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, s
     }
 
 
-def show(result: dict[str, Any], screen: Console) -> None:
-    """Print the summary; for a comparison also the losses of both programs, and a column for each."""
+def show(result: dict[str, Any], screen: Console, *, local: bool = False) -> None:
+    """Print the summary; for a comparison also the losses of both programs, and a column for each.
+
+    ``local`` says that all ranks are processors of one machine.
+    """
     compare = result["compare"]
     headings = ("", result["workload"]["program"], "sequential")
     table = plain_table(headings, headings)
@@ -154,6 +162,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
     ):
         if result["tokens_per_s"] is not None:
             table.add_row(name, text(result), text(compare) if compare else "")
+    if result["tokens_per_s"] is not None:
+        table.add_row("", f"medians of {result['timed_steps']} steps, the others measured nodes or tried plans")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
     if compare:
         own, other = result["losses"][-len(compare["losses"]) :], compare["losses"]
@@ -168,6 +178,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
         unequal = compare["first_unequal_step"]
         equal = "equal at every step" if unequal is None else f"NOT equal from step {unequal} on"
         screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
+    if local and result["hidden_fraction"] is not None:
+        print_lines(screen, LOCAL)
 
 
 def marks(count: int, most: int = 10) -> list[int]:

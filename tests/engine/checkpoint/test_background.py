@@ -118,7 +118,7 @@ def _interrupted(rank: int, size: int, folder: Path) -> str:
         return ""
     with pytest.raises(LostRankError) as caught:
         one.load(folder)
-    return "\n".join(caught.value.__notes__)
+    return "\n".join([str(caught.value), *caught.value.__notes__])
 
 
 def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks2: Ranks, tmp_path: Path) -> None:
