@@ -29,7 +29,7 @@ def choices(measured: Measured) -> Iterator[tuple[NodeCosts, tuple[StageShape, .
     for mode, (costs, _) in measured.items():
         took = dict.fromkeys(modes, 0.0)
         for key, cost in costs.by_node.items():
-            if key[0] in RECOMPUTES and isinstance(cost, float):
+            if key[0] in RECOMPUTES and not isinstance(cost, tuple):
                 took[key[2], key[3]] += cost
         for place in modes:
             saved = without[place] - _held(costs, *place)

@@ -37,6 +37,13 @@ def tokens() -> tuple[Tensor, Tensor]:
     return inputs, target
 
 
+def settled(engine: Engine, data: tuple[Tensor, Tensor]) -> Engine:
+    """Play steps until a plan is chosen."""
+    while engine.tuner.settling:
+        counted(engine, data)
+    return engine
+
+
 def counted(engine: Engine, data: tuple[Tensor, Tensor]) -> tuple[ByteCount, dict[str, Tensor]]:
     """Play a step without earlier gradients; return its bytes and gradients."""
     for parameter in engine.parameters():
@@ -140,6 +147,30 @@ def test_a_rank_with_less_memory_decides(ranks2: Ranks) -> None:
     one, other = ranks2.run(_less, timeout=100)
     assert one == other
     assert all(fits for _, fits in one)
+
+
+def test_blocks_recompute_where_a_limit_needs_it() -> None:
+    """Without recomputation nothing keeps within the limit; gradients stay as they are."""
+    data, peaks = tokens(), dict[str, int]()
+    for mode in ("none", "block"):
+        plain = make(transformer(), build_schedule("sequential", microbatches=M), costs=COSTS, recompute=mode)
+        count, wanted = counted(plain, data)
+        peaks[mode] = count.peak
+    model = transformer()
+    del plain
+    with ByteCount(CPU) as count:
+        pass
+    room = (peaks["none"] + peaks["block"]) // 2
+    engine = settled(make(model, PROGRAM, memory=count.before + room, recompute="auto", tries=0, verify=False), data)
+    count, found = counted(engine, data)
+    assert count.peak <= room
+    assert engine.plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05)
+    assert not models.equal(found, wanted)
+    modes = {block.recompute for blocks in engine.shapes for block in blocks}
+    assert "none" in modes
+    assert len(modes) > 1
+    with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
+        EngineOptions(recompute="auto")
 
 
 class Spoiled:
