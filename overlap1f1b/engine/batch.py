@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +146,8 @@ def feed_batch(
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
+    if not isinstance(loss.loss_scale, Real) or not isfinite(loss.loss_scale):
+        raise ValueError(f"loss_scale={loss.loss_scale!r}; allowed: a finite number")
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing

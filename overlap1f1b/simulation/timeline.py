@@ -64,6 +64,13 @@ class Timeline:
     spans: tuple[Span, ...]
     host: tuple[Span, ...] = ()
 
+    def __str__(self) -> str:
+        """Return the figures, in the unit of the spans: a step has thousands of them."""
+        return (
+            f"{len(self.spans)} spans in {self.makespan:.6g}: exchange {self.exchange:.6g}, "
+            f"exposed {self.exposed:.6g}, hidden {self.hidden_fraction:.0%}"
+        )
+
     @property
     def makespan(self) -> float:
         """End of the last span."""

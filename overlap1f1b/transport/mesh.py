@@ -64,9 +64,9 @@ class Mesh:
         if isinstance(experts_over, str) or not experts_over or not set(experts_over) <= set(EXPERTS):
             raise ValueError(f"experts_over={experts_over!r}; allowed: some of {', '.join(map(repr, EXPERTS))}")
         if mesh is not None and (not names or not set(names) <= set(DIMENSIONS)):
+            what = f"with dimensions {names}" if names else "without mesh_dim_names"
             raise ValueError(
-                f"mesh with dimensions {names or None} of sizes {tuple(mesh.shape)}; "
-                f"allowed: any of {', '.join(map(repr, DIMENSIONS))}"
+                f"mesh {what} of sizes {tuple(mesh.shape)}; allowed: any of {', '.join(map(repr, DIMENSIONS))}"
             )
         self.devices = mesh
         self.experts_over: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name in experts_over)
@@ -148,7 +148,8 @@ class Mesh:
         if self.size("pp") != program.placement.ranks:
             raise ValueError(
                 f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with "
-                f"{self.size('pp')} along 'pp'; allowed: the same number"
+                f"{self.size('pp')} along 'pp'; allowed: the same number, as of "
+                f"build_schedule(..., ranks={self.size('pp')})"
             )
 
     def group(self, dimension: Dimension) -> Group | None:

@@ -58,7 +58,10 @@ def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
             f"rank {rank // 2}; allowed: the same"
         )
         assert other == (expected if same_place else place)
-        number = "block 1 (Block) holds experts for {} ranks, the engine exchanges over {}; allowed: the same number"
+        number = (
+            "block 1 (Block) holds experts for {} ranks, the engine exchanges over {}; allowed: the same number "
+            "(experts with group=mesh.get_group('ep'), an engine with mesh=mesh)"
+        )
         assert [none, without, more] == [number.format(*pair) for pair in ((1, 2), (2, 1), (4, 2))]
 
 

@@ -66,6 +66,7 @@ def test_forward_only(microbatches: int) -> None:
 
 
 def test_names_and_defaults() -> None:
+    assert build_schedule("DualPipeV", ranks=2, microbatches=4).name == "dualpipev"
     assert DEFAULT_PROGRAM in SCHEDULES
     assert build_schedule("sequential", microbatches=2).name == "sequential"
     assert build_schedule("combined_1f1b", microbatches=4, extra_warmup=0).name == "combined_1f1b"
@@ -79,6 +80,7 @@ def test_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("dualpip", {"microbatches": 4}, "unknown schedule 'dualpip'; allowed: .*; nearest: dualpipe"),
         ("zigzag", {"microbatches": 4}, "unknown schedule 'zigzag'; allowed: sequential, combined_1f1b"),
         ("combined_1f1b", {"microbatches": 4, "ranks": 0}, "ranks=0; allowed: 1 or more"),
         ("combined_1f1b", {"microbatches": 4, "chunks": 0}, "chunks=0; allowed: 1 or more"),

@@ -99,6 +99,10 @@ def test_simulated_timelines(data: st.DataObject) -> None:
     assert line.makespan >= length(line.busy(Resource.COMPUTE)) + line.exposed  # the rest is idleness on every lane
 
 
+def test_a_timeline_in_words() -> None:
+    assert str(timeline((COMPUTE, 0, 3), (EXCHANGE, 2, 4))) == "2 spans in 4: exchange 2, exposed 1, hidden 50%"
+
+
 def test_a_serial_step_hides_nothing_and_an_overlapped_one_nearly_all() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=2)
     serial = simulate(compile(sequential(4), (MOE, MOE), costs, "serial"), costs).ranks[0]

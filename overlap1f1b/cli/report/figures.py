@@ -13,7 +13,7 @@ from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
 
-PARTIAL = "Partial: "
+PARTIAL = "Of some ranks only: "
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
 _COMPARED = {

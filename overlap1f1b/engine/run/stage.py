@@ -171,7 +171,8 @@ class Stage:
                 if experts.exchange.ranks != self.exchange.ranks:
                     raise ValueError(
                         f"{name} holds experts for {experts.exchange.ranks} ranks, "
-                        f"the engine exchanges over {self.exchange.ranks}; allowed: the same number"
+                        f"the engine exchanges over {self.exchange.ranks}; allowed: the same number "
+                        "(experts with group=mesh.get_group('ep'), an engine with mesh=mesh)"
                     )
                 if experts.exchange.rank != self.exchange.rank:
                     raise ValueError(

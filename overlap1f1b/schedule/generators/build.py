@@ -42,15 +42,16 @@ DEFAULT_PROGRAM = "combined_1f1b"
 
 
 def schedule_of(name: str) -> type[Schedule]:
-    """Return the class of a schedule by its name.
+    """Return the class of a schedule by its name, in capital letters or not.
 
     Raises:
         ValueError: The name is unknown.
     """
-    if name not in BY_NAME:
-        nearest = "".join(f", nearest {found}" for found in get_close_matches(str(name), SCHEDULES, 1))
+    known = BY_NAME.get(name.lower() if isinstance(name, str) else "")
+    if known is None:
+        nearest = "".join(f"; nearest: {found}" for found in get_close_matches(str(name).lower(), SCHEDULES, 1))
         raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join(BY_NAME)}{nearest}")
-    return BY_NAME[name]
+    return known
 
 
 def build_schedule(

@@ -54,7 +54,7 @@ def test_keys_and_figures(capsys: Capture, tmp_path: Path) -> None:
         "exposed_exchange": 120, "pipeline_bubble": 260, "host_late": 99,
     }  # fmt: skip
     assert (found["partial"], found["missing_ranks"]) == (True, [1])
-    assert found["verdict"].startswith("Partial: In part: 45% of the exchange was hidden")
+    assert found["verdict"].startswith("Of some ranks only: In part: 45% of the exchange was hidden")
 
 
 def test_nsys_and_chrome_say_the_same(capsys: Capture, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_partial_results_are_marked(capsys: Capture, run: Path) -> None:
     assert "no file of rank 0: figures are of the other ranks alone" in result.out
     assert "left out: " in result.out
     assert "rank0.json is empty" in result.out
-    assert "\nPartial: " in result.out
+    assert "\nOf some ranks only: " in result.out
 
 
 def test_a_few_files_of_many_ranks(capsys: Capture, tmp_path: Path) -> None:

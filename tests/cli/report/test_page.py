@@ -93,7 +93,7 @@ def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path) -> None:
     assert '<script src="http' not in text
     assert '<link rel="stylesheet"' not in text
     assert '<p class="partial">no file of rank 1: figures are of the other ranks alone</p>' in text
-    assert "<h1>Partial: No: " in text
+    assert "<h1>Of some ranks only: No: " in text
 
 
 def test_without_plotly(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
