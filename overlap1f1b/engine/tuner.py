@@ -176,7 +176,7 @@ class Tuner:
             return self._turns[len(self._seconds) % len(self._turns)]
         if self._plan is None:
             if self._costs is None:
-                self._plan = self._compiled(self.program, self.shapes, NodeCosts(), "serial")
+                self._plan = self._measured_plan()
             else:
                 self._plan = self._checked(self._fastest(self._costs)[0], self._costs)
         return self._plan
@@ -416,7 +416,7 @@ class Tuner:
         """Try a plan no more, for which some rank had too little memory; without another play serially, as before."""
         self._turns, self._seconds = [other for other in self._turns if other is not plan], []
         if not self._turns:
-            self._keep(self._compiled(self.program, self.shapes, self._costs or NodeCosts(), "serial"))
+            self._keep(self._measured_plan())
 
     def rejoin(self, mesh: Mesh, player: Player, boundary: Boundary) -> None:
         """Go on over new groups."""
@@ -480,6 +480,12 @@ class Tuner:
             f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
             f"rank {rank}; allowed: {enough}{other}smaller microbatches"
         )
+
+    def _measured_plan(self) -> Plan:
+        """Return the plan of the steps that measure: serial, under a limit of memory with one microbatch at a time."""
+        limited = self.options.memory is not None
+        program = one_by_one(self.program.microbatches, self.program.placement) if limited else self.program
+        return self._compiled(program, self.shapes, NodeCosts(), "serial")
 
     def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
         """Return the plan of the same step in which actions follow one another.
