@@ -1,64 +1,96 @@
-"""Sum of a token's K returned rows, weighted or not, without atomics."""
+"""Sums of rows, weighted or not, without atomics: of a row's choices, and of the rows that a token was sent in."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from overlap1f1b.kernels.permute import take_rows
+from overlap1f1b.kernels.permute import Layout, take_rows
 
 
-def sum_rows(rows: Tensor, inverse: Tensor, top_k: int, weights: Tensor | None = None, partial: bool = False) -> Tensor:
-    """Sum the rows of each token.
+def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None = None, partial: bool = True) -> Tensor:
+    """Sum groups of rows.
 
     Args:
-        rows: ``[R, H]``, possibly a part of longer rows.
-        inverse: ``[T·K]`` int64, the row of each slot; −1 for a slot without a row.
-        top_k: K.
-        weights: ``[T, K]``, factor of each row; None for 1.
+        rows: ``[C, H]``, possibly a part of longer rows.
+        inverse: ``[R·K]`` int64, the K rows of each sum; −1 for none.
+        width: K.
+        weights: ``[C]``, factor of each row; None for 1.
         partial: Whether −1 occurs; otherwise the twin does not look for it.
 
     Returns:
-        ``[T, H]`` in the dtype of ``rows``, summed over k in order, in float32 or wider.
+        ``[R, H]`` in the dtype of ``rows``, summed over K in order, in float32 or wider.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    slots = inverse.view(-1, top_k)
-    total = torch.zeros(slots.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-    for k in range(top_k):  # in order, without atomics: the sum has the same bits every time
-        choice = take_rows(rows, slots[:, k], partial).to(wide)
-        if weights is None:
-            total.add_(choice)
-        else:
-            total.addcmul_(choice, weights[:, k : k + 1].to(wide))
+    places = inverse.view(-1, width)
+    total = torch.zeros(places.shape[0], rows.shape[1], dtype=wide, device=rows.device)
+    for column in places.unbind(1):  # in order, without atomics: the sum has the same bits every time
+        here = None
+        if partial and column.is_cpu:  # most rows may have few: a device skips the others by itself
+            here = (column >= 0).nonzero().squeeze(1)
+            column = column[here]  # noqa: PLW2901
+        missing = partial and here is None
+        part = take_rows(rows, column, missing).to(wide)
+        if weights is not None:
+            part = part * take_rows(weights.unsqueeze(1), column, missing).to(wide)
+        total = total.add_(part) if here is None else total.index_add_(0, here, part)
     return total.to(rows.dtype)
 
 
 def spread_grad(
-    grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, partial: bool = False
+    grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, padded: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the weighted sum.
 
     Args:
-        grad: ``[T, H]``, gradient of the sum.
-        rows: ``[R, H]``, the summed rows.
-        order: ``[R]`` int64, the slot of each row, −1 for padding.
-        inverse: ``[T·K]`` int64, the row of each slot, −1 for none.
-        weights: ``[T, K]``.
-        partial: Whether −1 occurs in either.
+        grad: ``[R, H]``, gradient of the sums.
+        rows: ``[C, H]``, the summed rows.
+        order: ``[C]`` int64, the place of each row in ``inverse``, −1 for padding.
+        inverse: ``[R·K]`` int64, see :func:`sum_rows`.
+        weights: ``[C]``.
+        padded: Whether −1 occurs in ``order``.
 
     Returns:
-        ``[R, H]`` of the rows, zeros for padding, and ``[T, K]`` of the weights, dot products in float32 or wider.
+        ``[C, H]`` of the rows, zeros for padding, and ``[C]`` of the weights, dot products in float32 or wider.
     """
-    top_k = weights.shape[1]
+    width = len(inverse) // max(len(grad), 1)
     wide = torch.promote_types(rows.dtype, torch.float32)
-    token = order.div(top_k, rounding_mode="floor")
-    grad_slots = take_rows(grad, token.masked_fill(order < 0, -1) if partial else token, partial)
-    dots = torch.linalg.vecdot(grad_slots.to(wide), rows.to(wide)).to(wide)  # narrower in a backward under autocast
-    if partial:
-        grad_weights = take_rows(dots.unsqueeze(1), inverse, True)
-        factor = take_rows(weights.reshape(-1, 1), order, True)
-    else:
-        grad_weights = torch.empty(order.shape[0], dtype=wide, device=rows.device)
-        grad_weights[order] = dots
-        factor = weights.reshape(-1, 1).index_select(0, order)
-    return grad_slots.mul_(factor.to(rows.dtype)), grad_weights.view(weights.shape).to(weights.dtype)
+    row = order.div(max(width, 1), rounding_mode="floor")
+    grads = take_rows(grad, row.masked_fill_(order < 0, -1) if padded else row, padded)
+    dots = torch.linalg.vecdot(grads.to(wide), rows.to(wide)).to(wide)  # narrower in a backward under autocast
+    return grads.mul_(weights.to(rows.dtype).unsqueeze(1)), dots.to(weights.dtype)
+
+
+def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, partial: bool = True) -> Tensor:
+    """Return the gradients ``[R, W]`` of received rows, which carry the weights' gradients.
+
+    Args:
+        rows: ``[C, H]``, gradients of the rows of each choice.
+        weights: ``[C]``, gradients of their weights.
+        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
+        layout: Of the received rows.
+        partial: Whether −1 occurs.
+    """
+    packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
+    of_rows, of_weights, between = layout.opened(packed)
+    of_rows.copy_(sum_rows(rows, inverse, layout.choices, None, partial))
+    of_weights.copy_(take_rows(weights.unsqueeze(1), inverse, partial).view_as(of_weights))
+    between.zero_()
+    return packed
+
+
+def open_grads(
+    packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout, partial: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of tokens ``[T, H]`` and of weights ``[T, K]`` from those of sent rows ``[R, W]``.
+
+    Args:
+        packed: ``[R, W]``.
+        inverse: ``[T·K]`` int64, see :class:`~overlap1f1b.kernels.slots.Places`.
+        spots: ``[T, K]`` int64, likewise.
+        layout: Of the sent rows.
+        partial: Whether −1 occurs.
+    """
+    rows, weights, _ = layout.opened(packed)
+    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), partial).view(spots.shape)
+    return sum_rows(rows, inverse, spots.shape[1], None, partial), of_weights

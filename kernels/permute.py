@@ -1,79 +1,129 @@
-"""Rows moved by number: tokens in the order of their experts, and received rows grouped by expert.
+"""Rows moved by number: a token's row for each rank that it is sent to, and there a row for each of its choices.
 
-In :func:`spread_rows` Triton reads a token once, where ``tokens[index]`` reads it K times. Its backward is the sum of
-:mod:`~overlap1f1b.kernels.combine`.
+A sent row carries its choices: behind its H elements come K numbers of experts, int16, and at its end K weights with
+all their bits, in whatever dtype. All rows begin at a multiple of 16 bytes, as wide loads and torch's grouped product
+need. A gradient that comes back carries the weights' gradients in the same places, and no experts.
 
-In :func:`spread_weighted` a row that carries its weight is 16 bytes longer. The last of these bytes hold all bits of
-the weight. All rows begin at a multiple of 16 bytes, as wide loads and torch's grouped product need.
+In :func:`expand_rows` Triton reads a row once, where ``rows[index]`` reads it for each of its choices. The backwards
+are the sums of :mod:`~overlap1f1b.kernels.combine`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-CARRIED = 16
-"""Least number of bytes after a row for its weight."""
+ALIGNED = 16
+"""Bytes of which the size of a sent row is a multiple."""
 
 
-def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
-    """Return ``[R, H]``, the token of each row's slot.
+class Layout(NamedTuple):
+    """What a sent row holds.
+
+    Args:
+        hidden: H.
+        choices: K.
+        weights: Dtype of the weights.
+        width: Number of elements of a row, W.
+        between: Where the experts' numbers begin, and where the weights begin from the end, in steps of 2 bytes.
+    """
+
+    hidden: int
+    choices: int
+    weights: torch.dtype
+    width: int
+    between: tuple[int, int]
+
+    @classmethod
+    def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype) -> Layout:
+        """Return the layout of rows of a dtype."""
+        size = -(-(hidden * dtype.itemsize + choices * (2 + weights.itemsize)) // ALIGNED) * ALIGNED
+        between = hidden * dtype.itemsize // 2, choices * weights.itemsize // 2
+        return cls(hidden, choices, weights, size // dtype.itemsize, between)
+
+    def opened(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return views of rows ``[R, W]``: the rows ``[R, H]``, their weights ``[R, K]``, and what lies between.
+
+        >>> layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
+        >>> [tuple(part.shape) for part in layout.opened(torch.empty(3, layout.width))]
+        [(3, 5), (3, 2), (3, 4)]
+
+        The last is int16 ``[R, ≥ K]``: the experts of the choices, plus one, and zeros.
+        """
+        (begin, end), weights = self.between, packed.view(self.weights)[:, -self.choices :]
+        return packed[:, : self.hidden], weights, packed.view(torch.int16)[:, begin:-end]
+
+
+def pack_rows(
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    order: Tensor | None,
+    spots: Tensor | None,
+    local: int,
+    layout: Layout,
+    partial: bool = True,
+) -> Tensor:
+    """Return the rows to send ``[R, W]``; see :class:`Layout`.
 
     Args:
         tokens: ``[T, H]``.
-        order: ``[R]`` int64, the slot of each row; −1 for padding, whose row is zero.
-        inverse: ``[T·K]`` int64, the row of each slot; −1 for none.
-        top_k: K.
-        partial: Whether −1 occurs in either.
+        indices: ``[T, K]`` int64, experts.
+        weights: ``[T, K]``.
+        order: ``[R]`` int64, the token of each row, −1 for a row of zeros; None for a row of each token.
+        spots: ``[T, K]`` int64, the spot of each slot, −1 for none; None with ``order``.
+        local: Experts of a rank.
+        layout: Of the rows.
+        partial: Whether −1 occurs in ``order``; otherwise the twin does not look for it.
     """
-    token = order.div(top_k, rounding_mode="floor")
-    return take_rows(tokens, token.masked_fill(order < 0, -1) if partial else token, partial)
+    packed = tokens.new_empty(len(tokens) if order is None else len(order), layout.width)
+    rows, factors, chosen = layout.opened(packed)
+    chosen.zero_()
+    if order is None or spots is None:
+        rows.copy_(tokens)
+        factors.copy_(weights)
+        numbers = (indices + 1).masked_fill_((indices < 0) | (indices >= local), 0)
+        chosen[:, : layout.choices] = numbers
+        return packed
+    if partial:
+        rows.copy_(take_rows(tokens, order, True))
+    else:
+        torch.index_select(tokens, 0, order, out=rows)
+    room = len(order) * layout.choices
+    spot = spots.masked_fill(spots < 0, room).view(-1)  # the last: for slots without a spot
+    for part, values in ((factors, weights), (chosen[:, : layout.choices], indices.remainder(local).add_(1))):
+        every = torch.zeros(room + 1, dtype=part.dtype, device=part.device)
+        every.scatter_(0, spot, values.reshape(-1).to(part.dtype))
+        part.copy_(every[:room].view_as(part))
+    return packed
 
 
-def carrying(like: Tensor, rows: int, hidden: int) -> Tensor:
-    """Return empty rows ``[R, W]`` with H elements each, and zeros after them for a weight; see :func:`opened`."""
-    size = like.element_size()
-    room = like.new_empty(rows, (-(-hidden * size // CARRIED) + 1) * CARRIED // size)
-    room[:, hidden:] = 0  # uninitialised memory must not be sent, and may hold a NaN
-    return room
+def layout_of(tokens: Tensor, weights: Tensor) -> Layout:
+    """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``."""
+    return Layout.of(tokens.shape[1], weights.shape[1], tokens.dtype, weights.dtype)
 
 
-def opened(rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return views of rows ``[R, W]`` that carry weights: the rows ``[R, H]`` and their weights ``[R]`` of a dtype.
+def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
+    """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``.
 
-    >>> rows = carrying(torch.empty(0), 3, 5)  # [3, 12]
-    >>> [tuple(part.shape) for part in opened(rows, 5, torch.float32)]
-    [(3, 5), (3,)]
+    Args:
+        packed: Received rows ``[R, W]``.
+        order: ``[C]`` int64, the spot of each choice; −1 for padding, which is zero.
+        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
+        layout: Of the received rows.
+        padded: Whether −1 occurs in ``order``.
     """
-    return rows[:, :hidden], rows.view(dtype)[:, -(CARRIED // dtype.itemsize)]
+    rows, weights, _ = layout.opened(packed)
+    factors = take_rows(weights.reshape(-1, 1), order, padded).squeeze(1)
+    return spread_rows(rows, order, inverse, layout.choices, padded), factors
 
 
-def spread_weighted(tokens: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, partial: bool = False) -> Tensor:
-    """Return :func:`spread_rows` with ``weights [T, K]`` in the rows, zero for padding: ``[R, W]``."""
-    carried = carrying(tokens, len(order), tokens.shape[1])
-    rows, factors = opened(carried, tokens.shape[1], weights.dtype)
-    rows.copy_(spread_rows(tokens, order, inverse, weights.shape[1], partial))
-    factors.copy_(take_rows(weights.reshape(-1, 1), order, partial).squeeze(1))
-    return carried
-
-
-class OpenRows(torch.autograd.Function):
-    """:func:`opened`; in its backward the rows' gradients carry the weights' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        ctx.dtype = dtype
-        return opened(rows, hidden, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        hidden = grads[0].shape[1]
-        carried = carrying(grads[0], len(grads[0]), hidden)
-        for part, grad in zip(opened(carried, hidden, ctx.dtype), grads, strict=True):
-            part.copy_(grad)
-        return carried, None, None
+def spread_rows(rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded: bool) -> Tensor:
+    """Return :func:`expand_rows` of ``rows [R, H]`` without weights; ``width`` is K."""
+    row = order.div(width, rounding_mode="floor")
+    return take_rows(rows, row.masked_fill_(order < 0, -1) if padded else row, padded)
 
 
 def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:

@@ -183,7 +183,7 @@ class RouteTokens(torch.autograd.Function):
         _, grad_weights, grad_scores = grads
         if grad_weights is None:
             grad_weights = scores.new_zeros(indices.shape)
-        args = grad_weights.contiguous(), grad_scores, scores, indices, ctx.rule
+        args = grad_weights, grad_scores, scores, indices, ctx.rule
         return ctx.kernels(route_tokens_backward, *args), None, None, None, None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import overlap1f1b as o1
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +37,12 @@ def test_links_and_files_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(to), f"{target}#{anchor}"
     for name in FILE.findall(text):
         assert any((root / name).exists() for root in ROOTS), name
+
+
+def test_the_reference_has_all_public_names() -> None:
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").iterdir())
+    there = {line.rpartition(".")[2] for line in pages.splitlines() if line.startswith("::: ")}
+    assert set(o1.__all__) <= there
 
 
 def test_the_first_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:

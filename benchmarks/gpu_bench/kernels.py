@@ -12,11 +12,11 @@ from torch import Tensor
 
 from gpu_bench.context import Context, relative_error, tensors
 from overlap1f1b.kernels.choice import triton_of
-from overlap1f1b.kernels.combine import spread_grad, sum_rows
+from overlap1f1b.kernels.combine import pack_grads, spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
-from overlap1f1b.kernels.permute import opened, spread_rows, spread_weighted, take_rows
+from overlap1f1b.kernels.permute import expand_rows, layout_of, pack_rows, take_rows
 from overlap1f1b.kernels.routing import Rule, route_tokens
-from overlap1f1b.kernels.slots import group_places, pack_places, place_slots
+from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
 
 
@@ -61,38 +61,46 @@ class Case:
 
 def cases(context: Context, s: Shape) -> Iterator[Case]:
     """One after another, so that not all of them hold memory at once; routing is skewed, some experts have no token."""
-    width = context.dtype.itemsize
     R = s.T * s.K
     logits = context.randn(s.T, s.E, dtype=torch.float32, seed=1) - torch.arange(s.E, device=context.device) / s.E
     bias = torch.zeros(s.E, device=context.device)
     rule = Rule(s.K, normalize=True)
     indices, weights, _ = route_tokens(logits, bias, rule)
-    slots = place_slots(indices, s.E)
     tokens = context.randn(s.T, s.H, seed=2)
-    rows = context.randn(R, s.H, seed=3)
-    order, inverse = slots.order, slots.inverse
-    yield Case(place_slots, 3 * R * 8, (indices, s.E))
-    yield Case(pack_places, 4 * R * 8, (order, inverse, slots.counts, 1, R))
-    yield Case(group_places, 2 * R * 8, (slots.counts.view(8, -1) if s.E % 8 == 0 else slots.counts[None], R))
+    layout = layout_of(tokens, weights)
+    width, carried = context.dtype.itemsize * s.H, context.dtype.itemsize * layout.width
+    ranks = next(ranks for ranks in (8, 5, 3, 1) if s.E % ranks == 0)
+    order, spots, _, counts = place_rows(indices, s.E, ranks)
+    sent = int(counts[:, 0].sum())
+    yield Case(place_rows, (3 * R + sent) * 8, (indices, s.E, ranks))
+    args = (tokens, indices, weights, order, spots, s.E // ranks, layout)
+    yield Case(pack_rows, sent * (width + carried), args, f"pack for {ranks}", lambda rows: list(layout.opened(rows)))
+    packed = pack_rows(tokens, indices, weights, None, None, s.E, layout)
+    slots = place_slots(layout.opened(packed)[2][:, : s.K], s.E, R)
+    order, inverse, ends = slots
+    yield Case(place_slots, R * 18, (layout.opened(packed)[2][:, : s.K], s.E, R))
     yield Case(route_tokens, 2 * s.T * s.E * 4 + s.T * s.K * 12, (logits, bias, rule))
-    yield Case(spread_rows, (1 + s.K) * s.T * s.H * width, (tokens, order, inverse, s.K), "permute")
-    carried = (1 + s.K) * s.T * s.H * width + R * 16
+    yield Case(expand_rows, s.T * carried + R * width, (packed, order, inverse, layout, False), "expand")
+    del packed
+    rows, factors = context.randn(R, s.H, seed=3), context.randn(R, seed=7)
+    yield Case(sum_rows, (1 + s.K) * s.T * width, (rows, inverse, s.K, factors, False), "weigh")
+    yield Case(spread_grad, (1 + 2 * s.K) * s.T * width, (tokens, rows, order, inverse, factors), "weigh.grad")
+    grads = s.T * carried + R * width
 
-    def read(rows: Tensor) -> list[Tensor]:
-        return list(opened(rows, s.H, weights.dtype))
+    def read(packed: Tensor) -> list[Tensor]:
+        return list(layout.opened(packed)[:2])
 
-    yield Case(spread_weighted, carried, (tokens, weights, order, inverse), "permute·p", read)
-    yield Case(sum_rows, (1 + s.K) * s.T * s.H * width, (rows, inverse, s.K, weights), "combine")
-    yield Case(spread_grad, (1 + 2 * s.K) * s.T * s.H * width, (tokens, rows, order, inverse, weights), "combine.grad")
-    yield Case(take_rows, 2 * R * s.H * width, (rows, order), "regroup")
+    yield Case(pack_grads, grads, (rows, factors.to(weights.dtype), inverse, layout, False), "expand.grad", read)
+    yield Case(take_rows, 2 * R * width, (rows, order), "take")
     del tokens
+    size = context.dtype.itemsize
     gate_up, p = context.randn(R, 2 * s.I, seed=4), context.randn(R, dtype=torch.float32, seed=5)
-    yield Case(swiglu_rows, 3 * R * s.I * width, (gate_up, p), "swiglu·p")
+    yield Case(swiglu_rows, 3 * R * s.I * size, (gate_up, p), "swiglu·p")
     grad = context.randn(R, s.I, seed=6)
-    yield Case(swiglu_rows_backward, 5 * R * s.I * width, (grad, gate_up, p), "swiglu·p.grad")
+    yield Case(swiglu_rows_backward, 5 * R * s.I * size, (grad, gate_up, p), "swiglu·p.grad")
     del gate_up
     main = torch.zeros(s.E, s.I, s.H, dtype=torch.float32, device=context.device)
-    args = (main, grad, rows, slots.counts.cumsum(0))
+    args = (main, grad, rows, ends)
     loops = "" if context.cuda and s.H % 8 == s.I % 8 == 0 else "loops over experts on the host"
     yield Case(add_weight_grad_, 8 * main.numel(), args, "weight.grad", not_compiled=loops)
 

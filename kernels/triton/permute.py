@@ -1,90 +1,176 @@
-"""Rows moved by number: token by token, each read once for its K rows, or row by row of the result."""
+"""Rows moved by number: row by row of the result, or each read once for all of its choices."""
 
 from __future__ import annotations
 
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.permute import carrying, opened
-from overlap1f1b.kernels.triton.launch import TILE, kernel, tile
+from overlap1f1b.kernels.permute import Layout
+from overlap1f1b.kernels.triton.launch import TILE, beside, kernel, tile, wide
 
 
-def spread_rows(tokens: Tensor, order: Tensor, inverse: Tensor, top_k: int, partial: bool = False) -> Tensor:
-    if partial:  # every row has to be written, padding too: row by row
-        return taken(tokens, order, top_k)
-    rows = tokens.new_empty(tokens.shape[0] * top_k, tokens.shape[1])
-    _spread_all(tokens, None, inverse, top_k, rows, rows)
-    return rows
+def pack_rows(
+    tokens: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    order: Tensor | None,
+    spots: Tensor | None,
+    local: int,
+    layout: Layout,
+    partial: bool = True,
+) -> Tensor:
+    tokens, indices, weights = beside(tokens), indices.contiguous(), weights.contiguous()
+    (T, K), M, H = indices.shape, layout.choices, layout.hidden
+    packed = tokens.new_empty(T if order is None else len(order), layout.width)
+    rows, factors, chosen = layout.opened(packed)
+    R, lanes = chosen.shape
+    BR, BH = tile(H)
+    places = (indices, indices) if order is None or spots is None else (order, spots)
+    tensors = tokens, indices, weights, *places, rows, factors, chosen
+    strides = tokens.stride(0), rows.stride(0), factors.stride(0), chosen.stride(0)
+    constants = H, *strides, K, M, local, lanes, order is None, BR, BH, wide(M), wide(lanes)
+    _pack((-(-R // BR), max(-(-H // BH), 1)), tensors, (R,), constants)
+    return packed
 
 
-def spread_weighted(tokens: Tensor, weights: Tensor, order: Tensor, inverse: Tensor, partial: bool = False) -> Tensor:
-    H, K = tokens.shape[1], weights.shape[1]
-    carried = carrying(tokens, len(order), H)
-    rows, factors = opened(carried, H, weights.dtype)
-    if partial:
-        taken(tokens, order, K, rows)
-        factors.copy_(take_rows(weights.reshape(-1, 1), order).squeeze(1))
+@kernel("R")
+def _pack(
+    tokens,
+    indices,
+    weights,
+    order,
+    spots,
+    rows,
+    factors,
+    chosen,
+    R,
+    H: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    FACTOR_STRIDE: tl.constexpr,
+    LANE_STRIDE: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    local: tl.constexpr,
+    lanes: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BR: tl.constexpr,
+    BH: tl.constexpr,
+    WIDE_M: tl.constexpr,
+    WIDE_LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    column = tl.program_id(1) * BH + tl.arange(0, BH)
+    here, across = row < R, (column < H)[None, :]
+    token = row
+    if not WHOLE:
+        token = tl.load(order + row, mask=here, other=-1)
+    there = here & (token >= 0)
+    value = tl.load(tokens + token[:, None] * TOKEN_STRIDE + column[None, :], mask=there[:, None] & across, other=0.0)
+    tl.store(rows + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across)
+    if tl.program_id(1) == 0:
+        lane, choice = tl.arange(0, WIDE_LANES), tl.arange(0, WIDE_M)
+        numbers = tl.zeros([BR, WIDE_LANES], dtype=tl.int16)
+        values = tl.zeros([BR, WIDE_M], dtype=weights.dtype.element_ty)
+        for k in tl.static_range(K):
+            slot = token * K + k
+            expert = tl.load(indices + slot, mask=there, other=-1)
+            weight = tl.load(weights + slot, mask=there, other=0.0)
+            if WHOLE:
+                mine = (expert >= 0) & (expert < local)
+                place = row * 0 + k
+            else:
+                spot = tl.load(spots + slot, mask=there, other=-1)
+                mine = (spot >= 0) & (spot // M == row)
+                place = spot % M
+            number = (expert % local + 1).to(tl.int16)
+            numbers = tl.where(mine[:, None] & (place[:, None] == lane[None, :]), number[:, None], numbers)
+            values = tl.where(mine[:, None] & (place[:, None] == choice[None, :]), weight[:, None], values)
+        tl.store(
+            chosen + row[:, None] * LANE_STRIDE + lane[None, :], numbers, mask=here[:, None] & (lane < lanes)[None, :]
+        )
+        tl.store(
+            factors + row[:, None] * FACTOR_STRIDE + choice[None, :], values, mask=here[:, None] & (choice < M)[None, :]
+        )
+
+
+def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
+    rows, weights, _ = layout.opened(packed)
+    out, factors = packed.new_empty(len(order), layout.hidden), weights.new_empty(len(order))
+    if padded:  # every row has to be written, padding too: row by row
+        _taken(rows, order, layout.choices, out)
+        _taken(weights, order, 1, factors.unsqueeze(1), layout.choices)
     else:
-        _spread_all(tokens, weights.contiguous(), inverse, K, rows, factors)
-    return carried
+        _spread_all(rows, weights, inverse, layout.choices, out, factors)
+    return out, factors
+
+
+def spread_rows(rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded: bool) -> Tensor:
+    out = rows.new_empty(len(order), rows.shape[1])
+    if padded:
+        _taken(rows, order, width, out)
+    else:
+        _spread_all(rows, None, inverse, width, out, out)
+    return out
 
 
 def _spread_all(
-    tokens: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int, rows: Tensor, factors: Tensor
+    rows: Tensor, weights: Tensor | None, inverse: Tensor, width: int, out: Tensor, factors: Tensor
 ) -> None:
-    tokens = tokens.contiguous()
-    T, H = tokens.shape
-    BT, BH = tile(H)
-    tensors = tokens, tokens if weights is None else weights, inverse, rows, factors
-    constants = H, rows.stride(0), factors.stride(0), top_k, weights is not None, BT, BH
-    _spread((-(-T // BT), max(-(-H // BH), 1)), tensors, (T,), constants)
+    rows = beside(rows)
+    R, H = rows.shape
+    BR, BH = tile(H)
+    tensors = rows, rows if weights is None else weights, inverse, out, factors
+    strides = rows.stride(0), 0 if weights is None else weights.stride(0)
+    constants = H, *strides, width, weights is not None, BR, BH
+    _spread((-(-R // BR), max(-(-H // BH), 1)), tensors, (R,), constants)
 
 
-@kernel("T")
+@kernel("R")
 def _spread(
-    tokens,
+    rows,
     weights,
     inverse,
-    rows,
+    out,
     factors,
-    T,
+    R,
     H: tl.constexpr,
     STRIDE: tl.constexpr,
     FACTOR_STRIDE: tl.constexpr,
-    K: tl.constexpr,
+    M: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    BT: tl.constexpr,
+    BR: tl.constexpr,
     BH: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * BT + tl.arange(0, BT)
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
-    here = token < T
+    here = row < R
     inside = here[:, None] & (column < H)[None, :]
-    # A token is read only once: the cache is left to the written rows, which the exchange reads next.
+    # A row is read only once: the cache is left to the written rows, which a product reads next.
     value = tl.load(
-        tokens + token[:, None] * H + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
+        rows + row[:, None] * STRIDE + column[None, :], mask=inside, other=0.0, eviction_policy="evict_first"
     )
-    for k in tl.static_range(K):
-        row = tl.load(inverse + token * K + k, mask=here, other=-1)
-        there = row >= 0  # a slot that names no expert writes nothing
-        tl.store(rows + row[:, None] * STRIDE + column[None, :], value, mask=inside & there[:, None])
+    for m in tl.static_range(M):
+        place = tl.load(inverse + row * M + m, mask=here, other=-1)
+        there = place >= 0
+        tl.store(out + place[:, None] * H + column[None, :], value, mask=inside & there[:, None])
         if WEIGHTED and tl.program_id(1) == 0:
-            weight = tl.load(weights + token * K + k, mask=there, other=0.0)
-            tl.store(factors + row * FACTOR_STRIDE, weight, mask=there)
+            tl.store(factors + place, tl.load(weights + row * FACTOR_STRIDE + m, mask=there, other=0.0), mask=there)
 
 
 def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
-    return taken(rows, index, 1)
+    out = rows.new_empty(index.shape[0], rows.shape[1])
+    _taken(rows, index, 1, out)
+    return out
 
 
-def taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor | None = None) -> Tensor:
-    """Return ``rows[index // divisor]``, with zeros for an index of −1; ``out`` may be a part of longer rows."""
-    rows, index = rows.contiguous(), index.contiguous()
-    out = rows.new_empty(index.shape[0], rows.shape[1]) if out is None else out
+def _taken(rows: Tensor, index: Tensor, divisor: int, out: Tensor, width: int = 1) -> None:
+    """Write ``rows[index // divisor]``, with zeros for an index of −1; or of ``[N, width]`` single elements."""
+    rows, index = beside(rows), index.contiguous()
     R, H = out.shape
     BR, BH = tile(H, 2 * TILE)
-    _take((-(-R // BR), -(-H // BH)), (rows, index, out), (R,), (H, out.stride(0), divisor, BR, BH))
-    return out
+    constants = H, rows.stride(0), divisor, width, BR, BH
+    _take((-(-R // BR), -(-H // BH)), (rows, index, out), (R,), constants)
 
 
 @kernel("count")
@@ -93,17 +179,19 @@ def _take(
     index,
     out,
     count,
-    width: tl.constexpr,
+    H: tl.constexpr,
     STRIDE: tl.constexpr,
     DIVISOR: tl.constexpr,
+    WIDTH: tl.constexpr,
     BR: tl.constexpr,
     BH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
-    here, across = row < count, column < width
+    here, across = row < count, column < H
     source = tl.load(index + row, mask=here, other=-1)
     there = (source >= 0)[:, None] & across[None, :]
     source = tl.where(source >= 0, source, 0) // DIVISOR
-    value = tl.load(rows + source[:, None] * width + column[None, :], mask=there, other=0.0)
-    tl.store(out + row[:, None] * STRIDE + column[None, :], value, mask=here[:, None] & across[None, :])
+    place = source // WIDTH * STRIDE + source % WIDTH
+    value = tl.load(rows + place[:, None] + column[None, :], mask=there, other=0.0)
+    tl.store(out + row[:, None] * H + column[None, :], value, mask=here[:, None] & across[None, :])

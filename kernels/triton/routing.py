@@ -48,13 +48,13 @@ def route_tokens(
 def route_tokens_backward(
     grad_weights: Tensor, grad_scores: Tensor | None, scores: Tensor, indices: Tensor, rule: Rule
 ) -> Tensor:
-    grad_weights, scores = grad_weights.contiguous(), scores.contiguous()
+    grad_weights, scores = beside(grad_weights), scores.contiguous()
     T, E = scores.shape
     out = torch.empty_like(scores)
     BT, BE = _tile(E)
     dense = out if grad_scores is None else beside(grad_scores)
     tensors = grad_weights, dense, scores, indices.contiguous(), out
-    flags = rule.softmax, rule.normalize, grad_scores is not None, dense.stride(0)
+    flags = grad_weights.stride(0), rule.softmax, rule.normalize, grad_scores is not None, dense.stride(0)
     constants = E, rule.scaling, rule.top_k, wide(rule.top_k), *flags, TINY, BT, BE
     _route_backward((-(-T // BT), 1), tensors, (T,), constants)
     return out
@@ -156,6 +156,7 @@ def _route_backward(
     scaling: tl.constexpr,
     K: tl.constexpr,
     WIDE_K: tl.constexpr,
+    STRIDE: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DENSE: tl.constexpr,
@@ -172,7 +173,8 @@ def _route_backward(
     score = tl.load(scores + place, mask=inside, other=0.0)
     there = token[:, None] * K + column[None, :]
     mask = here[:, None] & (column < K)[None, :]
-    grad = tl.load(grad_weights + there, mask=mask, other=0.0).to(tl.float32) * scaling
+    of_weights = grad_weights + token[:, None] * STRIDE + column[None, :]
+    grad = tl.load(of_weights, mask=mask, other=0.0).to(tl.float32) * scaling
     if NORMALIZE:
         picked = tl.load(indices + there, mask=mask, other=0)
         chosen = tl.load(scores + token[:, None] * E + picked, mask=mask, other=0.0)

@@ -1,172 +1,221 @@
-"""Positions of slots sorted by expert, and in equal room for every destination, computed on the device."""
+"""Places of rows to send, and of received choices sorted by expert, computed on the device."""
 
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from overlap1f1b.kernels.slots import Groups, Slots
+from overlap1f1b.kernels.slots import Places, Slots
 from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 16_384  # of a program: slots times experts, or slots times slots
-PACKED_CELLS = 2048  # of a program: rows times destinations
-GROUPED_CELLS = 4096  # of a program: rows times sources times experts
+SMALL_CELLS = 4096  # of a program: tokens times ranks
 
 
-def place_slots(indices: Tensor, experts: int) -> Slots:
-    flat = indices.reshape(-1)
-    slots, WIDE = len(flat), wide(experts)
+def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
+    indices = indices.contiguous()
+    (T, K), local = indices.shape, experts // ranks
+    columns = ranks * (1 + local)  # of the counts: for each rank the rows, then the choices of its experts
+    WIDE_C, WIDE_R, WIDE_L = wide(columns), wide(ranks), wide(local)
+    BT = 512 if interpreted() else max(min(CELLS // WIDE_C, SMALL_CELLS // WIDE_R, 128), 16)
+    blocks = -(-T // BT)
+    before = indices.new_empty(blocks, columns, dtype=torch.int32)
+    counts, ends = indices.new_empty(ranks, 1 + local), indices.new_empty(columns, dtype=torch.int32)
+    _count_rows((blocks, 1), (indices, before), (T,), (K, experts, local, columns, BT, WIDE_C), num_warps=8)
+    _offsets((1, 1), (before, counts, ends), (blocks,), (columns, max(CELLS // 2 // WIDE_C, 1), WIDE_C), num_warps=8)
+    limited = room is not None
+    order = indices.new_full((ranks * room if room is not None else T * min(K, ranks),), -1)
+    spots, inverse = indices.new_empty(T, K), indices.new_empty(T * K)
+    constants = K, experts, ranks, local, columns, limited, BT, WIDE_R, WIDE_L
+    numbers = (T, room or 0, choices)
+    _place_rows((blocks, 1), (indices, before, counts, order, spots, inverse), numbers, constants, num_warps=4)
+    return Places(order, spots, inverse, counts)
+
+
+@triton.jit
+def _rank_of(expert, experts: tl.constexpr, local: tl.constexpr):
+    """Return the rank of each expert, −1 for an index that names none."""
+    return tl.where((expert >= 0) & (expert < experts), expert // local, -1)
+
+
+@kernel("T")
+def _count_rows(
+    indices,
+    before,
+    T,
+    K: tl.constexpr,
+    experts: tl.constexpr,
+    local: tl.constexpr,
+    columns: tl.constexpr,
+    BT: tl.constexpr,
+    WIDE_C: tl.constexpr,
+):
+    """Compute a row of the histogram: how many rows and choices a block's tokens have for each rank and expert."""
+    block = tl.program_id(0)
+    token = block.to(tl.int64) * BT + tl.arange(0, BT)
+    here = token < T
+    every = tl.arange(0, WIDE_C)
+    count = tl.zeros([WIDE_C], dtype=tl.int32)
+    for k in tl.static_range(K):
+        expert = tl.load(indices + token * K + k, mask=here, other=-1)
+        rank = _rank_of(expert, experts, local)
+        first = rank >= 0
+        for j in tl.static_range(K):
+            if j < k:
+                other = tl.load(indices + token * K + j, mask=here, other=-1)
+                first &= _rank_of(other, experts, local) != rank
+        column = rank * (1 + local)
+        chosen = (column + 1 + expert % local)[:, None] == every[None, :]
+        count += tl.sum((chosen & (rank >= 0)[:, None]).to(tl.int32), 0)
+        count += tl.sum(((column[:, None] == every[None, :]) & first[:, None]).to(tl.int32), 0)
+    tl.store(before + block.to(tl.int64) * columns + every, count, mask=every < columns)
+
+
+@kernel("blocks")
+def _offsets(before, counts, ends, blocks, columns: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+    """Turn a histogram, in place, into the counts before each block; compute the columns' counts and their ends."""
+    every = tl.arange(0, WIDE)
+    total = tl.zeros([WIDE], dtype=tl.int32)
+    for first in range(0, blocks, ROWS):
+        block = first + tl.arange(0, ROWS)
+        place = before + block.to(tl.int64)[:, None] * columns + every[None, :]
+        inside = (block < blocks)[:, None] & (every < columns)[None, :]
+        here = tl.load(place, mask=inside, other=0)
+        tl.store(place, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
+        total += tl.sum(here, 0)
+    tl.store(counts + every, total.to(tl.int64), mask=every < columns)
+    tl.store(ends + every, tl.cumsum(total, 0), mask=every < columns)
+
+
+@kernel("T", "room", "choices")
+def _place_rows(
+    indices,
+    before,
+    counts,
+    order,
+    spots,
+    inverse,
+    T,
+    room,
+    choices,
+    K: tl.constexpr,
+    experts: tl.constexpr,
+    ranks: tl.constexpr,
+    local: tl.constexpr,
+    columns: tl.constexpr,
+    LIMITED: tl.constexpr,
+    BT: tl.constexpr,
+    WIDE_R: tl.constexpr,
+    WIDE_L: tl.constexpr,
+):
+    """Compute a (token, rank)'s row: the rank's first row, plus earlier blocks' rows, plus those of this block."""
+    block = tl.program_id(0).to(tl.int64)
+    token = block * BT + tl.arange(0, BT)
+    here = token < T
+    every = tl.arange(0, WIDE_R)
+    real = every < ranks
+    chosen = tl.zeros([BT, WIDE_R], dtype=tl.int32)
+    for k in tl.static_range(K):
+        expert = tl.load(indices + token * K + k, mask=here, other=-1)
+        chosen += (_rank_of(expert, experts, local)[:, None] == every[None, :]).to(tl.int32)
+    there = (chosen > 0).to(tl.int32)
+    ahead = before + block * columns + every * (1 + local)
+    row = tl.load(ahead, mask=real, other=0)[None, :] + tl.cumsum(there, 0) - there
+    if LIMITED:
+        start = (every * room).to(tl.int64)
+        expert = tl.arange(0, WIDE_L)
+        parts = tl.load(ahead[:, None] + 1 + expert[None, :], mask=real[:, None] & (expert < local)[None, :], other=0)
+        choice = tl.sum(parts, 1)[None, :] + tl.cumsum(chosen, 0) - chosen
+    else:
+        rows = tl.load(counts + every * (1 + local), mask=real, other=0)
+        start = tl.cumsum(rows, 0) - rows
+    for k in tl.static_range(K):
+        expert = tl.load(indices + token * K + k, mask=here, other=-1)
+        rank = _rank_of(expert, experts, local)
+        within = tl.zeros([BT], dtype=tl.int32)
+        for j in tl.static_range(K):
+            if j < k:
+                other = tl.load(indices + token * K + j, mask=here, other=-1)
+                within += (_rank_of(other, experts, local) == rank).to(tl.int32)
+        mine = rank[:, None] == every[None, :]
+        kept = rank >= 0
+        place = tl.sum(tl.where(mine, row, 0), 1)
+        if LIMITED:
+            kept &= (place < room) & (tl.sum(tl.where(mine, choice, 0), 1) + within < choices)
+        place = place + tl.sum(tl.where(mine, start[None, :], 0), 1)
+        slot = token * K + k
+        first = kept & (within == 0)
+        tl.store(spots + slot, tl.where(kept, place * K + within, -1), mask=here)
+        tl.store(inverse + slot, tl.where(first, place, -1), mask=here)
+        tl.store(order + place, token, mask=here & first)
+
+
+def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
+    chosen = chosen if chosen.stride(1) == 1 else chosen.contiguous()
+    M = chosen.shape[1]
+    slots, WIDE = chosen.numel(), wide(experts)
     # One program counts BLOCK slots, a row of the histogram, and ranks them by BLOCK² comparisons.
     BLOCK = 1024 if interpreted() else max(min(CELLS // WIDE, 128), 16)
     blocks = -(-slots // BLOCK)
-    before = flat.new_empty(blocks, experts, dtype=torch.int32)
-    counts, starts, order, inverse = (flat.new_empty(size) for size in (experts, experts, slots, slots))
-    _count((blocks, 1), (flat, before), (slots,), (experts, BLOCK, WIDE), num_warps=8)
-    rows = max(CELLS // 2 // WIDE, 1)
-    _offsets((1, 1), (before, counts, starts), (blocks,), (experts, rows, WIDE), num_warps=8)
-    tensors = flat, before, counts, starts, order, inverse
-    _place((blocks, 1), tensors, (slots,), (experts, BLOCK), num_warps=8)
-    return Slots(order, inverse, counts)
+    before, ends = (chosen.new_empty(shape, dtype=torch.int32) for shape in ((blocks, experts), (experts,)))
+    counts, order, inverse = (chosen.new_empty(size, dtype=torch.int64) for size in (experts, choices, slots))
+    _count((blocks, 1), (chosen, before), (slots,), (M, chosen.stride(0), experts, BLOCK, WIDE), num_warps=8)
+    _offsets((1, 1), (before, counts, ends), (blocks,), (experts, max(CELLS // 2 // WIDE, 1), WIDE), num_warps=8)
+    constants = M, chosen.stride(0), experts, BLOCK
+    _place((blocks, 1), (chosen, before, ends, order, inverse), (slots, choices), constants, num_warps=8)
+    return Slots(order, inverse, ends)
 
 
 @kernel("slots")
-def _count(indices, before, slots, experts: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+def _count(
+    chosen,
+    before,
+    slots,
+    M: tl.constexpr,
+    STRIDE: tl.constexpr,
+    experts: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Compute a row of the histogram: how many of a block's slots chose each expert."""
     block = tl.program_id(0)
-    slot = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(indices + slot, mask=slot < slots, other=-1)
+    slot = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(chosen + slot // M * STRIDE + slot % M, mask=slot < slots, other=0).to(tl.int32) - 1
     every = tl.arange(0, WIDE)
     count = tl.sum((expert[:, None] == every[None, :]).to(tl.int32), 0)
     tl.store(before + block.to(tl.int64) * experts + every, count, mask=every < experts)
 
 
-@kernel("blocks")
-def _offsets(before, counts, starts, blocks, experts: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """Turn the histogram, in place, into the counts before each block; then compute experts' counts and first rows."""
-    every = tl.arange(0, WIDE)
-    total = tl.zeros([WIDE], dtype=tl.int32)
-    for first in range(0, blocks, ROWS):
-        block = first + tl.arange(0, ROWS)
-        place = before + block.to(tl.int64)[:, None] * experts + every[None, :]
-        inside = (block < blocks)[:, None] & (every < experts)[None, :]
-        here = tl.load(place, mask=inside, other=0)
-        tl.store(place, total[None, :] + tl.cumsum(here, 0) - here, mask=inside)
-        total += tl.sum(here, 0)
-    tl.store(counts + every, total.to(tl.int64), mask=every < experts)
-    tl.store(starts + every, (tl.cumsum(total, 0) - total).to(tl.int64), mask=every < experts)
-
-
-@kernel("slots")
-def _place(indices, before, counts, starts, order, inverse, slots, experts: tl.constexpr, BLOCK: tl.constexpr):
+@kernel("slots", "choices")
+def _place(
+    chosen,
+    before,
+    ends,
+    order,
+    inverse,
+    slots,
+    choices,
+    M: tl.constexpr,
+    STRIDE: tl.constexpr,
+    experts: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Compute each slot's row: its expert's first row, plus earlier blocks' slots, plus earlier slots of this block."""
     block = tl.program_id(0)
     offset = tl.arange(0, BLOCK)
-    slot = block * BLOCK + offset
+    slot = block.to(tl.int64) * BLOCK + offset
     here = slot < slots
-    expert = tl.load(indices + slot, mask=here, other=-1)
+    expert = tl.load(chosen + slot // M * STRIDE + slot % M, mask=here, other=0).to(tl.int32) - 1
     earlier = (expert[:, None] == expert[None, :]) & (offset[None, :] < offset[:, None])
     rank = tl.sum(earlier.to(tl.int32), 1)
     valid = (expert >= 0) & (expert < experts)
-    start = tl.load(starts + expert, mask=valid, other=0)
+    start = tl.load(ends + expert - 1, mask=valid & (expert > 0), other=0)
     ahead = tl.load(before + block.to(tl.int64) * experts + expert, mask=valid, other=0)
-    row = tl.where(valid, start + ahead + rank, -1)
+    row = tl.where(valid, start + ahead + rank, -1).to(tl.int64)
     tl.store(inverse + slot, row, mask=here)
-    tl.store(order + row, slot.to(tl.int64), mask=valid)
-    # Where slots name no expert, the last rows have no slot.
-    rows = tl.load(starts + experts - 1) + tl.load(counts + experts - 1)
-    tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=here & (slot >= rows))
-
-
-def pack_places(
-    order: Tensor, inverse: Tensor, counts: Tensor, destinations: int, capacity: int
-) -> tuple[Tensor, Tensor]:
-    ends = counts.view(destinations, -1).sum(1).cumsum(0)
-    packed = torch.full((destinations * capacity,), -1, dtype=torch.int64, device=order.device)
-    placed = torch.full_like(inverse, -1)
-    WIDE = wide(destinations)
-    BLOCK = 4096 if interpreted() else max(PACKED_CELLS // WIDE, 16)
-    grid, numbers = (-(-len(order) // BLOCK), 1), (len(order), capacity)
-    _pack(grid, (order, ends, packed, placed), numbers, (destinations, BLOCK, WIDE))
-    return packed, placed
-
-
-@kernel("rows", "capacity")
-def _pack(
-    order,
-    ends,
-    packed,
-    placed,
-    rows,
-    capacity,
-    destinations: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(order + row, mask=row < rows, other=-1)
-    every = tl.arange(0, WIDE)
-    end = tl.load(ends + every, mask=every < destinations, other=0x7FFFFFFFFFFFFFFF)
-    behind = end[None, :] <= row[:, None]
-    destination = tl.sum(behind.to(tl.int64), 1)  # destinations that end before this row
-    start = tl.max(tl.where(behind, end[None, :], 0), 1)
-    within = row - start
-    kept = (slot >= 0) & (within < capacity)
-    place = destination * capacity + within
-    tl.store(packed + place, slot, mask=kept)
-    tl.store(placed + slot, place, mask=kept)
-
-
-def group_places(arrived: Tensor, rows: int, padded: bool = False) -> Groups:
-    arrived = arrived.contiguous()
-    ranks, local = arrived.shape
-    order, inverse, ends = arrived.new_empty(rows), arrived.new_empty(rows), arrived.new_empty(local, dtype=torch.int32)
-    WIDE_R, WIDE_L = max(wide(ranks), 8), max(wide(local), 16)  # a number for each thread at least
-    BLOCK = max((1 << 19 if interpreted() else GROUPED_CELLS) // (WIDE_R * WIDE_L), 16)
-    constants = ranks, local, padded, BLOCK, WIDE_R, WIDE_L
-    _group((max(-(-rows // BLOCK), 1), 1), (arrived, order, inverse, ends), (rows,), constants)
-    return Groups(order, inverse, ends)
-
-
-@kernel("rows")
-def _group(
-    arrived,
-    order,
-    inverse,
-    ends,
-    rows,
-    ranks: tl.constexpr,
-    local: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE_R: tl.constexpr,
-    WIDE_L: tl.constexpr,
-):
-    source, expert = tl.arange(0, WIDE_R)[:, None], tl.arange(0, WIDE_L)[None, :]
-    real = (source < ranks) & (expert < local)
-    size = tl.load(arrived + source * local + expert, mask=real, other=0).to(tl.int32)
-    # Where the rows of each (source, expert) begin among received rows, and where they start among grouped ones.
-    if PADDED:
-        begin = source * (rows // ranks) + tl.cumsum(size, 1) - size
-    else:
-        flat = tl.reshape(size, [WIDE_R * WIDE_L])
-        begin = tl.reshape(tl.cumsum(flat, 0) - flat, [WIDE_R, WIDE_L])
-    total = tl.sum(size, 0)
-    end = tl.cumsum(total, 0)
-    start = (end - total)[None, :] + tl.cumsum(size, 0) - size
-    if tl.program_id(0) == 0:
-        every = tl.arange(0, WIDE_L)
-        tl.store(ends + every, end, mask=every < local)
-    size = tl.reshape(size, [1, WIDE_R * WIDE_L])
-    begin = tl.reshape(begin, [1, WIDE_R * WIDE_L])
-    start = tl.reshape(start, [1, WIDE_R * WIDE_L])
-    # Each row is in one part at most, so that sums over all parts find it.
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    grouped = (row[:, None] >= start) & (row[:, None] < start + size)
-    received = (row[:, None] >= begin) & (row[:, None] < begin + size)
-    place = row + tl.sum(tl.where(grouped, begin - start, 0), 1)
-    back = row + tl.sum(tl.where(received, start - begin, 0), 1)
-    there = tl.sum(grouped.to(tl.int32), 1) > 0
-    came = tl.sum(received.to(tl.int32), 1) > 0
-    tl.store(order + row, tl.where(there, place, -1).to(tl.int64), mask=row < rows)
-    tl.store(inverse + row, tl.where(came, back, -1).to(tl.int64), mask=row < rows)
+    tl.store(order + row, slot, mask=valid & (row < choices))
+    # The last rows may have no slot.
+    rows = tl.load(ends + experts - 1)
+    tl.store(order + slot, tl.full([BLOCK], -1, dtype=tl.int64), mask=(slot < choices) & (slot >= rows))

@@ -28,12 +28,13 @@ class CapacityOverflowError(RuntimeError):
 
 
 class Dropped(NamedTuple):
-    """Rows of one call of experts that found no room."""
+    """Choices of one call of experts that found no room."""
 
     where: str  # name of the block, and number of the microbatch
-    rows: Tensor  # dropped rows of each expert, int64 [E], perhaps on a GPU that has not computed it yet
-    counts: Tensor  # sent rows of each expert, int64 [E]
-    room: int  # rows that can be sent to each rank
+    choices: Tensor  # dropped choices of each expert, int64 [E], perhaps on a GPU that has not computed it yet
+    counts: Tensor  # [ranks, 1 + E / ranks], all choices of each expert behind the rows of its rank
+    rows: int  # rows that can be sent to each rank
+    room: int  # choices that can be sent to each rank
 
 
 class Capacity:
@@ -67,7 +68,8 @@ class Capacity:
             route.check_tokens(self.mesh.gathered_by_experts(route.tokens))
             self._compared = True
         if route.dropped is not None:
-            self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0]))
+            assert route.room is not None
+            self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0], route.room))
 
     def repeating(
         self, play_nodes: Callable[[Plan], PlayedStep], parameters: Iterable[nn.Parameter]
@@ -126,15 +128,15 @@ class Capacity:
         every, self._dropped = self._dropped, []
         if not every:
             return None
-        sums = torch.stack([dropped.rows.sum() for dropped in every]).tolist()
+        sums = torch.stack([dropped.choices.sum() for dropped in every]).tolist()
         for dropped, total in zip(every, sums, strict=True):
             if total:
-                rows, sent = dropped.rows.tolist(), dropped.counts.tolist()
-                worst = max(range(len(rows)), key=rows.__getitem__)
+                lost, chosen = dropped.choices.tolist(), dropped.counts[:, 1:].flatten().tolist()
+                worst = max(range(len(lost)), key=lost.__getitem__)
                 return (
-                    f"{total} rows of {dropped.where}, found no room under capacity={self.factor:g}: "
-                    f"{dropped.room} rows to each rank; most of expert {worst}, "
-                    f"{rows[worst]} of {rows[worst] + sent[worst]}"
+                    f"{total} choices of {dropped.where}, found no room under capacity={self.factor:g}: "
+                    f"{dropped.rows} rows and {dropped.room} choices to each rank; most of expert {worst}, "
+                    f"{lost[worst]} of {chosen[worst]}"
                 )
         return None
 

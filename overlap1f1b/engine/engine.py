@@ -114,31 +114,23 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self.program, self.loss_fn, self.options, self.model = program, loss_fn, options, model
-        self._connect(mesh, exchange)
-        with self._reporting(lambda: "in the construction of its Engine"):
-            self.tuner = Tuner(
-                program,
-                self.stages,
-                self.mesh,
-                options,
-                self.player,
-                self.boundary,
-                counts_block=not self.exchange.background and options.capacity is None,
-            )
+        self.loss_fn, self.options, self.model = loss_fn, options, model
+        self._connect(program, mesh, exchange)
         self.verification.tables = partial(_tables_of, loss_fn)
-        ep = self.mesh.exchanging
-        for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
-            stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _connect(
-        self, mesh: DeviceMesh | None, exchange: Exchange | None, stages: Mapping[int, Stage] | None = None
+        self,
+        program: Program,
+        mesh: DeviceMesh | None,
+        exchange: Exchange | None = None,
+        stages: Mapping[int, Stage] | None = None,
     ) -> None:
-        """Make the groups of this engine and all that uses them, for new stages or for those of before."""
-        program, options = self.program, self.options
-        self.mesh, placement = Mesh(mesh, options.limit, options.experts_over), program.placement
+        """Make the groups of this engine and all that uses them; with ``stages`` anew, for those of before."""
+        options, placement = self.options, program.placement
+        self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
+        self._played = 0  # microbatches of the last step or evaluation
         self.failures, self._compares = self.mesh.failures, options.reduce and self.mesh.several
         with self._reporting(lambda: "in the construction of its Engine"):
             # 1. All ranks were given the same options.
@@ -168,8 +160,6 @@ class Engine:
                     recompute=options.modes[0],
                     parts=options.numbers_of_parts[0],
                 )
-            for stage in self.stages.values():
-                stage.exchange = self.exchange
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -199,14 +189,30 @@ class Engine:
             self.reductions = self._new_reductions(dense, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
-            # 5. The player, and the comparison of its plans with a plain loop.
-            self.player = self._new_player(watch)
+            # 5. The player, what decides about its plans, and their comparison with a plain loop.
+            self.player = self._new_player(program, watch)
+            if stages is None:
+                self.tuner = Tuner(
+                    program,
+                    self.stages,
+                    self.mesh,
+                    options,
+                    self.player,
+                    self.boundary,
+                    counts_block=not self.exchange.background and options.capacity is None,
+                )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
+            ep = self.mesh.exchanging
+            for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
+                stage.exchange, stage.foreign.ranks = (
+                    self.exchange,
+                    [] if ep is None else dist.get_process_group_ranks(ep),
+                )
 
-    def _new_player(self, watch: Watch | None) -> Player:
+    def _new_player(self, program: Program, watch: Watch | None) -> Player:
         # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
         # or context group run collectives inside blocks, so they keep one order.
-        placed = self.program.splits(self.rank) or self.program.search_seconds > 0
+        placed = program.splits(self.rank) or program.search_seconds > 0
         return Player(
             self.failures,
             exchange=self.exchange,
@@ -241,6 +247,7 @@ class Engine:
         target: Batch | None = None,
         loss_scale: float = 1.0,
         return_outputs: bool = False,
+        microbatches: int | None = None,
     ) -> StepResult:
         """Run forward and backward of a batch; add the gradients of the mean loss to ``.grad``.
 
@@ -256,9 +263,12 @@ class Engine:
                 elsewhere.
             loss_scale: Factor of all gradients, as of a gradient scaler; the same on all ranks.
             return_outputs: Whether the result has the outputs of the last stage, the arguments of ``loss_fn``.
+            microbatches: Number of microbatches, the same on all ranks; by default as before. Once costs are measured,
+                a number that is played for the first time has a plan for them at once.
 
         Raises:
-            ValueError: A batch that is missing or cannot be split, or a model without a parameter to train.
+            ValueError: A batch that is missing or cannot be split, a model without a parameter to train, or a number of
+                microbatches that the program's schedule does not allow, or that differs over ranks.
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
         if not self.tuner.steps and self._compares:
@@ -273,26 +283,45 @@ class Engine:
                     "inputs; allowed: the same rows on all ranks of a pipeline, or None where they are ignored",
                     stacklevel=2,
                 )
-        make_feed = self._feed_maker(inputs, target, loss_scale=loss_scale, return_outputs=return_outputs)
+        if microbatches is not None:
+            self.microbatches = microbatches
+        make_feed = self._feed_maker(inputs, target, self.program, loss_scale, return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
     def evaluate(
-        self, inputs: Batch | None = None, *, target: Batch | None = None, return_outputs: bool = False
+        self,
+        inputs: Batch | None = None,
+        *,
+        target: Batch | None = None,
+        return_outputs: bool = False,
+        microbatches: int | None = None,
     ) -> StepResult:
-        """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`."""
-        return self.play(
-            self._feed_maker(inputs, target, loss_scale=1.0, return_outputs=return_outputs), grad=False
-        ).result
+        """Return the loss of a batch that divides into the microbatches, without gradients; see :meth:`step`.
+
+        Another number of microbatches than the next step's holds for this evaluation alone.
+        """
+        program = self.tuner.evaluation_of(microbatches or self.microbatches).program
+        make_feed = self._feed_maker(inputs, target, program, 1.0, return_outputs)
+        return self.play(make_feed, grad=False, microbatches=microbatches).result
 
     def _feed_maker(
-        self, inputs: Batch | None, target: Batch | None, *, loss_scale: float, return_outputs: bool
+        self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        return lambda: feed_batch(
-            self.stages, self.program, self.mesh, loss, inputs, target, return_outputs=return_outputs
-        )
 
-    def play(self, make_feed: Callable[[], Feed], *, grad: bool = True, loss_scale: float = 1.0) -> PlayedStep:
+        def make_feed() -> Feed:
+            return feed_batch(self.stages, program, self.mesh, loss, inputs, target, return_outputs=return_outputs)
+
+        return make_feed
+
+    def play(
+        self,
+        make_feed: Callable[[], Feed],
+        *,
+        grad: bool = True,
+        loss_scale: float = 1.0,
+        microbatches: int | None = None,
+    ) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
 
         :meth:`step` and :meth:`evaluate` are this with the feed of a batch.
@@ -301,6 +330,7 @@ class Engine:
             make_feed: Makes the feed; an error in it is told to the other ranks as any other of the step.
             grad: Whether a backward follows; else the forwards alone are played.
             loss_scale: Factor of gradients that the feed has applied, to be compared over the ranks.
+            microbatches: Number of microbatches of an evaluation; a step has :attr:`microbatches`.
 
         Raises:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
@@ -308,7 +338,7 @@ class Engine:
         """
         undo = self.verification.undo() if grad and self.tuner.tries_memory and self._connects_again else None
         try:
-            return self._play(make_feed, grad=grad, loss_scale=loss_scale)
+            return self._play(make_feed, grad=grad, loss_scale=loss_scale, microbatches=microbatches)
         except RuntimeError as error:
             if undo is None or not self._left(error):
                 raise
@@ -337,7 +367,7 @@ class Engine:
         for lane in self.lanes:
             lane.close()
         self.boundary.close()
-        self._connect(self.mesh.devices, None, self.stages)
+        self._connect(self.program, self.mesh.devices, stages=self.stages)
         for name in ("around", "autocasts_backward", "compute", "recorder"):
             setattr(self.player, name, getattr(old, name))
         for lane in self.lanes:
@@ -345,12 +375,14 @@ class Engine:
         self.verification.tables = tables
         self.tuner.rejoin(self.mesh, self.player, self.boundary)
 
-    def _play(self, make_feed: Callable[[], Feed], *, grad: bool, loss_scale: float) -> PlayedStep:
+    def _play(
+        self, make_feed: Callable[[], Feed], *, grad: bool, loss_scale: float, microbatches: int | None
+    ) -> PlayedStep:
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
             play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
         if not grad:
-            return self._play_forwards(play_nodes)
+            return self._play_forwards(play_nodes, microbatches or self.microbatches)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         tuner = self.tuner
@@ -362,11 +394,9 @@ class Engine:
             choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
         ):
             # 1. All ranks have the same plan and the same parameters.
-            self.player.position = None
-            tuner.agree(plan)
+            differ = self._agree(plan, loss_scale)
             self._check_parameters(first=first)
             # 2. Forwards, backwards, exchanges, reductions.
-            same = self.mesh.compared(loss_scale)
             notes = tuner.notes
             counts = notes or (tuner.tries_memory and self.player.watch is not None)
             count = ByteCount(self._device) if counts and not tuner.must_verify(plan) else None
@@ -380,7 +410,7 @@ class Engine:
                     with self.player.recorded_step():
                         played = play_nodes(plan)
             # 3. All ranks have scaled alike, and called experts alike.
-            if not same():  # a gradient scaler of its own on some rank
+            if differ()[1]:  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
             if first:
                 self.mesh.agree(calls(self.stages))
@@ -390,11 +420,28 @@ class Engine:
             tuner.learn(plan, played.result, count if notes else None)
         return played
 
+    def _agree(self, plan: Plan, loss_scale: float = 1.0) -> Callable[..., list[bool]]:
+        """Compare number of microbatches, loss scale and plan over ranks; return what waits for the first two."""
+        self.player.position, count = None, plan.program.microbatches
+        differ = self.mesh.compared(count, loss_scale)
+        if count != self._played:
+            # Ranks whose number has not changed do not wait here: they play, and learn of this error there.
+            if differ(here=True)[0]:
+                raise ValueError(
+                    f"microbatches={count} on {self.mesh.label}, after {self._played}, and another number on a rank "
+                    "beside it; allowed: the same on all ranks"
+                )
+            for stage in self.stages.values() if plan.program.peak_activations[self.rank] > 1 else ():
+                refuse_graphs(stage.blocks, stage.names)
+        self._played = count
+        self.tuner.agree(plan)
+        return differ
+
     def _play_nodes(self, plan: Plan, make_feed: Callable[[], Feed], *, grad: bool) -> PlayedStep:
         if not self.tuner.steps:
             self._check_devices()
-        feed, nodes, placement = make_feed(), plan.ranks[self.rank], self.program.placement
-        check_feed(feed, self.program, self.rank)
+        feed, nodes, placement = make_feed(), plan.ranks[self.rank], plan.program.placement
+        check_feed(feed, plan.program, self.rank)
         for stage in self.stages.values() if grad and self.tuner.looks else ():
             stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
@@ -402,7 +449,7 @@ class Engine:
         for reduction in reductions:
             reduction.begin(plan.ranks[self._replicas[0]])
         microbatches = Microbatches(self.stages, placement, feed, grad=grad)
-        self.boundary.begin(nodes, remember=grad)
+        self.boundary.begin(nodes, plan.program.microbatches, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
         # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
         here = torch.autograd.set_multithreading_enabled(False)
@@ -424,18 +471,19 @@ class Engine:
         node = self.player.first_pending()
         return f"{'the end of the step' if node is None else node} has not ended on the device"
 
-    def _play_forwards(self, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        plan = self.tuner.of_evaluation
+    def _play_forwards(self, play_nodes: Callable[[Plan], PlayedStep], microbatches: int) -> PlayedStep:
+        plan = self.tuner.evaluation_of(microbatches)
         with self.guarded(lambda: self._at(plan)):
-            self.player.position = None
-            self.tuner.agree(plan)
+            differ = self._agree(plan)
             with self.sharding.gathered():
-                return self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+                played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+            differ(here=True)
+        return played
 
     def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
         """Play a step of a plan that was not played before, and compare it with a plain loop."""
         played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
-        self.tuner.verified.add(plan.fingerprint)
+        self.tuner.note_verified(plan)
         return played
 
     @contextlib.contextmanager
@@ -474,8 +522,6 @@ class Engine:
 
     def _check_devices(self) -> None:
         for stage in self.stages.values():
-            if self.program.peak_activations[self.rank] > 1:
-                refuse_graphs(stage.blocks, stage.names)
             for block, place in zip(stage.blocks, stage.names, strict=True):
                 for name, parameter in block.named_parameters():
                     if parameter.is_meta:
@@ -488,6 +534,20 @@ class Engine:
                             f"{name} of {place} is on {str(parameter.device)!r}, in an Engine for a model on "
                             f"{str(self._device)!r}; allowed: a model that is on one device before its Engine is made"
                         )
+
+    @property
+    def program(self) -> Program:
+        """Schedule of the next step."""
+        return self.tuner.program
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of the next step. Another may be set between steps, on all ranks alike."""
+        return self.tuner.microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        self.tuner.microbatches = count
 
     @property
     def costs(self) -> NodeCosts | None:

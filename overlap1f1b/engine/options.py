@@ -58,7 +58,8 @@ class EngineOptions:
             and the one whose steps were the fastest is kept, see ``Engine.tuner.tried``. Gradients do not depend on it.
             With 0, and with costs that are given, the predicted fastest is kept.
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
-            :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not.
+            :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not,
+            nor plans for other numbers of microbatches of which no more are open at once.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
             and over a tensor group batches, gradients and the tokens at the experts.

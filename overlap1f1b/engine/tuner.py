@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
@@ -43,6 +43,8 @@ TRIED_PLANS = 3
 """How many plans are tried at most."""
 TRIED_WITHIN = 1.1
 """Plans are tried whose predicted time is at most this multiple of the fastest's."""
+MOST_NUMBERS = 32
+"""Numbers of microbatches whose plans are kept: those of the last steps."""
 
 
 class State(StrEnum):
@@ -68,14 +70,35 @@ class Tried(NamedTuple):
         return f"{self.plan.program.name} {self.plan.order}: {milliseconds(self.seconds)}"
 
 
+@dataclass(eq=False)
+class Numbered:
+    """What is played with one number of microbatches: its program, and the plans for the present costs."""
+
+    program: Program
+    plan: Plan | None = None  # compiled when it is needed
+    is_set: bool = False
+    turns: Sequence[Plan] = ()  # plans that are tried
+    seconds: list[float] = field(default_factory=list)  # of the steps in turns
+    tried: Sequence[Tried] = ()
+    evaluation: Plan | None = None
+    serial: dict[tuple[str, bool], Plan] = field(default_factory=dict)  # by the plan of the same step
+
+    def keep(self, plan: Plan) -> None:
+        """Play a plan from the next step on."""
+        if self.plan is not None and plan.program != self.plan.program:
+            self.evaluation = None
+        self.plan, self.turns = plan, ()
+
+
 class Tuner:
     """Decides which plan a step plays, by what the steps before it have shown. All ranks decide alike.
 
     Costs are measured in serial steps. Where compute and exchanges slow each other down, or the host is late, the plan
-    that is predicted to be the fastest need not be it, so the fastest few are tried.
+    that is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch,
+    so they hold for any number: the first step with another number has a plan for them, and none is serial.
 
     Args:
-        program: Schedule of a step; with ``search_seconds`` another order is found when there are costs.
+        program: Schedule of the first step; with ``search_seconds`` another order is found when there are costs.
         stages: Of this rank.
         mesh: Ranks that must have the same plan.
         options: Of the engine.
@@ -84,14 +107,13 @@ class Tuner:
         counts_block: Whether the host waits for counts.
 
     Attributes:
-        state: What the next step is for.
         steps: Number of steps so far.
         looks: Whether the next step shows where blocks exchange rows by themselves.
         shapes: Of all stages.
         parts: Parts of a call of experts in the next step.
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
-        tried: The plans that were tried, the fastest first; empty before, and if there was one alone.
-        verified: Fingerprints of the plans whose first step was equal to a plain loop's.
+        verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
+            whether it is of an evaluation, and most microbatches of a stage that were open at once.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
             the first step shows with which ranks blocks communicate.
@@ -108,7 +130,7 @@ class Tuner:
         *,
         counts_block: bool,
     ) -> None:
-        self.program, self.stages, self.mesh, self.options = program, stages, mesh, options
+        self._first, self.stages, self.mesh, self.options = program, stages, mesh, options
         self._player, self._boundary = player, boundary
         self.overlap: Overlap = planning.parse_overlap(options.overlap)
         self.shapes = all_shapes(stages, program.placement, mesh)
@@ -116,11 +138,11 @@ class Tuner:
         self.looks = mesh.exchanging is not None
         self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
-        self.verified: set[str] = set()
+        self.verified: dict[str, tuple[int, bool, int]] = {}
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
-        self._of_parts: dict[int, tuple[NodeCosts, list[Plan]]] = {}  # what was measured, and the plans for it
+        self._of_parts: dict[int, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
         self._mode, *self._more_modes = options.modes
         self._of_modes: dict[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
         # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
@@ -134,7 +156,7 @@ class Tuner:
             with ByteCount(player.device) as count:
                 self._count(count)
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
-        self._serial_plans: dict[tuple[str, bool], Plan] = {}  # by the plan of the same step
+        self._now = Numbered(program)
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
         self.costs = options.costs
         if options.plan is not None:
@@ -149,18 +171,55 @@ class Tuner:
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._costs = costs
-        self.state = State.MEASURING if costs is None else State.SETTLED
+        self._costs, self._tries = costs, False
         if costs is None and self._counts and not self._held:
             self._warm = max(self._warm, 1)
-        self._plan: Plan | None = None  # compiled when it is needed
-        self._evaluation: Plan | None = None
-        self._is_set = False
         self._spans: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
-        self._turns: Sequence[Plan] = ()
-        self._seconds: list[float] = []  # of the steps in turns
-        self.tried: Sequence[Tried] = ()
+        self._numbers: dict[int | None, Numbered] = {}  # the last one played comes last
         self._agreed: set[str] = set()  # a step of the same order may measure now
+        self._now = self._numbered(self.microbatches)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of microbatches of the next step.
+
+        Raises:
+            ValueError: One that is set is impossible for the program.
+        """
+        return self._now.program.microbatches
+
+    @microbatches.setter
+    def microbatches(self, count: int) -> None:
+        self._now = self._numbered(count)
+
+    def _numbered(self, count: int) -> Numbered:
+        found = self._numbers.pop(count, None) or Numbered(self._first.of(count))
+        if len(self._numbers) >= MOST_NUMBERS:
+            old = next((number for number, one in self._numbers.items() if not one.is_set), None)
+            self._numbers.pop(old, None)
+        self._numbers[count] = found
+        return found
+
+    @property
+    def program(self) -> Program:
+        """Schedule of the next step."""
+        return self._now.program
+
+    @property
+    def state(self) -> State:
+        """What the next step is for."""
+        if self._now.is_set:
+            return State.SETTLED
+        if self._costs is None:
+            return State.MEASURING
+        if self._tries:
+            self._plan_now()
+        return State.TRYING if self._now.turns else State.SETTLED
+
+    @property
+    def tried(self) -> Sequence[Tried]:
+        """The plans that were tried, the fastest first; empty before, and if there was one alone."""
+        return self._now.tried
 
     @property
     def plan(self) -> Plan:
@@ -173,13 +232,8 @@ class Tuner:
             ValueError: One that is set is for another program or other blocks.
         """
         if self.state is State.TRYING:
-            return self._turns[len(self._seconds) % len(self._turns)]
-        if self._plan is None:
-            if self._costs is None:
-                self._plan = self._measured_plan()
-            else:
-                self._plan = self._checked(self._fastest(self._costs)[0], self._costs)
-        return self._plan
+            return self._now.turns[len(self._now.seconds) % len(self._now.turns)]
+        return self._plan_now()
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
@@ -191,29 +245,52 @@ class Tuner:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
             )
-        self._keep(self._checked(plan, self._costs))
-        self.looks, self.tried, self._is_set = False, (), True
+        self._set(plan, self._now)
 
-    def _keep(self, plan: Plan) -> None:
-        if self._plan is not None and plan.program != self._plan.program:
-            self._evaluation = None
-        self._plan, self.state = plan, State.SETTLED
+    def _set(self, plan: Plan, of: Numbered) -> None:
+        of.keep(self._checked(plan, self._costs))
+        self.looks, of.tried, of.is_set = False, (), True
 
-    @property
-    def of_evaluation(self) -> Plan:
-        """Plan of the forwards alone."""
-        if self._evaluation is None:
-            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
-            # them from other collectives.
-            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-            program = forwards_of(self.program if self._plan is None else self._plan.program)
-            self._evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
-        return self._evaluation
+    def _plan_now(self) -> Plan:
+        """Return the plan of the next step, of several the one that is predicted to be the fastest."""
+        if self._now.plan is None:
+            if self._costs is None:
+                self._now.plan = self._measured_plan()
+            else:
+                self._try(self._fastest(self.shapes, self._costs))
+        assert self._now.plan is not None
+        return self._now.plan
+
+    def _try(self, plans: Sequence[Plan]) -> None:
+        """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
+        turns = [self._checked(plan, self._costs) for plan in (worth_trying(plans) if self._tries else plans[:1])]
+        self._now.keep(turns[0])
+        self._now.turns = turns if len(turns) > 1 else ()
+
+    def evaluation_of(self, microbatches: int) -> Plan:
+        """Return the plan of the forwards alone."""
+        before, self._now = self._now, self._numbered(microbatches)
+        try:
+            if self._now.evaluation is None:
+                # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+                # them from other collectives.
+                shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+                program = forwards_of(self.program if self._now.plan is None else self._now.plan.program)
+                costs = self._costs or NodeCosts()
+                self._now.evaluation = self._compiled(program, shapes, costs, self.overlap)
+            return self._now.evaluation
+        finally:
+            self._now = before
 
     @property
     def notes(self) -> bool:
         """Whether the next step counts the bytes that each node holds; its times are not used."""
         return self.state is State.MEASURING and self._counts and self._warm == 1
+
+    @property
+    def tries_memory(self) -> bool:
+        """Whether the next step tries a plan that may need more memory than there is."""
+        return self._counts and self.state is State.TRYING
 
     @property
     def settling(self) -> bool:
@@ -228,7 +305,7 @@ class Tuner:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
         if self.state is State.MEASURING:
             return f"{name} (measures the nodes)"
-        return f"{name} ({'given' if self._is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
+        return f"{name} ({'given' if self._now.is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
 
     @property
     def parts_choice(self) -> str:
@@ -255,13 +332,24 @@ class Tuner:
 
     def verifies_next(self, *, grad: bool = True) -> bool:
         """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        return self.must_verify(self.plan if grad else self.of_evaluation)
+        return self.must_verify(self.plan if grad else self.evaluation_of(self.microbatches))
 
     def must_verify(self, plan: Plan) -> bool:
-        """Return whether a plan has to be verified: not while nodes are measured, nor if it is the loop's."""
+        """Return whether a plan has to be verified: not while nodes are measured, nor if it is the loop's.
+
+        A plan for another number of microbatches than the first has to be if more of them are open at once than before.
+        """
         if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.verified:
             return False
+        count, forwards, most = _described(plan)
+        known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
+        if known and count != known[0][0] and most <= max(m for _, m in known):
+            return False
         return self._serial_plan(plan, plain=True).fingerprint != plan.fingerprint
+
+    def note_verified(self, plan: Plan) -> None:
+        """Note that the first step of a plan was equal to a plain loop's."""
+        self.verified[plan.fingerprint] = _described(plan)
 
     def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""
@@ -315,14 +403,14 @@ class Tuner:
             self.shapes, self._cut_plan = shapes, None
             self.costs = self._costs
             if cut is not None:
-                self.plan = cut
+                self._set(cut, self._numbered(cut.program.microbatches))
 
     def _note_nodes(self, plan: Plan, spans: Sequence[Span]) -> None:
         """Note the times of the nodes of a step; go on to another number of parts, or to the plans for the costs."""
         self._spans += (spans,)
         if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
             return
-        costs = self._agreed_outside(
+        measured = self._agreed_outside(
             measured_costs(
                 plan.ranks[self.mesh.rank("pp")],
                 chain.from_iterable(self._spans),
@@ -332,8 +420,8 @@ class Tuner:
                 transfers=self._boundary.timed(),
             )
         )
-        costs = replace(costs, bytes=self._held)
-        self._of_modes[self._mode] = costs, self.shapes
+        costs = replace(measured, bytes=self._held)
+        self._of_parts[self.parts] = self._of_modes[self._mode] = costs, self.shapes
         if self._more_modes:
             self._mode = self._more_modes.pop(0)
             self._drop([[self._mode] * len(blocks) for blocks in self.shapes])
@@ -342,18 +430,18 @@ class Tuner:
         if len(self._of_modes) > 1:
             self._adopt(*self._with_recompute())
             return
-        self._of_parts[self.parts] = costs, (plans := self._fastest(costs))
-        self.predicted[self.parts] = plans[0].predicted
         if self._more_parts:
             self._cut_into(self._more_parts.pop(0))
             self.costs = None
             return
-        best, *more = self._of_parts
+        found = {parts: self._fastest(shapes, costs) for parts, (costs, shapes) in self._of_parts.items()}
+        self.predicted = {parts: plans[0].predicted for parts, plans in found.items()}
+        best, *more = found
         for parts in more:
             if self.predicted[parts] < (1 - LEAST_GAIN) * self.predicted[best]:
                 best = parts
         self._cut_into(best)
-        self._adopt(*self._of_parts[best])
+        self._adopt(self._of_parts[best][0], found[best])
         self._of_parts.clear()
 
     def _cut_into(self, parts: int) -> None:
@@ -379,44 +467,35 @@ class Tuner:
         """
         found: list[tuple[NodeCosts, list[Plan]]] = []
         for costs, shapes in planning.choices(self._of_modes):
-            self.shapes = shapes
-            plans = self._fitting(costs)
+            plans = self._fitting(shapes, costs)
             if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
                 found.append((costs, plans))
-        costs, plans = found[-1] if found else (costs, self._least(costs))
+        costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
         self._drop([[block.recompute for block in blocks] for blocks in plans[0].shapes])
         return costs, plans
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
-        """Play by measured costs from the next step on: try the plans for them, or keep the first."""
-        self.costs = costs
-        candidates = worth_trying(plans) if self.options.tries else plans[:1]
-        turns = [self._checked(plan, costs) for plan in candidates]
-        self._keep(turns[0])
-        if len(turns) > 1:
-            self.state, self._turns = State.TRYING, turns
+        """Play by measured costs from the next step on; ``plans`` are the fastest for the present number."""
+        self.costs, self._tries = costs, self.options.tries > 0
+        self._try(plans)
 
     def _note_time(self, seconds: float) -> None:
         """Note the time of a step in turns, and after the last one keep the plan that was the fastest."""
-        self._seconds.append(seconds)
-        count = len(self._turns)
-        if len(self._seconds) == self.options.tries * count:
-            slowest = self.mesh.combined(self._seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
+        now = self._now
+        now.seconds.append(seconds)
+        count = len(now.turns)
+        if len(now.seconds) == self.options.tries * count:
+            slowest = self.mesh.combined(now.seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
             slowest = self._agreed_outside(slowest)
             times = [median(slowest[number::count]) for number in range(count)]
-            self.tried = sorted(map(Tried, self._turns, times), key=lambda one: one.seconds)
-            self._keep(self.tried[0].plan)
-
-    @property
-    def tries_memory(self) -> bool:
-        """Whether the next step tries a plan that may need more memory than there is."""
-        return self.state is State.TRYING and self._counts
+            now.tried = sorted(map(Tried, now.turns, times), key=lambda one: one.seconds)
+            now.keep(now.tried[0].plan)
 
     def leave(self, plan: Plan) -> None:
-        """Try a plan no more, for which some rank had too little memory; without another play serially, as before."""
-        self._turns, self._seconds = [other for other in self._turns if other is not plan], []
-        if not self._turns:
-            self._keep(self._measured_plan())
+        """Try a plan no more, for which some rank had too little memory; without another play as while measuring."""
+        others = [other for other in self._now.turns if other is not plan]
+        self._now.keep(others[0] if others else self._measured_plan())
+        self._now.turns, self._now.seconds = others, []
 
     def rejoin(self, mesh: Mesh, player: Player, boundary: Boundary) -> None:
         """Go on over new groups."""
@@ -435,11 +514,11 @@ class Tuner:
 
     # ------------------------------------------------------------------------------------------- plans
 
-    def _fastest(self, costs: NodeCosts) -> list[Plan]:
+    def _fastest(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
         """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
-        return self._fitting(costs) or self._least(costs)
+        return self._fitting(shapes, costs) or self._least(shapes, costs)
 
-    def _fitting(self, costs: NodeCosts) -> list[Plan]:
+    def _fitting(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
         """Return the same without any where none keeps within the limit."""
         program, placement, blocks = self.program, self.program.placement, self._counts_block
         rooms, spared = self._rooms, tuple((1 - SPARE) * room for room in self._rooms)
@@ -448,30 +527,29 @@ class Tuner:
         kept = list[Plan]()
         if program.search_seconds:
             most = min(program.peak_activations)
-            for live in range(most, 0, -max(1, len(placement.pipes[0]) // placement.ranks)) if rooms else (most,):
+            for live in range(most, 0, -max(1, placement.stages // placement.ranks)) if rooms else (most,):
                 kept = found_orders(
                     placement,
                     program.microbatches,
-                    self.shapes,
+                    shapes,
                     costs,
                     peak_activations=live * placement.share,
                     seconds=program.search_seconds,
                     counts_block=blocks,
                 )
-                kept = [plan for plan in kept if plan.fits(spared)]
-                if kept:
+                if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
         for other in lighter(program) if rooms else (program,):
-            found = planning.fastest(other, self.shapes, costs, self.overlap, counts_block=blocks, rooms=rooms)
+            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=rooms)
             rooms = spared
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept
 
-    def _least(self, costs: NodeCosts) -> NoReturn:
+    def _least(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> NoReturn:
         """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
         program = one_by_one(self.program.microbatches, self.program.placement)
-        plan = planning.compile(program, self.shapes, costs, "serial", counts_block=self._counts_block)
+        plan = planning.compile(program, shapes, costs, "serial", counts_block=self._counts_block)
         over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
         limit = parse_memory(self.options.memory)
         enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""
@@ -492,14 +570,14 @@ class Tuner:
 
         Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
         """
-        key = plan.fingerprint, plain
-        if key not in self._serial_plans:
+        key, plans = (plan.fingerprint, plain), self._numbers[plan.program.microbatches].serial
+        if key not in plans:
             program = plan.program
             if plain:
                 program = one_by_one(program.microbatches, program.placement)
                 program = forwards_of(program) if plan.program.forward_only else program
-            self._serial_plans[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
-        return self._serial_plans[key]
+            plans[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
+        return plans[key]
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self._counts_block)
@@ -543,6 +621,12 @@ def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
         if plan.predicted <= TRIED_WITHIN * plans[0].predicted:
             found.setdefault(plan.fingerprint, plan)
     return list(found.values())[:TRIED_PLANS]
+
+
+def _described(plan: Plan) -> tuple[int, bool, int]:
+    """Return number of microbatches, whether a plan has forwards alone, and most microbatches of a stage at once."""
+    most = max(map(plan.live, range(len(plan.ranks))))
+    return plan.program.microbatches, plan.program.forward_only, most
 
 
 def milliseconds(seconds: float) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.route import Route, WeightedRoute
+from overlap1f1b.moe.route import Route
 from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
@@ -23,9 +23,8 @@ from overlap1f1b.transport.functions import direct, quick_apply
 from overlap1f1b.transport.suspend import computed_once
 
 WeightsIn = Literal["combine", "activation"]
-"""Place where a row's routing weight is applied: the sum of returned rows, or the experts' activation before it."""
+"""Place where the experts' rank applies the routing weights: the sum of their results, or their activation before."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
-Permutation = Callable[[Tensor], Tensor]
 
 
 class Experts(nn.Module):
@@ -33,8 +32,8 @@ class Experts(nn.Module):
 
     >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
 
-    A call sends each row to its expert's rank and back. In a plain loop it waits for both exchanges; under an engine
-    the forward is suspended at each. A subclass implements :meth:`compute`.
+    A call sends each token once to every rank that has experts of it, and back. In a plain loop it waits for both
+    exchanges; under an engine the forward is suspended at each. A subclass implements :meth:`compute`.
 
     Attributes:
         experts: E, over all ranks.
@@ -45,10 +44,10 @@ class Experts(nn.Module):
         kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
         capacity: Room for rows in an engine's step, see :class:`~overlap1f1b.moe.route.Route`; None outside.
         parts: Parts of the tokens of a call, each with exchanges of its own, in an engine's step; 1 outside.
-        route_kind: Class of the routes of their rows.
+        weights_in: Place where routing weights are applied.
     """
 
-    route_kind: type[Route] = Route
+    weights_in: WeightsIn = "combine"
     capacity: float | None = None
     parts: int = 1
 
@@ -105,15 +104,15 @@ class Experts(nn.Module):
         """Return ``[0, H]``, like the rows that come back; None if their width is not known before they come."""
         return tokens.new_empty(0, tokens.shape[1])
 
-    def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
-        """Apply :meth:`compute` to rows that a route has grouped: ``[R, H] → [R, H]``, or ``[R, W]`` with weights."""
+    def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
+        """Apply :meth:`compute` to the rows ``[C, H]`` of choices; return the weights too if they have yet to act."""
         counts = route.expert_rows
         if self.reads_counts_late:
-            return self.compute(rows, counts)
+            return self.compute(rows, counts), weights
         known = KnownRows(counts)
         rest = len(rows) - sum(known)
         result = self.compute(rows[: sum(known)], known)
-        return F.pad(result, (0, 0, 0, rest)) if rest else result
+        return F.pad(result, (0, 0, 0, rest)) if rest else result, weights
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # in graphs of torch 2.11 these Functions lose gradients in silence
@@ -123,33 +122,27 @@ class Experts(nn.Module):
 
     def _exchanged(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         routes = [
-            self.route_kind(part, self.experts, self.exchange.ranks, self.kernels, capacity=self.capacity)
+            Route(part, self.experts, self.exchange.ranks, self.kernels, capacity=self.capacity)
             for part in self._parts_of(indices)
         ]
         given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
         returned = exchange_parts(
-            [_gather(*part) for part in given],
+            [_pack(*part) for part in given],
             routes,
             [partial(self._compute_received, route, tokens.dtype) for route in routes],
             self.exchange,
             answer=self.answer(tokens),
         )
-        sums = [self._aggregated(returned, *part) for part in zip(self._parts_of(weights), routes, strict=True)]
+        sums = [computed_once(partial(_gather, returned.pop(0), route)) for route in routes]
         return sums[0] if self.parts == 1 else torch.cat(sums)
 
     def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:
         return (tensor,) if self.parts == 1 else tensor.tensor_split(self.parts)
 
-    def _aggregated(self, returned: list[Tensor], weights: Tensor, route: Route) -> Tensor:
-        if route.keeps_returned:
-            return _aggregate(returned.pop(0), weights, route, None)
-        return computed_once(lambda known: _aggregate(returned.pop(0), weights, route, known))
-
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
-        if not route.regroups:
-            return self.compute_routed(received, route).to(dtype)
-        result = self.compute_routed(_permuted(received, route.group, route.ungroup), route).to(dtype)
-        return _permuted(result, route.ungroup, route.group)
+        rows, weights = _expand(received, route)
+        result, weights = self.compute_routed(rows, weights, route)
+        return _weigh(result.to(dtype), weights, route)
 
 
 class GroupedExperts(Experts):
@@ -163,8 +156,7 @@ class GroupedExperts(Experts):
         hidden: H.
         intermediate: I.
         weights_in: Place where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up
-            · p`` as in Megatron-Core, a row carries its weight to its expert. The sum of the returned rows then has no
-            weights, and its backward does not need the returned rows.
+            · p`` as in Megatron-Core, the sum of the results has no weights, and its backward does not need them.
         group: Ranks that share the experts.
         kernels: Choice between Triton and torch.
 
@@ -190,12 +182,10 @@ class GroupedExperts(Experts):
         check_size("intermediate", intermediate)
         self.share(experts, group, kernels)
         self.weights_in = check_weights_in(weights_in)
-        if weights_in == "activation":
-            if not self.reads_counts_late:
-                raise ValueError(
-                    f"weights_in='activation' of {type(self).__name__}, which computes itself; allowed: 'combine'"
-                )
-            self.route_kind = WeightedRoute
+        if weights_in == "activation" and not self.reads_counts_late:
+            raise ValueError(
+                f"weights_in='activation' of {type(self).__name__}, which computes itself; allowed: 'combine'"
+            )
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.gate_up = nn.Parameter(torch.empty(self.local_experts, 2 * intermediate, hidden, **factory))
         self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
@@ -227,11 +217,10 @@ class GroupedExperts(Experts):
         end = counts.total if isinstance(counts, ExpertRows) else None
         return self.product(swiglu(gate_up, self.kernels, weights, end), self.down, counts)
 
-    def compute_routed(self, rows: Tensor, route: Route) -> Tensor:
-        if not isinstance(route, WeightedRoute):
-            return super().compute_routed(rows, route)
-        rows, weights = route.opened(rows)
-        return self.compute(rows, route.expert_rows, weights)
+    def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
+        if self.weights_in == "combine":
+            return super().compute_routed(rows, weights, route)
+        return self.compute(rows, route.expert_rows, weights), None
 
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
@@ -267,46 +256,66 @@ def _described(tensor: Tensor) -> str:
 
 
 @direct
-class Gather(torch.autograd.Function):
-    """Rows to send from tokens, and from weights if rows carry them."""
+class Pack(torch.autograd.Function):
+    """Rows to send from tokens and weights."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return route.gather(tokens, weights)
+        return route.pack(tokens, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.route.gather_backward(grads[0]), None
+        return *ctx.route.pack_backward(grads[0]), None
 
 
 @direct
-class Aggregate(torch.autograd.Function):
-    """Weighted sum of the returned rows of each token; a sum that is ``known`` is not computed again."""
+class Expand(torch.autograd.Function):
+    """Rows of each choice and their weights, from received rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, route: Route, known: Tensor | None) -> Tensor:
+    def forward(ctx: Any, packed: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         ctx.route = route
-        ctx.save_for_backward(rows if route.keeps_returned else None, weights)
-        return route.aggregate(rows, weights) if known is None else known.detach()
+        return route.expand(packed)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.route.aggregate_backward(grads[0], *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.expand_backward(*grads), None
 
 
 @direct
-class _Permuted(torch.autograd.Function):
-    """Rows in another order, there and back: received rows grouped by expert, or grouped rows as they were received."""
+class Weigh(torch.autograd.Function):
+    """Weighted sum of the results of each received row."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, there: Permutation, back: Permutation) -> Tensor:
-        ctx.back = back
-        return there(rows)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor | None, route: Route) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(*(None, None) if weights is None else (rows, weights))
+        return route.weigh(rows, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.route.weigh_backward(grads[0], *ctx.saved_tensors), None
+
+
+@direct
+class Gather(torch.autograd.Function):
+    """Sum of the returned rows of each token; a sum that is ``known`` is not computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route, known: Tensor | None) -> Tensor:
+        ctx.route, ctx.rows = route, len(rows)
+        return route.gather(rows) if known is None else known.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grads[0]), None, None
+        return ctx.route.gather_backward(grads[0], ctx.rows), None, None
 
 
-_gather, _aggregate, _permuted = map(quick_apply, (Gather, Aggregate, _Permuted))
+_pack, _expand, _weigh, _gathered = map(quick_apply, (Pack, Expand, Weigh, Gather))
+
+
+def _gather(rows: Tensor, route: Route, known: Tensor | None) -> Tensor:
+    # What came back is the sum itself where each token was sent once; a Function must not return what it is given.
+    gathered: Tensor = rows if known is None and route.order is None else _gathered(rows, route, known)
+    return gathered

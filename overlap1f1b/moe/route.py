@@ -1,56 +1,64 @@
-"""The route of rows in one call of experts by one microbatch: each row's way to its expert and back."""
+"""The route of rows in one call of experts by one microbatch: each token's way to its ranks, and back."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.combine import spread_grad, sum_rows
+from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
-from overlap1f1b.kernels.permute import OpenRows, opened, spread_rows, spread_weighted, take_rows
-from overlap1f1b.kernels.slots import Groups, group_places, invert, pack_slots, place_slots, sort_slots
+from overlap1f1b.kernels.permute import expand_rows, layout_of, pack_rows, spread_rows, take_rows
+from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
+from overlap1f1b.plan import rows_per_token
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.exchange import EqualSplits
 from overlap1f1b.transport.streams import Failed, nobody_failed
 
 
 class Route(Splits):
-    """Splits and permutations of the rows for ``indices [T, K]`` over E experts, spread evenly over the ranks.
+    """Splits and maps of the rows for ``indices [T, K]`` over E experts, spread evenly over the ranks.
 
-    A row goes from its token into slot order (sorted by expert, and so by rank), through the exchange, into groups by
-    local expert, through the experts, and back. Before rows are grouped, :meth:`arrive` takes the received counts.
+    A token is sent once to each rank that has experts of it. Its row carries the experts' numbers there and the weights
+    (:meth:`pack`). That rank makes a row for each choice, sorted by expert (:meth:`expand`), computes, sums the results
+    of a received row by their weights (:meth:`weigh`), and sends the sum back. The token's rank adds what comes back
+    from its ranks (:meth:`gather`). On one rank tokens are the rows, and what comes back is the result.
 
     Without a capacity every rank sends as many rows as were routed, and the host must know their number. With a
-    ``capacity`` every rank sends the same number of rows to every rank, ``⌈capacity · T · K / ranks⌉``, padded with
-    zeros: then nothing waits for the host, but all ranks must have equally many tokens. Rows without room are left out
-    and counted in :attr:`dropped`.
+    ``capacity`` every rank sends the same number of rows to every rank, padded with zeros: ``capacity`` times the
+    expected number where all experts are equally likely, for as many choices as ``⌈capacity · T · K / ranks⌉``. Then
+    nothing waits for the host, but all ranks must have equally many tokens. Choices without room are left out, the last
+    tokens' first, and counted in :attr:`dropped`.
 
     Args:
         indices: ``[T, K]`` int64.
         experts: E.
         ranks: Ranks that share the experts.
         kernels: Choice between Triton and torch.
-        capacity: Largest number of rows for a rank, as a multiple of an even share; None for exact sizes.
+        capacity: Room for rows and choices of a rank, as a multiple of an even share; None for exact sizes.
 
     Attributes:
-        keeps_returned: Whether the backward of :meth:`aggregate` needs the returned rows.
         tokens: T.
         top_k: K.
-        counts: ``[E]`` int64, rows sent to each expert.
-        dropped: ``[E]`` int64, rows without room; None without a capacity.
+        hidden: H, after :meth:`pack`.
+        room: Choices for which each rank has room; None without a capacity.
+        counts: ``[ranks, 1 + E / ranks]`` int64, rows sent to each rank, and the choices of each of its experts, also
+            of those that were left out.
+        dropped: ``[E]`` int64, choices without room; None without a capacity.
+        padded: Whether rows include padding.
+        partial: Whether rows to send may be without a token: padding, or room that a device has made for more rows.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert. On a GPU a device-side assertion fails instead.
+        ValueError: ``indices`` name an unknown expert. On a GPU, where nothing looks, it is raised when the counts
+            arrive, or a device-side assertion fails instead.
     """
 
-    keeps_returned = True
     counts: Tensor
+    hidden: int
 
     def __init__(
         self,
@@ -63,61 +71,66 @@ class Route(Splits):
     ) -> None:
         super().__init__((), ())
         self.tokens, self.top_k = indices.shape
-        self.ranks, self.kernels, self.capacity = ranks, kernels, capacity
+        self.experts, self.ranks, self.kernels, self.capacity = experts, ranks, kernels, capacity
+        self.local = experts // ranks
+        self.indices = indices
+        self.room: int | None = None
         self.dropped: Tensor | None = None
-        self._arrived: Tensor | None = None  # rows by source and local expert
-        self._counted: list[list[int]] | None = None  # a copy on the host, if the host must know
+        self.padded = capacity is not None
+        self.partial = self.padded or not indices.is_cpu
+        self._gaps = self.padded or ranks > 1  # whether a row may have fewer choices than it has room for
+        self.order: Tensor | None = None
+        self.spots: Tensor | None = None
+        self._slots: Slots | None = None
+        self._counted: list[list[int]] | None = None  # what has arrived, on the host, if the host must know
         if indices.is_cpu:
             _check(indices, experts)
+        if capacity is None and ranks == 1:
+            self.choices = indices.numel()
+            self.counts = indices.reshape(-1)[:1]  # nobody reads it
+            return
+        rows: int | None = None
         if capacity is not None:
-            room = min(math.ceil(capacity * indices.numel() / ranks), indices.numel())
-            packing = pack_slots(indices, experts, ranks, room, kernels)
-            self.order, self.inverse, self.counts, self.dropped = packing
-            self.send = self.receive = EqualSplits([room] * ranks)
-            self.counts_first = False
-        elif indices.is_cpu and not kernels.uses_triton(place_slots, indices, experts):
-            self.order, self.counts = sort_slots(indices, experts)
-            self.inverse = invert(self.order)
-        else:
-            self.order, self.inverse, self.counts = kernels(place_slots, indices, experts)
-
-    @property
-    def padded(self) -> bool:
-        """Whether sent rows include padding."""
-        return self.dropped is not None
+            expected = self.tokens * rows_per_token(experts, self.top_k, ranks) / ranks
+            rows = min(math.ceil(capacity * expected), self.tokens)
+            self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * self.top_k)
+            self.send = self.receive = EqualSplits([rows] * ranks)
+            self.choices, self.counts_first = self.room * ranks, False
+        places = kernels(place_rows, indices, experts, ranks, rows, self.room or 0)
+        self.order, self.spots, self.inverse, self.counts = places
+        if self.padded:
+            left_out = (self.spots < 0).long().view(-1)
+            self.dropped = left_out.new_zeros(experts).scatter_add_(0, indices.reshape(-1), left_out)
+        elif indices.is_cpu:
+            self.order = self.order[: int(self.counts[:, 0].sum())]
 
     @property
     def told(self) -> Tensor:
         """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
         if not self.padded or not self.counts.is_cpu:
             return self.counts
-        each = self.counts.view(self.ranks, -1)
-        return torch.cat([each, each.new_full((self.ranks, 1), self.tokens)], 1)
+        return torch.cat([self.counts, self.counts.new_full((self.ranks, 1), self.tokens)], 1)
 
     def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
-        """Take the received ``counts [ranks, E / ranks]``, as told; wait for them if the host must know sizes.
+        """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
 
         Raises:
             ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
         """
-        if self.padded and counts.is_cpu:
-            self.check_tokens(counts[:, -1].tolist())
-            counts = counts[:, :-1]
-        self._arrived = counts
         if self.padded:
+            if counts.is_cpu:
+                self.check_tokens(counts[:, -1].tolist())
             return
-        if self.ranks == 1 and self.host is None:
-            if self.tokens and not counts.is_cpu:  # the device looks if the last row has a slot: no wait of the host
-                torch._assert_async(self.order[-1] >= 0, "indices name an expert that is none")
-            self.send = self.receive = [self.order.shape[0]]
+        host, self.host = self.host, None
+        sent, received = (self.counts, counts) if host is None else host.read(timeout, failed)
+        if self.ranks == 1:
+            self.send = self.receive = [self.tokens]
             return
-        sent, received = (self.counts, counts) if self.host is None else self.host.read(timeout, failed)
-        self.send = sent.view(self.ranks, -1).sum(1).tolist()
-        if sum(self.send) != self.order.shape[0]:  # a slot without a row would be lost silently
-            raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.counts.numel() - 1}")
-        self._counted = received.tolist()
-        self.receive = [sum(rows) for rows in self._counted]
-        self.host = None
+        of_ranks, self._counted = sent.tolist(), received.view(self.ranks, -1).tolist()
+        self.send, self.receive = ([rows for rows, *_ in every] for every in (of_ranks, self._counted))
+        self.choices = sum(sum(of_experts) for _, *of_experts in self._counted)
+        if sum(map(sum, of_ranks)) - sum(self.send) != self.tokens * self.top_k:  # it would be lost silently
+            raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.experts - 1}")
 
     def check_tokens(self, every: Sequence[int]) -> None:
         """Raise ValueError if ranks have other numbers of tokens: they would wait for rows that nobody sends."""
@@ -129,87 +142,64 @@ class Route(Splits):
 
     @property
     def expert_rows(self) -> ExpertRows:
-        """Number of received rows of each local expert."""
-        arrived, counted = self._arrived, self._counted
-        assert arrived is not None
-        host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)]
-        if self._groups is not None:
-            return ExpertRows(self._groups.ends, host, padded=self.padded)
-        counts = arrived[0] if len(arrived) == 1 else arrived.sum(0)
-        return ExpertRows(counts.cumsum(0, dtype=torch.int32), host)
+        """Number of rows of each local expert, after :meth:`expand`."""
+        assert self._slots is not None
+        counted = self._counted
+        host = None if counted is None else [sum(rows) for rows in zip(*counted, strict=True)][1:]
+        return ExpertRows(self._slots.ends, host, padded=self.padded)
 
-    @property
-    def regroups(self) -> bool:
-        """Whether rows are received in another order than by expert, or with padding."""
-        return self._groups is not None
+    def pack(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
+        self.hidden = tokens.shape[1]
+        self._layout = layout_of(tokens, weights)
+        places = self.order, self.spots, self.local, self._layout, self.partial
+        return self.kernels(pack_rows, tokens, self.indices, weights, *places)
 
-    @cached_property
-    def _groups(self) -> Groups | None:
-        arrived = self._arrived
-        assert arrived is not None
-        if 1 in arrived.shape and not self.padded:
-            return None
-        return self.kernels(group_places, arrived, sum(self.receive), self.padded)
+    def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients ``[T, H]`` of the tokens and ``[T, K]`` of the weights."""
+        if self.spots is None:
+            tokens, weights, _ = self._layout.opened(grad)
+            return tokens, weights
+        return self.kernels(open_grads, grad, self.inverse, self.spots, self._layout)
 
-    def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Return the rows to send ``[rows, H]`` of ``tokens [T, H]``."""
-        return self.kernels(spread_rows, tokens, self.order, self.inverse, self.top_k, self.padded)
+    def expand(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``."""
+        if self._slots is None:
+            chosen = self._layout.opened(packed)[2][:, : self._layout.choices]
+            self._slots = self.kernels(place_slots, chosen, self.local, self.choices)
+            if self.ranks == 1 and self.choices and not (self.padded or packed.is_cpu):
+                # The device looks if the last choice has a row: no wait of the host.
+                torch._assert_async(self._slots.order[-1] >= 0, "indices name an expert that is none")
+        return self.kernels(expand_rows, packed, *self._slots[:2], self._layout, self.padded)
 
-    def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradient ``[T, H]`` of the tokens, and ``[T, K]`` of the weights if rows carry them, else None."""
-        return self.kernels(sum_rows, grad_rows, self.inverse, self.top_k, None, self.padded), None
+    def expand_backward(self, grad_rows: Tensor, grad_weights: Tensor) -> Tensor:
+        """Return the gradient ``[rows, W]`` of received rows."""
+        assert self._slots is not None
+        return self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
 
-    def group(self, rows: Tensor) -> Tensor:
-        """Group received rows ``[R, H]`` by expert."""
-        return rows if self._groups is None else self.kernels(take_rows, rows, self._groups.order, self.padded)
+    def weigh(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """Sum the rows of each received row's choices by their weights, None for 1: ``[C, H] → [rows, H]``."""
+        assert self._slots is not None
+        return self.kernels(sum_rows, rows, self._slots.inverse, self._layout.choices, weights, self._gaps)
 
-    def ungroup(self, rows: Tensor) -> Tensor:
-        """Return grouped rows ``[R, H]`` to the order in which they were received."""
-        return rows if self._groups is None else self.kernels(take_rows, rows, self._groups.inverse, self.padded)
+    def weigh_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return gradients ``[C, H]`` of the rows and ``[C]`` of the weights, None without weights."""
+        assert self._slots is not None
+        order, inverse, _ = self._slots
+        if weights is None or rows is None:
+            return self.kernels(spread_rows, grad, order, inverse, self._layout.choices, self.padded), None
+        return self.kernels(spread_grad, grad, rows, order, inverse, weights, self.padded)
 
-    def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Sum returned rows ``[rows, H]`` by ``weights [T, K]`` to ``[T, H]``."""
-        return self.kernels(sum_rows, rows, self.inverse, self.top_k, weights, self.padded)
+    def gather(self, rows: Tensor) -> Tensor:
+        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``."""
+        return rows if self.order is None else self.kernels(sum_rows, rows, self.inverse, self.top_k)
 
-    def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return gradients ``[rows, H]`` of returned rows and ``[T, K]`` of weights, None if rows carry them."""
-        assert rows is not None
-        return self.kernels(spread_grad, grad, rows, self.order, self.inverse, weights, self.padded)
+    def gather_backward(self, grad: Tensor, rows: int) -> Tensor:
+        """Return the gradient ``[rows, H]`` of returned rows."""
+        return grad if self.order is None else self.kernels(take_rows, grad, self.order[:rows], self.padded)
 
 
 def _check(indices: Tensor, experts: int) -> None:
     if indices.numel() and not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
         wrong = lowest if lowest < 0 else highest
         raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}")
-
-
-class WeightedRoute(Route):
-    """A :class:`Route` whose rows carry their weights to the experts: ``[rows, W]``, H elements and then the weight.
-
-    Returned rows are summed without weights. So the backward of the sum is a permutation, and the returned rows need
-    not be kept. The gradient of a weight returns at the end of its row's gradient. There is no additional exchange;
-    each row sent to the experts, and its gradient, is 16 bytes longer (up to 31 bytes if a row's size is not a multiple
-    of 16).
-    """
-
-    keeps_returned = False
-
-    def gather(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        self._hidden, self._dtype = tokens.shape[1], weights.dtype
-        return self.kernels(spread_weighted, tokens, weights, self.order, self.inverse, self.padded)
-
-    def gather_backward(self, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        rows, weights = opened(grad_rows, self._hidden, self._dtype)
-        of_slots = self.kernels(take_rows, weights.unsqueeze(1), self.inverse, self.padded)
-        return super().gather_backward(rows)[0], of_slots.view(-1, self.top_k)
-
-    def opened(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Split grouped rows ``[R, W]`` into ``[R, H]`` and their weights ``[R]``, in autograd."""
-        of_rows, weights = OpenRows.apply(rows, self._hidden, self._dtype)
-        return of_rows, weights
-
-    def aggregate(self, rows: Tensor, weights: Tensor) -> Tensor:
-        return self.kernels(sum_rows, rows, self.inverse, self.top_k, None, self.padded)
-
-    def aggregate_backward(self, grad: Tensor, rows: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.kernels(spread_rows, grad, self.order, self.inverse, self.top_k, self.padded), None

@@ -26,6 +26,7 @@ from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import balanced, choices
 from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
+from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 
 __all__ = [
     "RECOMPUTES",
@@ -56,6 +57,7 @@ __all__ = [
     "choices",
     "compile",
     "cost_key",
+    "exchanged_bytes",
     "fastest",
     "found_orders",
     "parse_node",
@@ -66,6 +68,8 @@ __all__ = [
     "pipeline_bound",
     "play_clocks",
     "play_ranks",
+    "row_bytes",
+    "rows_per_token",
     "segments_of",
     "with_rendezvous",
 ]

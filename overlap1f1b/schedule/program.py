@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -40,6 +40,7 @@ class Program:
             W. Empty if nothing is declared.
         search_seconds: If above 0, an Engine replaces the order by one that a search of this size finds for measured
             costs, within ``peak_activations``; see :func:`~overlap1f1b.found_orders`.
+        build: Returns the program of the same schedule for another number of microbatches; None if there is none.
     """
 
     name: str
@@ -49,6 +50,41 @@ class Program:
     placement: Placement = SINGLE
     peak_weights: tuple[int, ...] = ()
     search_seconds: float = 0.0
+    build: Callable[[int], Program] | None = field(default=None, compare=False, repr=False)
+
+    def of(self, microbatches: int) -> Program:
+        """Return the program of the same schedule for another number of microbatches.
+
+        Where the schedule does not allow a smaller number, it is this program without its last microbatches.
+
+        >>> from overlap1f1b.schedule import build_schedule
+        >>> print(build_schedule("dualpipev", ranks=2, microbatches=4).of(1).draw())
+        rank 0: 0F0 3F0 3I0 3W0 0B0
+        rank 1: 1F0 2F0 2B0 1B0
+
+        Raises:
+            ValueError: The schedule does not allow the number, or this program is of no schedule and has fewer.
+        """
+        check_size("microbatches", microbatches)
+        if microbatches == self.microbatches:
+            return self
+        if self.build is not None:
+            try:
+                return self.build(microbatches)
+            except ValueError:
+                if microbatches > self.microbatches:
+                    raise
+        elif microbatches > self.microbatches:
+            raise ValueError(
+                f"microbatches={microbatches} with program {self.name!r} of no schedule; "
+                f"allowed: 1 to {self.microbatches}, its own"
+            )
+        kept: dict[tuple[int, int], int] = {}  # new numbers, by pipe and number here
+        for pipe in range(len(self.placement.pipes)):
+            numbers = zip(self.microbatches_of(pipe), self.placement.microbatches(pipe, microbatches), strict=False)
+            kept |= {(pipe, old): new for old, new in numbers}
+        rows = (_kept(slots, kept) for slots in self.ranks)
+        return replace(program_of(self.name, microbatches, self.placement, rows), build=self.build)
 
     def microbatches_of(self, pipe: int) -> range:
         """Return the microbatches that pass a pipe; with two pipes, the first has the lower half."""
@@ -132,6 +168,14 @@ class Program:
         for rank in range(len(self.ranks)):
             _RankCheck(self, rank, trains).run()
         deque(flow(self), maxlen=0)
+
+
+def _kept(slots: Iterable[Slot], numbers: Mapping[tuple[int, int], int]) -> Iterator[Slot]:
+    """Yield the slots of some microbatches, which get new numbers, by pipe and number."""
+    for slot in slots:
+        here = [action for action in actions_of(slot) if (action.pipe, action.microbatch) in numbers]
+        left = [action._replace(microbatch=numbers[action.pipe, action.microbatch]) for action in here]
+        yield from (Pair(*left),) if len(left) == 2 else left
 
 
 def program_of(name: str, microbatches: int, placement: Placement, rows: Iterable[Iterable[Slot]]) -> Program:

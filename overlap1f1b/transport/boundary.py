@@ -188,7 +188,8 @@ class Boundary:
                     payload, number = two, 1 - two.rank()
                 lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
-        self._known: dict[_Key, Specs] = {}
+        self._known: dict[_Key, Specs] = {}  # of the present number of microbatches
+        self._of_numbers: dict[int, dict[_Key, Specs]] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
         self.announced = False
@@ -205,12 +206,14 @@ class Boundary:
         """Lanes of all links."""
         return [link.lane for links in (self._out, self._in) for link in links.values()]
 
-    def begin(self, nodes: Iterable[Node], *, remember: bool) -> None:
+    def begin(self, nodes: Iterable[Node], microbatches: int, *, remember: bool) -> None:
         """Prepare a step of these nodes; where receives are posted ahead, post the first.
 
-        All steps with ``remember`` send the same shapes, so only the first of them needs headers.
+        All steps with ``remember`` and the same number of microbatches send the same shapes, so only the first of them
+        needs headers.
         """
         self._remember = remember and not self._dynamic
+        self._known = self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
         if not self.posts_ahead:
             return
@@ -344,7 +347,7 @@ class Boundary:
 
     def forget(self) -> None:
         """Forget all shapes: after a failed step ranks may know different shapes."""
-        self._known.clear()
+        self._of_numbers.clear()
 
     def _peer(self, node: Node) -> int:
         towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)

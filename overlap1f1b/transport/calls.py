@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.transport.exchange import Exchange, build_exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange, build_exchange
 from overlap1f1b.transport.streams import Failed, HostCopy, Mark, nobody_failed
 from overlap1f1b.transport.suspend import Forward, run_part
 
@@ -119,7 +120,7 @@ def exchange_parts(
     forward = Forward.running()
     if forward is None:
         return [
-            _Rows.apply(compute(_there(sent.pop(0), of, exchange)), exchange, *of.sizes(back=True))
+            _exchanged(compute(_there(sent.pop(0), of, exchange)), exchange, *of.sizes(back=True))
             for of, compute in zip(splits, computes, strict=True)
         ]
     calls = [ExchangeCall([rows], of, False, True, answer) for rows, of in zip(sent, splits, strict=True)]
@@ -136,7 +137,12 @@ def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
         counts = exchange.counts(told)
         splits.host = counts.host
         splits.arrive(counts.finish())
-    received: Tensor = _Rows.apply(rows, exchange, *splits.sizes(back=False))
+    return _exchanged(rows, exchange, *splits.sizes(back=False))
+
+
+def _exchanged(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
+    # Rows that stay where they are may be changed in place, as the result of a Function that was given them may not.
+    received: Tensor = rows if isinstance(exchange, LocalExchange) else _Rows.apply(rows, exchange, send, receive)
     return received
 
 
@@ -171,6 +177,8 @@ def exchange(
     else:
         by = build_exchange(group, device=given[0].device.type)
         got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+    if forward is not None and forward.brought is not None:
+        forward.brought.append(tuple(got))
     return got[0] if isinstance(tensors, Tensor) else got
 
 
@@ -190,10 +198,20 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
             has made with one each.
     """
     forward, splits = Forward.running(), LibrarySplits(function)
-    if forward is not None and forward.hides(tensors, splits, group):
+    if forward is None:
+        return function(*tensors)
+    if forward.hides(tensors, splits, group):
         brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
-        return brought
-    return function(*tensors)
+    else:
+        with saved_tensors_hooks(_itself, _itself):  # a part that is computed again does not repeat what it saves
+            brought = function(*tensors)
+    if forward.brought is not None:
+        forward.brought.append(tuple(brought))
+    return brought
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:
@@ -224,9 +242,25 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
-        ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
-        return exchange.rows(rows, send, receive).finish()
+        ctx.exchange, ctx.send, ctx.receive, ctx.rows = exchange, send, receive, len(rows)
+        return exchange.rows(cut(rows, send), send, receive).finish()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.exchange.rows(grads[0], ctx.receive, ctx.send).finish(), None, None, None
+        grad = ctx.exchange.rows(grads[0], ctx.receive, ctx.send).finish()
+        return uncut(grad, ctx.rows), None, None, None
+
+
+def cut(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the rows that sizes count: on a device a route makes room for more, since it does not know how many."""
+    count = sum(sizes)
+    return rows if len(rows) == count else rows[:count]
+
+
+def uncut(grad: Tensor, rows: int) -> Tensor:
+    """Return the gradient of rows before :func:`cut`, of which nobody reads the rest."""
+    if len(grad) == rows:
+        return grad
+    whole = grad.new_zeros(rows, *grad.shape[1:])
+    whole[: len(grad)] = grad
+    return whole

@@ -322,30 +322,31 @@ class Mesh:
             if dimension in self._control:
                 self._compare(self.along(dimension), self.gathered(dimension, dict(facts)), besides)
 
-    def compared(self, number: float) -> Callable[[], bool]:
-        """Start to compare a number over all ranks; return a function that waits and returns whether all are equal.
+    def compared(self, *numbers: float) -> Callable[..., list[bool]]:
+        """Start to compare numbers over all ranks; return a function that waits and returns whether each one differs.
 
-        The function returns the same on all ranks. It raises a LostRankError if a rank failed, or did not answer within
+        It returns the same on all ranks, or with ``here=True``, by which ranks may call it alone, whether numbers
+        differ along any dimension of this rank. It raises a LostRankError if a rank failed, or did not answer within
         the limit.
         """
-        ends = torch.tensor([number, -number], dtype=torch.float64, device="cpu")
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        groups = iter(self._control.items())
-        first = next(groups, None)
-        work = None if first is None else first[1].allreduce([ends], options)
+        own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
+        most = {name: own.clone() for name in self._control}
+        works = {name: self._control[name].allreduce([line], options) for name, line in most.items()}
 
-        def same() -> bool:
-            if first is not None and work is not None:
-                with _naming(first[0]):
+        def differ(*, here: bool = False) -> list[bool]:
+            for name, work in works.items():
+                with _naming(name):
                     work.wait()
-            # Of the result so far: otherwise a rank would not learn of a difference elsewhere.
-            for dimension, group in groups:
-                with _naming(dimension):
-                    group.allreduce([ends], options).wait()
-            return bool(ends[0] == -ends[1])
+            found = torch.stack([(line != own).any(dim=0) for line in (own, *most.values())]).any(dim=0).to(torch.uint8)
+            # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
+            for name in () if here or len(most) < 2 else most:
+                with _naming(name):
+                    self._control[name].allreduce([found], options).wait()
+            return [bool(one) for one in found.tolist()]
 
-        return same
+        return differ
 
     def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]], besides: str = "") -> None:
         first: dict[str, tuple[object, int]] = {}

@@ -61,6 +61,8 @@ class Forward:
         part: Runs a part of the function that can be computed again by itself, see :func:`run_part`.
         once: Computes a value that a second forward takes from the first, see :func:`computed_once`.
         hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
+        again: Makes what computes a part again, of the part, its arguments and a context; None if nothing does.
+        brought: What exchanges of the model's own have brought, where a part of the function is computed again.
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class Forward:
         self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
         self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
         self.hides: Callable[..., bool] = _never
+        self.again: Callable[..., Any] | None = None
+        self.brought: list[tuple[Any, ...]] | None = None
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange

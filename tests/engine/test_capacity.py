@@ -92,8 +92,11 @@ def test_an_overflow_raises_and_leaves_gradients_as_they_were() -> None:
         engine.step(data[0], target=data[1])
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True) if p.grad is not None)
     # 14 tokens of a microbatch, 2 experts each: 28 rows for the one rank, and room for 21.
-    found = re.search(r"(\d+) rows of block \d+ \(Block\), microbatch \d, found no room .*: 21 rows to each rank; "
-                      r"most of expert (\d+), (\d+) of (\d+)", str(caught.value))  # fmt: skip
+    pattern = (
+        r"(\d+) choices of block \d+ \(Block\), microbatch \d, found no room under capacity=0\.75: "
+        r"11 rows and 21 choices to each rank; most of expert (\d+), (\d+) of (\d+)"
+    )
+    found = re.search(pattern, str(caught.value))
     assert found is not None, str(caught.value)
     lost, _, most, of = map(int, found.groups())
     assert lost == 7
@@ -165,7 +168,7 @@ def test_two_ranks(rank: int, size: int) -> list[str]:
         engine.step(data[0], target=data[1])
         problems.append("nothing raised")
     except CapacityOverflowError as error:
-        if "14 rows to each rank" not in str(error):
+        if "11 rows and 14 choices to each rank" not in str(error):
             problems.append(str(error))
     engine = make(model, PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=2.0)
     try:

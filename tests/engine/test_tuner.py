@@ -83,7 +83,7 @@ def test_a_plan_that_is_set_stays_until_costs_are() -> None:
 
 
 def test_an_evaluation_has_the_forwards_alone() -> None:
-    assert {node.kind.value for node in tuner().of_evaluation.nodes} == {"F"}
+    assert {node.kind.value for node in tuner().evaluation_of(4).nodes} == {"F"}
 
 
 @pytest.mark.parametrize("other", ["combined_1f1b", "sequential"])
@@ -94,11 +94,11 @@ def test_an_evaluation_follows_the_program_that_is_kept(other: str) -> None:
     turns = [compile(PROGRAM, SHAPES, COSTS, "pairs"), compile(program, SHAPES, COSTS, "serial")]
     of = tuner(tries=1)
     of._adopt(COSTS, turns)
-    before = of.of_evaluation
+    before = of.evaluation_of(4)
     play(of, 2.0, 1.0)
     assert of.plan is turns[1]
-    assert (of.of_evaluation is before) == (program == PROGRAM)
-    assert of.of_evaluation.program.name == forwards_of(program).name
+    assert (of.evaluation_of(4) is before) == (program == PROGRAM)
+    assert of.evaluation_of(4).program.name == forwards_of(program).name
 
 
 def test_plans_take_turns() -> None:

@@ -1,32 +1,42 @@
-"""Sums of a token's rows against loops, and gradients against finite differences."""
+"""Sums of rows against loops, and gradients against finite differences."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.combine import spread_grad, sum_rows
-from overlap1f1b.kernels.slots import invert, place_slots, sort_slots
+from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
+from overlap1f1b.kernels.permute import Layout, layout_of
+from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
 
-@pytest.mark.parametrize(("T", "K", "E", "H"), [(0, 2, 3, 4), (1, 1, 1, 1), (7, 2, 5, 3), (9, 3, 8, 30)])
-def test_against_loops(T: int, K: int, E: int, H: int) -> None:
-    order, _ = sort_slots(torch.randint(E, (T, K)), E)
-    rows, weights = torch.randn(T * K, H), torch.rand(T, K)
-    place = order.tolist().index
-    expected = [sum(weights[t, k] * rows[place(t * K + k)] for k in range(K)) for t in range(T)]
-    found = sum_rows(rows, invert(order), K, weights)
-    torch.testing.assert_close(found, torch.stack(expected) if T else rows.view(0, H))
+def gaps(R: int, M: int, E: int, padding: int = 0) -> Slots:
+    """Places of choices of which some are none; the last rows may be padding."""
+    chosen = torch.randint(E + 1, (R, M), device=DEVICE, dtype=torch.int16)
+    return place_slots(chosen, E, min(int((chosen > 0).sum()) + padding, R * M))
+
+
+@pytest.mark.parametrize(("R", "M", "E", "H"), [(0, 2, 3, 4), (1, 1, 1, 1), (7, 2, 5, 3), (9, 3, 8, 30)])
+def test_against_loops(R: int, M: int, E: int, H: int) -> None:
+    slots = gaps(R, M, E)
+    rows, weights = torch.randn(len(slots.order), H), torch.rand(len(slots.order))
+    expected = torch.zeros(R, H)
+    for spot, row in enumerate(slots.inverse.tolist()):
+        if row >= 0:
+            expected[spot // M] += weights[row] * rows[row]
+    torch.testing.assert_close(sum_rows(rows, slots.inverse, M, weights), expected)
+    torch.testing.assert_close(sum_rows(rows, slots.inverse, M), sum_rows(rows, slots.inverse, M, weights * 0 + 1))
 
 
 def test_gradients_are_those_of_autograd() -> None:
-    order, _ = sort_slots(torch.tensor([[2, 0], [0, 1], [2, 1]]), 4)
+    order, inverse, _ = place_slots(torch.tensor([[3, 1], [1, 2], [3, 2]], dtype=torch.int16), 4, 6)
     rows = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
-    weights = torch.rand(3, 2, dtype=torch.float64, requires_grad=True)
-    inverse, grad = invert(order), torch.randn(3, 5, dtype=torch.float64)
-    total = (rows[inverse].view(3, 2, 5) * weights.unsqueeze(2)).sum(1)
+    weights = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(3, 5, dtype=torch.float64)
+    total = (rows * weights.unsqueeze(1))[inverse].view(3, 2, 5).sum(1)
     expected = torch.autograd.grad(total, (rows, weights), grad)
     with torch.no_grad():
         torch.testing.assert_close(spread_grad(grad, rows, order, inverse, weights), expected)
@@ -34,33 +44,64 @@ def test_gradients_are_those_of_autograd() -> None:
 
 def test_low_precision_sums_in_float32() -> None:
     order = torch.arange(256)
-    rows, weights = torch.ones(256, 1, dtype=torch.bfloat16), torch.ones(1, 256, dtype=torch.bfloat16)
+    rows, weights = torch.ones(256, 1, dtype=torch.bfloat16), torch.ones(256, dtype=torch.bfloat16)
     rows[0] = 256
-    assert sum_rows(rows, order, 256, weights).item() == 512  # in bfloat16, 256 + 1 stays 256
+    for partial in (False, True):  # in bfloat16, 256 + 1 stays 256
+        assert sum_rows(rows, order, 256, weights, partial).item() == 512
+
+
+def test_what_is_not_there_counts_nothing_with_or_without_a_look() -> None:
+    order, inverse, _ = place_slots(torch.tensor([[3, 1], [1, 2]], dtype=torch.int16), 4, 4)
+    rows, weights = torch.randn(4, 5), torch.rand(4)
+    assert torch.equal(sum_rows(rows, inverse, 2, None, False), sum_rows(rows, inverse, 2, None, True))
+    torch.testing.assert_close(sum_rows(rows, inverse, 2, weights, False), sum_rows(rows, inverse, 2, weights, True))
+    assert len(order) == 4
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
 def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
-    indices, grad, weights = choose(T, K, E), draw(T, H, dtype=dtype), draw(T, K, dtype=dtype)
-    order, inverse, _ = place_slots(indices, E)
-    rows = draw(T * K, H, dtype=dtype)
-    for partial in (False, True):
-        if partial:
-            inverse = torch.where(inverse % 5 == 0, -1, inverse)  # what has no row counts nothing
-            order = torch.full_like(order, -1).scatter_(
-                0, inverse[inverse >= 0], torch.arange(T * K, device=DEVICE)[inverse >= 0]
-            )
-        check(sum_rows, rows, inverse, K, None, partial)
-        check(sum_rows, rows, inverse, K, weights, partial)
-        check(spread_grad, grad, rows, order, inverse, weights, partial)
+    grad = draw(T, H, dtype=dtype)
+    for padding in (0, 3):
+        slots = gaps(T, K, E, padding)
+        rows, weights = (draw(len(slots.order), *shape, dtype=dtype) for shape in ((H,), ()))
+        check(sum_rows, rows, slots.inverse, K)
+        check(sum_rows, rows, slots.inverse, K, weights)
+        check(spread_grad, grad, rows, *slots[:2], weights, padding > 0)
     if H > 1:  # a part of longer rows
-        check(sum_rows, rows[:, : H // 2], inverse, K, None, True)
+        check(sum_rows, rows[:, : H // 2], slots.inverse, K)
 
 
 @pytest.mark.triton
-def test_triton_sums_in_the_order_of_k() -> None:
-    inverse, rows = torch.randperm(1000), draw(1000, 30)
-    found = Kernels("triton")(sum_rows, rows, inverse.to(rows.device), 8)
-    assert torch.equal(found, sum_rows(rows, inverse.to(rows.device), 8))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
+    """The gradients of rows as their sums, and those of weights with all their bits."""
+    triton = Kernels("triton")
+    for wide in DTYPES:
+        slots, layout = gaps(T, K, E), Layout.of(H, K, dtype, wide)
+        rows, weights = draw(len(slots.order), H, dtype=dtype), draw(len(slots.order), dtype=wide)
+        packed = triton(pack_grads, rows, weights, slots.inverse, layout)
+        of_rows, *carried = layout.opened(packed)
+        assert torch.equal(of_rows, triton(sum_rows, rows, slots.inverse, K))
+        twin = pack_grads(rows, weights, slots.inverse, layout)
+        assert all(map(torch.equal, carried, layout.opened(twin)[1:]))
+        ranks = 2 if E % 2 == 0 else 1
+        order, spots, inverse, _ = place_rows(choose(T, K, E), E, ranks)
+        layout = layout_of(rows, torch.empty(0, K, dtype=wide))
+        packed = draw(len(order), layout.width, dtype=dtype)
+        found, back = triton(open_grads, packed, inverse, spots, layout)
+        assert torch.equal(found, triton(sum_rows, packed[:, :H], inverse, K))
+        assert _same_bits(back, open_grads(packed, inverse, spots, layout)[1])
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.triton
+def test_triton_sums_in_order() -> None:
+    inverse, rows = torch.randperm(1000, device=DEVICE), draw(1000, 30)
+    found = Kernels("triton")(sum_rows, rows, inverse, 8)
+    assert torch.equal(found, sum_rows(rows, inverse, 8))

@@ -45,20 +45,20 @@ LAYER = {  # before they were counted there were 84, and 18 more where rows of s
     "mul_": 1,  # balance
     "zeros_like": 1,  # choices for the balance
     "clone": 2,  # weights that carry the balance; the gradient of heads, whose order changes
-    "cumsum": 1,  # ends of experts' rows
 }
 """Launches by operator. On one rank of a GPU two more look if all indices name an expert."""
 TRITON = {
     "_route": 1,
     "_route_backward": 1,
     "_add_choices": 2,  # the load, and the balance
-    "_count": 1,  # three for the places of slots: a sort by counting
+    "_pack": 1,  # rows to send
+    "_count": 1,  # three for the places of choices: a sort by counting
     "_offsets": 1,
     "_place": 1,
     "_spread": 1,
     "_forward": 1,
     "_backward": 1,
-    "_sum": 2,  # of returned rows, and of the gradients of a token's rows
+    "_sum": 2,  # of a row's results, and of their gradients
     "_spread_grad": 1,
 }
 CALLS = 950

@@ -57,6 +57,22 @@ def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int
         experts(TOKENS, INDICES + shift, WEIGHTS)
 
 
+@over(2, gives=[True] * 3, timeout=60)
+def test_the_same_expert_twice_counts_twice(rank: int, size: int) -> list[bool]:
+    """As where the table of a model that routes by hashes is still all zeros; more often than a rank has experts."""
+    indices, found = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 0]]), list[bool]()
+    whole, own = GroupedExperts(2, H, 3), GroupedExperts(2, H, 3, group=dist.group.WORLD)
+    for experts in (whole, own):
+        experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
+    tokens = torch.randn(3, H, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    weights = torch.rand(3, 3, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    wanted, got = whole(tokens, indices, weights), own(tokens, indices, weights)
+    found.append(torch.allclose(got, wanted, atol=1e-6))
+    for one, other in zip(*(torch.autograd.grad(y.sum(), (tokens, weights)) for y in (wanted, got)), strict=True):
+        found.append(torch.allclose(one, other, atol=1e-6))
+    return found
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.permute import layout_of
 from overlap1f1b.moe import GroupedExperts, MoEConfig
-from overlap1f1b.moe.experts import Aggregate, Gather, WeightsIn
-from overlap1f1b.moe.route import Route, WeightedRoute
-from overlap1f1b.transport.exchange import EqualSplits
+from overlap1f1b.moe.experts import Expand, Gather, Pack, Weigh, WeightsIn
+from overlap1f1b.moe.route import Route
+from overlap1f1b.transport.calls import _Rows
+from overlap1f1b.transport.exchange import EqualSplits, LocalExchange, Transfer
 
 H = 3
 TORCH = Kernels("torch")
@@ -23,81 +25,89 @@ def exchanged(routes: list[Route], rows: list[Tensor], *, back: bool) -> list[Te
 
 
 def played(
-    indices: list[Tensor], experts: int, capacity: float | None, kind: type[Route] = Route
-) -> tuple[list[Route], list[Tensor]]:
-    """The rows that every expert receives, and the routes."""
+    indices: list[Tensor], experts: int, capacity: float | None
+) -> tuple[list[Route], list[tuple[Tensor, Tensor]]]:
+    """The rows and weights of every expert's choices, and the routes."""
     ranks = len(indices)
-    routes = [kind(index, experts, ranks, TORCH, capacity=capacity) for index in indices]
+    routes = [Route(index, experts, ranks, TORCH, capacity=capacity) for index in indices]
     for rank, route in enumerate(routes):
-        route.arrive(torch.stack([other.told.view(ranks, -1)[rank] for other in routes]))
+        told = [other.told.view(ranks, -1)[rank] for other in routes] if ranks > 1 or capacity else [route.told]
+        route.arrive(torch.stack(told))
     tokens = [torch.arange(len(index) * H).view(-1, H) + 1000.0 * (1 + rank) for rank, index in enumerate(indices)]
     weights = [torch.rand(index.shape) for index in indices]
-    sent = [route.gather(*given) for route, *given in zip(routes, tokens, weights, strict=True)]
+    sent = [route.pack(*given) for route, *given in zip(routes, tokens, weights, strict=True)]
     received = exchanged(routes, sent, back=False)
-    grouped = [route.group(rows) for route, rows in zip(routes, received, strict=True)]
-    returned = exchanged(
-        routes, [route.ungroup(rows) for route, rows in zip(routes, grouped, strict=True)], back=True
-    )  # fmt: skip
+    expanded = [route.expand(rows) for route, rows in zip(routes, received, strict=True)]
+    # Every expert returns what it was given.
+    each = list(zip(routes, expanded, strict=True))
+    sums = exchanged(routes, [route.weigh(*pair) for route, pair in each], back=True)
+    plain = exchanged(routes, [route.weigh(rows, None) for route, (rows, _) in each], back=True)
+    grads = exchanged(routes, [route.expand_backward(*pair) for route, pair in each], back=True)
+
     for rank, route in enumerate(routes):
-        # Every expert returns what it was given: K times the token, where nothing was lost.
-        total, of_slots = route.gather_backward(returned[rank])
+        total, of_slots = route.pack_backward(grads[rank])
         if route.dropped is None or not route.dropped.any():
+            assert torch.equal(route.gather(plain[rank]), tokens[rank] * route.top_k)
+            torch.testing.assert_close(route.gather(sums[rank]), tokens[rank] * weights[rank].sum(1, keepdim=True))
             assert torch.equal(total, tokens[rank] * route.top_k)
-            assert of_slots is None if kind is Route else torch.equal(of_slots, weights[rank])
-    return routes, [rows[: sum(route.expert_rows)] for route, rows in zip(routes, grouped, strict=True)]
+            assert torch.equal(of_slots, weights[rank])
+    counts = [sum(route.expert_rows) for route in routes]
+    return routes, [(rows[:n], w[:n]) for n, (rows, w) in zip(counts, expanded, strict=True)]
 
 
-@pytest.mark.parametrize(("ranks", "experts"), [(1, 4), (2, 2), (2, 6), (3, 9)])
+@pytest.mark.parametrize(("ranks", "experts", "top_k"), [(1, 4, 2), (2, 2, 2), (2, 6, 3), (3, 9, 2), (2, 8, 8)])
 @pytest.mark.parametrize("skewed", [False, True])
-@pytest.mark.parametrize("kind", [Route, WeightedRoute])
 def test_equal_splits_bring_the_same_rows_to_the_same_experts(
-    ranks: int, experts: int, skewed: bool, kind: type[Route]
+    ranks: int, experts: int, top_k: int, skewed: bool
 ) -> None:
     generator = torch.Generator().manual_seed(ranks * experts)
-    indices = [
-        torch.stack([torch.randperm(experts, generator=generator)[:2] for _ in range(7)]) % (2 if skewed else experts)
-        for _ in range(ranks)
-    ]
+    among = top_k if skewed else experts
+    indices = [torch.rand(7, among, generator=generator).argsort(1)[:, :top_k] for _ in range(ranks)]
     torch.manual_seed(0)
-    exact, wanted = played(indices, experts, None, kind)
+    exact, wanted = played(indices, experts, None)
     torch.manual_seed(0)
-    padded, found = played(indices, experts, float(ranks), kind)  # room for every row
-    for a, b, rows, other in zip(exact, padded, wanted, found, strict=True):
+    padded, found = played(indices, experts, float(ranks * top_k))  # room for every row
+    for a, b, one, other in zip(exact, padded, wanted, found, strict=True):
         assert list(a.expert_rows) == list(b.expert_rows)
-        assert torch.equal(rows[:, :H], other[:, :H])
-        if kind is WeightedRoute:  # a weight lies at the end of its row
-            assert torch.equal(rows[:, -4], other[:, -4])
+        assert all(map(torch.equal, one, other))
         assert isinstance(b.send, EqualSplits)
         assert b.dropped is not None
         assert not b.dropped.any()
-    assert sum(map(len, wanted)) == ranks * 14
-    source = torch.cat([rows[:, 0] for rows in wanted])  # (expert, source, slot) order
+        chosen = a.indices.div(experts // ranks, rounding_mode="floor")
+        assert a.send == [int((chosen == rank).any(1).sum()) for rank in range(ranks)]  # once a token and rank
+    assert sum(len(rows) for rows, _ in wanted) == ranks * 7 * top_k
+    source = torch.cat([rows[:, 0] for rows, _ in wanted])  # (expert, source, token) order
     assert len(set(source.tolist())) <= ranks * 7
 
 
 def test_what_finds_no_room_is_counted() -> None:
-    route = Route(torch.tensor([[0], [0], [0], [1], [3]]), 4, 2, TORCH, capacity=0.8)
-    assert route.send == [2, 2]
+    """The room of rows is that of experts that are all equally likely, and later tokens are left out."""
+    route = Route(torch.tensor([[0, 1], [0, 1], [0, 2], [1, 2], [3, 2]]), 4, 2, TORCH, capacity=0.8)
+    assert route.send == [4, 4]  # 0.8 · 5 · 5 / 6, rounded up
+    assert route.room == 4  # 0.8 · 10 / 2
     assert route.dropped is not None
     assert route.dropped.tolist() == [1, 1, 0, 0]
-    assert route.counts.tolist() == [2, 0, 0, 1]
+    assert route.counts.tolist() == [[4, 3, 3], [3, 3, 1]]
+    assert route.spots.tolist() == [[0, 1], [2, 3], [-1, 8], [-1, 10], [12, 13]]
 
 
 def test_no_tokens() -> None:
     for capacity in (None, 1.25):
         route = Route(torch.empty(0, 2, dtype=torch.int64), 4, 2, TORCH, capacity=capacity)
         route.arrive(torch.zeros_like(route.told).view(2, -1))
-        rows = route.group(route.gather(torch.empty(0, H), torch.empty(0, 2)))
+        packed = route.pack(torch.empty(0, H), torch.empty(0, 2))
+        rows, weights = route.expand(packed)
         assert rows.shape == (0, H)
-        assert route.gather_backward(route.ungroup(rows))[0].shape == (0, H)
+        assert route.gather(route.weigh(rows, weights)).shape == (0, H)
+        assert route.pack_backward(route.expand_backward(rows, weights))[0].shape == (0, H)
 
 
 def test_one_rank_needs_no_host() -> None:
-    """The counts are not read: sizes follow from the number of tokens."""
+    """The counts are not read: sizes follow from the number of tokens, whose rows they are."""
     route = Route(torch.tensor([[0, 2], [1, 2]]), 3, 1, TORCH)
-    counts = route.counts.view(1, -1)
-    route.arrive(counts)
-    assert (route.send, route.receive) == ([4], [4])
+    route.arrive(route.told)
+    assert (route.send, route.receive) == ([2], [2])
+    route.expand(route.pack(torch.ones(2, H), torch.ones(2, 2)))
     assert route.expert_rows._host is None
     assert list(route.expert_rows) == [1, 1, 2]
     assert route.expert_rows.ends.tolist() == [1, 2, 4]
@@ -106,9 +116,38 @@ def test_one_rank_needs_no_host() -> None:
 def test_a_slot_that_the_device_counted_for_no_expert_is_refused() -> None:
     """On a GPU nothing looks at the indices before the counts are on the host."""
     route = Route(torch.tensor([[0, 1], [2, 3]]), 4, 2, TORCH)
-    route.counts = torch.tensor([1, 1, 1, 0])
-    with pytest.raises(ValueError, match="indices name an expert that is none; allowed: 0 to 3"):
-        route.arrive(torch.tensor([[1, 1], [0, 0]]))
+    route.counts = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with pytest.raises(ValueError, match=r"^indices name an expert that is none; allowed: 0 to 3$"):
+        route.arrive(torch.tensor([[1, 1, 1], [0, 0, 0]]))
+
+
+def test_a_device_sends_what_was_counted_of_the_room_that_it_made() -> None:
+    """Without a look at values it makes room for a row for each choice; gradients come back for it all."""
+    route = Route(CHOICES[0], 8, 2, TORCH)
+    assert route.order is not None
+    sizes = route.counts[:, 0].tolist()
+    route.partial, route.order = True, torch.cat([route.order, torch.full((8 - len(route.order),), -1)])
+    tokens, weights = torch.randn(4, H, requires_grad=True), torch.rand(4, 3, requires_grad=True)
+    packed = Pack.apply(tokens, weights, route)
+    sent = _Rows.apply(packed, Bare(), sizes, sizes)
+    assert len(packed) == 8
+    assert len(sent) == sum(sizes) < 8
+    layout = layout_of(tokens, weights)
+    (rows, carried, _), (of_rows, of_weights, _) = layout.opened(sent), layout.opened(grad := torch.rand_like(sent))
+    found = torch.autograd.grad(sent, (tokens, weights), grad)
+    for token in range(4):
+        mine = route.order[: sum(sizes)] == token
+        assert torch.equal(rows[mine], tokens[token].expand(int(mine.sum()), H))
+        torch.testing.assert_close(found[0][token], of_rows[mine].sum(0))
+    assert torch.equal(carried.reshape(-1)[route.spots], weights)
+    assert torch.equal(found[1], of_weights.reshape(-1)[route.spots])
+
+
+class Bare(LocalExchange):
+    """An exchange of whatever rows with oneself."""
+
+    def rows(self, source: Tensor, *_: object) -> Transfer[Tensor]:
+        return Transfer(source.clone())
 
 
 E, H, I, K = 7, 6, 5, 3  # noqa: E741  the letters of the legend
@@ -169,22 +208,21 @@ def test_gradients_are_those_of_finite_differences(weights_in: WeightsIn) -> Non
     assert torch.autograd.gradcheck(call, (tokens, weights, *parameters))
 
 
-@pytest.mark.parametrize("kind", [Route, WeightedRoute])
-def test_gradients_under_a_capacity(kind: type[Route]) -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_under_a_capacity(weighted: bool) -> None:
     """Of rows in padded room, some of which are left out."""
-    route = kind(CHOICES[0], 8, 2, TORCH, capacity=0.75)
+    route = Route(CHOICES[0], 8, 2, TORCH, capacity=0.75)
     assert route.dropped is not None
     assert route.dropped.any()
     tokens = torch.randn(4, H, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, K, dtype=torch.float64, requires_grad=True)
 
     def call(tokens: Tensor, weights: Tensor) -> Tensor:
-        rows = Gather.apply(tokens, weights, route)
-        if isinstance(route, WeightedRoute):
-            rows, factors = route.opened(rows)
-            rows = rows * factors.unsqueeze(1)
-        return Aggregate.apply(rows * rows.sin(), weights, route, None)
+        rows, factors = Expand.apply(Pack.apply(tokens, weights, route), route)
+        results = rows.sin() if weighted else rows.sin() * factors.unsqueeze(1)
+        return Gather.apply(Weigh.apply(results, factors if weighted else None, route), route, None)
 
+    # Rows for the second rank stand for those of the first here: both have as much room.
     assert torch.autograd.gradcheck(call, (tokens, weights))
 
 

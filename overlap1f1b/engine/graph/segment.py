@@ -178,6 +178,7 @@ class Sent:
         edges: The graph of each of them that does.
         library: Carries it out, if a library does.
         rows: Rows ``[R, …]`` to send next, or their gradients to send back; for a library the tensors.
+        given: Number of rows before those that are not sent were cut off; None for a library.
         counts: Counts on their way to the experts, beside the rows of a dispatch.
     """
 
@@ -188,6 +189,7 @@ class Sent:
     edges: Sequence[GradientEdge | None]
     library: LibraryExchange | None
     rows: Any
+    given: int | None = None
     counts: Flight[Tensor] | None = None
 
     @property

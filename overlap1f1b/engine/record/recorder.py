@@ -90,7 +90,8 @@ class Recorder:
             name: (engine.mesh.rank(name), size) for name, size in engine.mesh.layout.items()
         }
         self.steps: list[RecordedStep] = []
-        self._actions = _actions_of(engine.program)
+        self._program = engine.program
+        self._actions = _actions_of(self._program)
         self._thread = 0
         self._label: AbstractContextManager[object] = nullcontext()
         self._spans: list[RecordedSpan] = []
@@ -120,6 +121,9 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Record a step; one that fails leaves no record."""
+        if self.engine.program is not self._program:  # of another number of microbatches
+            self._program = self.engine.program
+            self._actions = _actions_of(self._program)
         self._spans, number, before = [], self.next, time.perf_counter()
         try:
             with self.writer.range(str(StepRange(number))):

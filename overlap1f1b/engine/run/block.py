@@ -35,7 +35,7 @@ from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
-from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
+from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
 from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
 
 Reached = list[ExchangeCall] | Tensors
@@ -247,7 +247,7 @@ class BlockRun:
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.foreign and len(bare) == 1 else rows
-        return Sent(place, call, layout, requires_grad, edges, None, rows)
+        return Sent(place, call, layout, requires_grad, edges, None, rows, len(rows))
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
@@ -549,7 +549,7 @@ class BlockRun:
         for sent in segment.sent:
             for edge, grad in zip(sent.edges, sent.results(received[sent.place]), strict=True):
                 if edge is not None:
-                    segment.add_root(edge, grad)
+                    segment.add_root(edge, grad if sent.given is None else uncut(grad, sent.given))
             sent.edges = ()
 
     def _pass_back(self, key: tuple[int, int], made: GradientEdge, grad: Tensor) -> None:

@@ -14,6 +14,7 @@ from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.calls import cut
 from overlap1f1b.transport.exchange import Expected, Transfer
 from overlap1f1b.transport.lanes import Post
 
@@ -56,7 +57,8 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         expected = microbatch.expected.pop(node, None)
         # When the sizes are known compute has been given other work, for which the rows need not wait.
         ready = splits.ready if op is Op.DISPATCH and kind is Kind.F and splits.counts_first else None
-        transfer = exchange.rows(box.pop(), *splits.sizes(back=back), node.tag, expected, ready)
+        sizes = splits.sizes(back=back)
+        transfer = exchange.rows(cut(box.pop(), sizes[0]), *sizes, node.tag, expected, ready)
         if announce is not None:
             microbatch.expected[announce[0]] = announce[1]()
         return transfer

@@ -1,11 +1,11 @@
 """A block that drops activations after its forward and computes them again before its backward.
 
-The block's input and all exchanged rows are kept: the rows that the experts received, and the rows that came back.
-Everything else is computed from these without another exchange:
+The block's input and what exchanges have brought are kept: the rows that the experts received, and the sum of those
+that came back. Everything else is computed from these without another exchange:
 
 - the experts, from the rows that they received: the parts that the forward runs by ``run_part``;
-- everything else, from the block's input and the rows that came back (if the experts apply the weights, the sum of
-  these rows is kept instead). A block that exchanges rows by itself has no such parts: all of it is computed again.
+- everything else, from the block's input and the sum. A block that exchanges rows by itself has no such parts: all of
+  it is computed again, from the rows that came back.
 
 The first forward runs with gradients enabled, so that it takes the same kernels and shows which outputs require a
 gradient, but everything that autograd saves is dropped at once. The second forward is not suspended. It gets the same
@@ -61,7 +61,6 @@ class Dropped(NamedTuple):
 
     Args:
         rows: Its argument.
-        version: How often the argument had been changed in place.
         state: Of the thread, when it ran first.
         random: Its random numbers.
         buffers: Of its block, when it ran first.
@@ -69,7 +68,6 @@ class Dropped(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
     rows: Tensor
-    version: int
     state: ThreadState
     random: RandomStream
     buffers: list[Replacement]
@@ -94,8 +92,8 @@ class RecomputedRun(BlockRun):
         """Parts that were dropped, by the number of their segment."""
         self.results: list[tuple[Results, list[int]] | None] = []
         """Rows brought to each segment but the first, and their versions; None if no second forward needs them."""
-        self.sums: list[tuple[Tensor, int]] = []
-        """Values that the second forward takes from the first, and their versions."""
+        self.sums: list[Tensor] = []
+        """Copies of values that the second forward takes from the first."""
         self.state: ThreadState | None = None
         """At the start of the forward."""
         self.aux_scales: list[tuple[AuxiliaryCarrier, float]] = []
@@ -151,9 +149,7 @@ class RecomputedRun(BlockRun):
         if self.drops_experts:
             assert self.part_random is not None
             state, buffers = state._replace(hooks=kept), self.stage.buffers[self.block].copies()
-            self.dropped[len(self.segments) - 1] = Dropped(
-                function, rows.detach(), version_of(rows), state, self.part_random, buffers
-            )
+            self.dropped[len(self.segments) - 1] = Dropped(function, rows.detach(), state, self.part_random, buffers)
             kept = (*kept, _FORGETTING)
         with state._replace(hooks=kept).applied(self.name, device):
             return function(rows)
@@ -162,10 +158,9 @@ class RecomputedRun(BlockRun):
         if not self.drops_own:
             return function(None)
         if self.again:
-            return function(self.sums.pop(0)[0])
+            return function(self.sums.pop(0))
         value = function(None)
-        kept = value.detach()
-        self.sums.append((kept, version_of(kept)))
+        self.sums.append(value.detach().clone())  # the block may change its own in place
         self.results[-1] = None  # the sum of these rows is kept instead
         return value
 
@@ -176,11 +171,6 @@ class RecomputedRun(BlockRun):
         if self.again or not self.drops_own:
             super()._keep(outs)
         else:
-            if any(version_of(kept) != version for kept, version in self.sums):
-                raise ValueError(
-                    f"{self.name} changes the result of its experts in place, with "
-                    f"recompute={self.stage.shape[self.block].recompute!r} and weights_in='activation'; allowed: a copy"
-                )
             self._close(self.segments[-1])
             for number, segment in enumerate(self.segments):
                 if not self._is_part(number):
@@ -200,8 +190,6 @@ class RecomputedRun(BlockRun):
     def recompute_experts(self) -> None:
         """Compute the experts again from the rows that they received."""
         part, segment = self.dropped.pop(len(self.segments) - 1), self.segments[-1]
-        if version_of(part.rows) != part.version:
-            raise self._in_place(f"{self.name} changes the rows that its experts have received in place")
         (entry,) = segment.received
         self.stage.queue = segment.queue
         with part.random, part.state.applied(self.name, self.stage.device), replaced(part.buffers):

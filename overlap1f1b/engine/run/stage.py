@@ -300,10 +300,10 @@ class Stage:
         if self.on_route is not None:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         if (block, number) not in self.calls:
-            like = call.tensors[0] if call.answer is None else call.answer
-            self.calls[block, number] = f"{route.top_k} experts a token, hidden {like.shape[-1]}, {str(like.dtype)[6:]}"
+            dtype = str(call.tensors[0].dtype)[6:]
+            self.calls[block, number] = f"{route.top_k} experts a token, hidden {route.hidden}, {dtype}"
         if self.first_rows is not None and (block, number) not in self.first_rows:
-            self.first_rows[block, number] = call.tensors[0].detach()[:64].clone()
+            self.first_rows[block, number] = call.tensors[0].detach()[:64, : route.hidden].clone()
 
     def dense_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""

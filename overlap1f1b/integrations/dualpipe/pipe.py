@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import ClassVar
 
@@ -82,7 +81,8 @@ class Pipeline(nn.Module):
         # All ranks must run in the same way, even if their modules differ.
         own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
         self._runs_whole = any(own.values())
-        self._engines: dict[int, tuple[Engine, WholeModules | None]] = {}
+        self._engine: Engine | None = None  # made by the first step
+        self._whole: WholeModules | None = None
 
     def step(
         self,
@@ -94,14 +94,9 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, Tensor | Tensors | None]:
         """Run forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
 
-        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
-
-        Args:
-            inputs: Arguments of the first stage's module, split into microbatches; ignored if none begin on this rank.
-            num_chunks: Number of microbatches of the step.
-            criterion: ``(*outputs, *labels) → scalar``, on ranks where microbatches end.
-            labels: Arguments of the criterion, split into the microbatches that end here; ignored if none end here.
-            return_outputs: Whether the outputs of the last stage are returned.
+        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs. Inputs
+        are split into ``num_chunks`` microbatches where a pipe begins, labels where one ends, and ignored elsewhere.
+        There ``criterion`` is ``(*outputs, *labels) → scalar``.
 
         Returns:
             The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``, or
@@ -114,30 +109,28 @@ class Pipeline(nn.Module):
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
-        if num_chunks not in self._engines:
-            program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
-            first = next((engine for engine, _ in self._engines.values()), None)
-            with nullcontext() if first is None else first.guarded(lambda: "before its first step"):
-                self._engines[num_chunks] = self._engine(program)  # refused if a step has failed
-        engine, whole = self._engines[num_chunks]
+        program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
+        engine = self._engine or self._make_engine(program)
+        engine.microbatches = num_chunks
+        if self._whole is not None:
+            self._whole.turn_to(program)
         if isinstance(labels, Iterable):
             labels = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)
         try:
             played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
         except BaseException:
-            if whole is not None:
-                whole.forget()
+            if self._whole is not None:
+                self._whole.forget()
             raise
         return batch.finish(played.microbatches, engine.program)
 
     def close(self) -> None:
-        """Release threads and communicators. Each number of microbatches that was played has its own."""
-        for engine, _ in self._engines.values():
-            engine.close()
+        """Release threads and communicators."""
+        if self._engine is not None:
+            self._engine.close()
 
-    def _engine(self, program: Program) -> tuple[Engine, WholeModules | None]:
-        """Return the engine of a program, and its modules if they run whole."""
+    def _make_engine(self, program: Program) -> Engine:
         stages: dict[int, list[nn.Module] | nn.Module] = {
             number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
@@ -146,17 +139,11 @@ class Pipeline(nn.Module):
         if self._runs_whole:  # in an order of their own, which is the user's
             stages = {number: [StandIn(self.device)] for number in self._stages}
             options = replace(options, overlap="serial", verify=False)
-        engine = Engine(
-            stages,
-            program,
-            mesh=self.mesh,
-            options=options,
-            exchange=next((other.exchange for other, _ in self._engines.values()), None),
-        )
-        if not self._runs_whole:
-            return engine, None
-        overlapped, store = self.overlapped_forward_backward, self.weight_store
-        return engine, WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store)
+        engine = self._engine = Engine(stages, program, mesh=self.mesh, options=options)
+        if self._runs_whole:
+            overlapped, store = self.overlapped_forward_backward, self.weight_store
+            self._whole = WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store)
+        return engine
 
 
 class DualPipe(Pipeline):

@@ -17,7 +17,7 @@ from overlap1f1b.engine.play.player import MicrobatchKey, compute
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, Tensors, tensors
 from overlap1f1b.integrations.dualpipe.batch import Labelled
 from overlap1f1b.plan import Node, NodeCosts, Op, Place, Plan, compile
-from overlap1f1b.schedule import Kind, Pair, Slot, actions_of
+from overlap1f1b.schedule import Kind, Pair, Program, Slot, actions_of
 
 
 class WeightStore(Protocol):
@@ -73,19 +73,25 @@ class WholeModules:
     def __init__(
         self, engine: Engine, modules: Mapping[int, nn.Module], *, overlapped: bool, weight_store: WeightStore | None
     ) -> None:
-        self.modules, self.weight_store = modules, weight_store
-        program, rank = engine.program, engine.rank
-        pairs = [slot for slot in program.ranks[rank] if isinstance(slot, Pair)] if overlapped else []
+        self.modules, self.weight_store, self._engine, self._overlapped = modules, weight_store, engine, overlapped
+        self._begun: dict[MicrobatchKey, Microbatch] = {}  # between forward and backward
+        self._anchor = next(engine.parameters())
+        engine.player.compute = self.compute
+        engine.player.autocasts_backward = True  # modules may have backwards of their own, which products of them need
+        self._program: Program | None = None
+
+    def turn_to(self, program: Program) -> None:
+        """Play this program of the engine's from the next step on."""
+        if program == self._program:
+            return
+        rank, self._program = self._engine.rank, program
+        pairs = [slot for slot in program.ranks[rank] if isinstance(slot, Pair)] if self._overlapped else []
         self._backward_of: dict[MicrobatchKey, MicrobatchKey] = {
             (f.stage, f.microbatch): (b.stage, b.microbatch) for f, b in pairs
         }  # of a forward, the backward that it runs
         self._paired = set(self._backward_of.values())
         self._split = {(a.stage, a.microbatch) for a in program.actions(rank) if a.kind is Kind.I}
-        self._begun: dict[MicrobatchKey, Microbatch] = {}  # between forward and backward
-        self._anchor = next(engine.parameters())
-        engine.player.compute = self.compute
-        engine.player.autocasts_backward = True  # modules may have backwards of their own, which products of them need
-        engine.plan = _plan(engine)
+        self._engine.plan = _plan(self._engine)
 
     def forget(self) -> None:
         """Drop the microbatches of a step that has failed, and what it has left in the store of weight gradients."""

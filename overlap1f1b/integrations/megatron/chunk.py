@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -11,27 +13,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from overlap1f1b.engine.run.again import Again
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.config import attribute_of
-from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
-from overlap1f1b.integrations.megatron.state import TrackerStreams, tracker
-from overlap1f1b.integrations.megatron.step import ChunkStep
+from overlap1f1b.integrations.megatron.dispatchers import (
+    dispatchers_of,
+    exchanging,
+    on_one_stream,
+    overlapped_of,
+    repeats,
+)
+from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
+from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
+from overlap1f1b.transport.suspend import Forward
 
 
 class Chunk(MicrobatchBlock):
     """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
-    Args:
-        last: Whether this chunk computes the loss.
-        exchanges: Whether several ranks share the experts.
-        passes_last_input: Whether to append the chunk's last input (in a decoder: the encoder's output) to its output.
-
-    Attributes:
-        suspends: Whether MoE layers of Megatron-Core's own may suspend its forward.
+    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts. ``passes_last_input`` appends
+    its last input (in a decoder: the encoder's output) to its output. MoE layers of Megatron-Core's own may suspend it
+    if it ``suspends``.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class Chunk(MicrobatchBlock):
         self.step: ChunkStep | None = None
         self._dispatchers = dispatchers_of(model) if exchanges else []
         self.suspends = bool(self._dispatchers)
+        self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
         self._overlapped = overlapped_of(model)
@@ -72,6 +79,7 @@ class Chunk(MicrobatchBlock):
             on_one_stream(self._overlapped, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),
+            self._checkpoint(),
         )
         self.step = step
         try:
@@ -79,6 +87,21 @@ class Chunk(MicrobatchBlock):
                 yield
         finally:
             self.step = None
+
+    def _checkpoint(self) -> Iterator[Replacement]:
+        """Yield what lets Megatron-Core's checkpoint exchange nothing twice, in forwards that are suspended."""
+        random, package = sys.modules.get(RANDOM), sys.modules.get(RANDOM.rpartition(".")[0])
+        if not self._repeats or random is None or package is None:
+            return
+        plain, tables = package.checkpoint, list(logged())
+
+        def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
+            forward = Forward.running()
+            if forward is None or forward.again is None or not torch.is_grad_enabled():
+                return plain(function, distribute, *args)
+            return forward.again(function, args, Repeating(random, tables)).run(args, forward)
+
+        yield vars(package), "checkpoint", checkpoint
 
     def _in_force(self) -> Stage:
         assert self._stage is not None
@@ -92,6 +115,8 @@ class Chunk(MicrobatchBlock):
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
         self._stage = microbatch.stage
+        if self._repeats and (forward := Forward.running()) is not None:
+            forward.again = partial(Again, microbatch.stage, 0)
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

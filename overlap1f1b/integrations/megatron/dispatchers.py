@@ -28,16 +28,16 @@ ORDER = "set_tensor_grad_fn_sequence_sr"
 
 
 def dispatchers_of(model: nn.Module) -> list[Any]:
-    """Return the dispatchers of a model's MoE layers whose exchanges can be hidden: all-to-all, and flex.
+    """Return the dispatchers of a model's MoE layers whose exchanges can be hidden: all-to-all, and flex."""
+    held = (getattr(module, "token_dispatcher", None) for module in model.modules())
+    return [one for one in held if {DISPATCHER, FLEX}.intersection(class_names(one))]
 
-    A library's calls have one order, so they are all hidden or none: none where a layer of experts is computed again.
-    """
+
+def repeats(model: nn.Module) -> bool:
+    """Return whether layers with exchanges are computed again."""
     config = attribute_of(model, "config")
     again = getattr(config, "recompute_granularity", None)
-    repeats = again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
-    kinds = {DISPATCHER} if repeats else {DISPATCHER, FLEX}
-    held = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return [one for one in held if kinds.intersection(class_names(one))]
+    return again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
 
 
 def exchanging(dispatchers: Sequence[Any]) -> Iterator[Replacement]:

@@ -20,6 +20,7 @@ from overlap1f1b.integrations.megatron.config import (
     SIZES,
     Config,
     ProcessGroups,
+    attribute_of,
     check_options,
     check_sizes,
     class_names,
@@ -31,7 +32,8 @@ from overlap1f1b.integrations.megatron.config import (
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
 from overlap1f1b.moe import Experts
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
+from overlap1f1b.schedule import SCHEDULES as FIXED
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.mesh import grid_of
 
@@ -49,6 +51,8 @@ SCHEDULES = {
     COMBINED_INTERLEAVED: "combined_1f1b",
 }
 """The Program of each function; with ``overlap_moe_expert_parallel_comm`` every function plays ``combined_1f1b``."""
+PROGRAMS = tuple(name for name in (*FIXED, AUTO) if name != "dualpipe")
+"""Programs that are played under any chunks; ``dualpipe`` would need each chunk twice."""
 
 CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
@@ -75,25 +79,20 @@ def get_forward_backward_func(
 
     As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
-
-    A chunk is cut wherever it exchanges rows along "ep": in Megatron-Core's own MoE layers, in our
-    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges, the
-    second measures the nodes; neither hides any.
+    The first call finds the exchanges of a chunk along "ep", the second measures the nodes; neither hides any.
 
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
         vp_size: Number of chunks of a rank, if interleaved. If ``pp_size``, ``vp_size`` and ``pg_collection`` are all
             missing, Megatron-Core's ``parallel_state`` gives it, if it is initialised.
-        schedule_pg_collection: What Megatron-LM's training loop passes: None, or groups that are taken in the place of
-            a missing ``pg_collection``.
-        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
-            and ``dp``. By default, as in Megatron-Core, the groups of its ``parallel_state`` if this is initialised;
-            else this rank alone.
-        schedule: One of ``SCHEDULES``, instead of this choice.
+        schedule_pg_collection: What Megatron-LM's training loop passes, in the place of a missing ``pg_collection``.
+        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with these names. By default the
+            groups of Megatron-Core's ``parallel_state`` if this is initialised; else this rank alone.
+        schedule: One of ``SCHEDULES``, instead of this choice; or a program, one of ``PROGRAMS``. ``zb_v`` and
+            ``dualpipev`` play two chunks a rank in a V: of P ranks, rank r holds stages r and 2P − 1 − r.
         options: How the engine plays; ``reduce`` and ``dynamic_shapes`` follow from Megatron-Core's config. Groups in
-            which layers communicate ("tp", "cp", "ep", and the experts' groups of ``pg_collection``) get its
-            ``timeout``, too, and keep it. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is compared with
-            a plain loop is played three times.
+            which layers communicate get its ``timeout``, too, and keep it. With a ``no_sync_func`` or a
+            ``grad_sync_func`` a step that is compared with a plain loop is played three times.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
 
@@ -114,18 +113,20 @@ def get_forward_backward_func(
         raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")
     if vp_size is not None and vp_size < 1:
         raise ValueError(f"vp_size={vp_size}; allowed: None or 1 or more")
-    if schedule is None:
-        piped = WITHOUT_INTERLEAVING if vp_size is None else WITH_INTERLEAVING
-        schedule = piped if held > 1 else NO_PIPELINING
+    program = schedule if schedule in PROGRAMS else None
+    if program is not None or schedule is None:
+        chunked = vp_size is not None or (program is not None and schedule_of(program).fixed_chunks > 1)
+        piped = WITH_INTERLEAVING if chunked else WITHOUT_INTERLEAVING
+        schedule = piped if held > 1 or program is not None else NO_PIPELINING
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}")
+        raise ValueError(f"schedule={schedule!r}; allowed: {', '.join((*SCHEDULES, *PROGRAMS))}")
     if schedule in UNPIPELINED and held > 1:
         raise ValueError(f"{schedule} over {held} pipeline ranks; allowed: 1")
     if split_rank is not None and (schedule in CHUNKED or not 0 < split_rank < held):
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(schedule, groups, vp_size, EngineOptions() if options is None else options, split_rank)
+    return ForwardBackward(schedule, groups, vp_size, options or EngineOptions(), split_rank, program)
 
 
 @dataclass(eq=False, repr=False)
@@ -137,9 +138,11 @@ class ForwardBackward:
     vp_size: int | None
     options: EngineOptions
     split_rank: int | None
+    program: str | None
 
     def __post_init__(self) -> None:
         self.__name__ = self.name  # as of a function
+        self._engines: WeakValueDictionary[tuple[Any, ...], ChunkEngine] = WeakValueDictionary()
         self._forget()
 
     def __call__(
@@ -162,33 +165,11 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
-        Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
-        at each exchange of rows, and other microbatches run in between. So it must read the model's state before the
-        first MoE layer. The only timer is ``forward-backward``, since forwards and backwards
-        interleave.
-
-        Args:
-            forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once for each microbatch of
-                each chunk, in order. ``output`` is a tensor or a list of tensors, which the next chunk's
-                ``set_input_tensor`` receives; on the last stage ``loss_func`` is called with it, see :class:`Losses`.
-            data_iterator: First argument of ``forward_step_func``; if interleaved, a list of one for each chunk.
-            model: A chunk, or a list of chunks, with ``set_input_tensor([tensor, …])``, on the first stage ``[None]``.
-                Its ``config`` has Megatron-Core's fields; the fields of :class:`Config` have an effect.
-            num_microbatches: Number of microbatches, 1 or more.
-            seq_length: Tokens of a sequence. The sizes of tensors between stages may change from call to call only if
-                this or the next two change, or with ``config.variable_seq_lengths``.
-            micro_batch_size: Sequences of a microbatch.
-            decoder_seq_length: Tokens of a decoder's sequence.
-            forward_only: Whether to run no backward.
-            collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
-            first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
-            adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
-            p2p_communicator: Must be None; the engine has its own.
-            pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
-            force_all_reduce: Passed to ``finalize_model_grads_func``.
-
-        Returns:
-            On the last stage's rank, the report of ``loss_func`` for each microbatch in order; elsewhere nothing.
+        Arguments and result are Megatron-Core's. Here is what is special: ``forward_step_func`` is suspended at each
+        exchange of rows, and other microbatches run in between, so it must read the model's state before the first MoE
+        layer; dropout draws from a stream of random numbers for each microbatch. ``adjust_tensor_shapes_fn`` is not
+        called, since ranks tell each other shapes, which may change from call to call only if ``seq_length``,
+        ``micro_batch_size`` or ``decoder_seq_length`` do, or with ``config.variable_seq_lengths``.
 
         Raises:
             ValueError: A value does not fit; the message names it.
@@ -216,13 +197,13 @@ class ForwardBackward:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         try:
-            # 2. Find the engine for these models and this number of microbatches, or make it.
-            key = (num_microbatches, config.variable_seq_lengths, self._program_name(config), *map(id, models))
+            # 2. Find the engine for these models, or make it.
+            key = (config.variable_seq_lengths, self._program_name(config), *map(id, models))
             engine = self._engines.get(key)
             if engine is None:
                 engine = self._engines[key] = self._engine(models, config, num_microbatches)
-                engines_of(models[0]).setdefault(self._owner, []).append(engine)
-            engine.expect(sizes)
+                engines_of(models[0]).setdefault(self, []).append(engine)
+            engine.expect(num_microbatches, sizes)
             # 3. Play the step.
             losses = Losses(
                 config,
@@ -259,27 +240,35 @@ class ForwardBackward:
         self._forget()
 
     def _forget(self) -> None:
-        self._owner = Owner()
-        self._engines: WeakValueDictionary[tuple[Any, ...], ChunkEngine] = WeakValueDictionary()
+        for engine in list(self._engines.values()):
+            engines_of(next(iter(engine.chunks.values())).model).pop(self, None)
+        self._engines.clear()
         self._exchange: Exchange | None = None
 
     def _program_name(self, config: Config) -> str:
-        return "combined_1f1b" if config.overlap_moe_expert_parallel_comm else SCHEDULES[self.__name__]
+        overlapped = config.overlap_moe_expert_parallel_comm
+        return self.program or ("combined_1f1b" if overlapped else SCHEDULES[self.__name__])
+
+    def _program(self, config: Config, microbatches: int, chunks: int) -> Program:
+        name, ranks = self._program_name(config), size_of(self.groups, "pp")
+        if name == AUTO:  # its own chunks would be in a V
+            return auto(microbatches, Placement.loop(ranks, chunks))
+        size = config.microbatch_group_size_per_vp_stage
+        grouped = chunks > 1 and schedule_of(name).takes("group_size")
+        return build_schedule(
+            name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size if grouped else None
+        )
 
     def _engine(self, models: list[nn.Module], config: Config, microbatches: int) -> ChunkEngine:
-        program = build_schedule(
-            self._program_name(config),
-            ranks=size_of(self.groups, "pp"),
-            microbatches=microbatches,
-            chunks=len(models),
-            group_size=config.microbatch_group_size_per_vp_stage if len(models) > 1 else None,
-        )
+        program = self._program(config, microbatches, len(models))
         pp, ep = group_of(self.groups, "pp"), group_of(self.groups, "ep")
         rank = 0 if pp is None else pp.rank()
         passes = self.split_rank is not None and rank >= self.split_rank
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
+            if len(models) > 1:
+                _check_place(model, program, stage)
             chunk = Chunk(
                 model, stage=stage, last=last, exchanges=ep is not None, passes_last_input=passes and not last
             )
@@ -335,12 +324,22 @@ class ForwardBackward:
         return iterators
 
 
-class Owner:
-    """Stand for a function: engines that it has made end with it, or with their model."""
+def _check_place(model: nn.Module, program: Program, stage: int) -> None:
+    """Raise ValueError if a chunk is built for another stage: it embeds or computes a loss where others should."""
+    for name, wanted in (("pre_process", stage == 0), ("post_process", stage == program.placement.stages - 1)):
+        found = attribute_of(model, name)
+        if isinstance(found, bool) and found != wanted:
+            raise ValueError(
+                f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
+                f"{program.placement.pipes[0]}; allowed: {wanted}"
+            )
 
 
-class Engines(WeakKeyDictionary[Owner, list["ChunkEngine"]]):
-    """The engines of a model, by their owner. They keep the model alive, so the model itself holds them."""
+class Engines(WeakKeyDictionary[ForwardBackward, list["ChunkEngine"]]):
+    """The engines of a model, by the function that has made them, which end with either.
+
+    They keep the model alive, so the model itself holds them.
+    """
 
     def __deepcopy__(self, memo: object) -> Engines:
         return Engines()
@@ -367,8 +366,9 @@ class ChunkEngine:
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
-    def expect(self, sizes: Mapping[str, int | None]) -> None:
-        """Let tensors between stages change their sizes, if the call's sizes differ from the last call's."""
+    def expect(self, microbatches: int, sizes: Mapping[str, int | None]) -> None:
+        """Play so many microbatches; let tensors between stages change their sizes if these are not the last call's."""
+        self.engine.microbatches = microbatches
         if self._sizes not in (None, sizes):
             self.engine.boundary.forget()
         self._sizes = sizes

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,30 @@ from overlap1f1b.integrations.megatron.config import TRACKER
 RANDOM = "megatron.core.tensor_parallel.random"
 
 
+class Repeating:
+    """Context of a second forward: random numbers as at its first one, and losses that are logged once in tables."""
+
+    def __init__(self, random: Any, tables: Sequence[dict[str, Any]]) -> None:
+        self._random, self._tables = random, tables
+        self._states = random._get_all_rng_states()
+
+    def __enter__(self) -> None:
+        self._outside = self._random._get_all_rng_states()
+        self._random._set_all_rng_states(*self._states)
+        entries = (entry for table in self._tables for entry in table.values())
+        each = (one for entry in entries for one in (entry.values() if isinstance(entry, dict) else (entry,)))
+        self._logged = [(t, t.clone()) for t in each if isinstance(t, Tensor) and t.is_floating_point()]
+
+    def __exit__(self, *_: object) -> None:
+        self._random._set_all_rng_states(*self._outside)
+        for tensor, before in self._logged:
+            tensor.copy_(before)
+
+
 class TrackerStreams:
-    """The streams of a tracker, whose ``fork()`` writes into the dictionary of their states.
+    """The streams of a :func:`tracker`, whose ``fork()`` writes into the dictionary of their states.
 
     It implements :class:`~overlap1f1b.engine.run.model.CarriedState`.
-
-    Args:
-        tracker: Megatron-Core's tracker, see :func:`tracker`.
     """
 
     def __init__(self, tracker: Any) -> None:

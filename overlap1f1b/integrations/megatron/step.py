@@ -115,8 +115,7 @@ class Losses:
     def scaling_attached(self) -> Iterator[None]:
         """Set the scales of Megatron-Core's attached losses inside the context, and put back the old ones after it.
 
-        Classes that no module has imported are skipped: a model with such losses has imported them. What a function of
-        the config has set stays, as in Megatron-Core.
+        Classes that no module has imported are skipped. What a function of the config has set stays.
         """
         before = []
         try:
@@ -137,10 +136,7 @@ class Losses:
 
 
 def logged() -> Iterator[dict[str, Any]]:
-    """Yield the tables in which Megatron-Core tracks losses and random numbers; a forward changes them.
-
-    They are globals and class attributes whose names end in "tracker".
-    """
+    """Yield tables of losses and random numbers: Megatron-Core's globals and class attributes named "…tracker"."""
     for name, module in list(sys.modules.items()):
         held = list(vars(module).items()) if name.startswith("megatron.core") else []
         held += [entry for _, kind in held if isinstance(kind, type) for entry in vars(kind).items()]
@@ -171,10 +167,7 @@ class ChunkStep:
 
 
 class Rewound(Iterator[Any]):
-    """A data iterator whose items can be read again from the first one on, each time as copies; see :meth:`of`.
-
-    It has the other attributes of the iterator.
-    """
+    """A data iterator, with all its attributes, whose items can be read again from the first one on, as copies."""
 
     def __init__(self, iterator: Iterator[Any]) -> None:
         self._iterator, self._items, self.at = iterator, list[Any](), 0

@@ -124,27 +124,24 @@ _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config",
 
 def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
     """Raise ValueError for settings that the engine would ignore or break."""
-    if parallel_dims.cp > 1:
-        raise ValueError(f"parallelism.context_parallel_degree={parallel_dims.cp}; allowed: 1")
-    tp, ep = parallel_dims.tp, parallel_dims.ep
-    if ep > 1 and ep % tp:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree={ep} with tensor_parallel_degree={tp}; allowed: 1, or a multiple of it"
-        )
-    if parallelism.spmd_backend == "full_dtensor":
-        raise ValueError("parallelism.spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'")
-    if parallelism.spmd_backend != "partial_dtensor" and parallel_dims.ep > 1:
-        raise ValueError(
-            f"parallelism.spmd_backend={parallelism.spmd_backend!r} with expert_parallel_degree={parallel_dims.ep}; "
-            "allowed: 'partial_dtensor', whose exchanges the engine finds"
-        )
-    if compile_config.enable and "model" in compile_config.components:
-        raise ValueError(
-            f"compile.components={list(compile_config.components)}; allowed: without 'model' (torchtitan compiles "
-            "whole layers, which cannot be cut at their exchanges)"
-        )
-    if training.enable_cpu_offload:
-        raise ValueError("training.enable_cpu_offload=True; allowed: False (parameters stay gathered during a step)")
+    cp, tp, ep, backend = parallel_dims.cp, parallel_dims.tp, parallel_dims.ep, parallelism.spmd_backend
+    compiled = list(compile_config.components) if compile_config.enable else []
+    refused = {
+        f"parallelism.context_parallel_degree={cp}; allowed: 1": cp > 1,
+        f"parallelism.expert_parallel_degree={ep} with tensor_parallel_degree={tp}; allowed: 1, or a multiple of it": (
+            ep > 1 and ep % tp
+        ),
+        "parallelism.spmd_backend='full_dtensor'; allowed: 'partial_dtensor', 'spmd_types'": backend == "full_dtensor",
+        f"parallelism.spmd_backend={backend!r} with expert_parallel_degree={ep}; allowed: 'partial_dtensor', whose "
+        "exchanges the engine finds": backend != "partial_dtensor" and ep > 1,
+        f"compile.components={compiled}; allowed: without 'model' (torchtitan compiles whole layers, which cannot be "
+        "cut at their exchanges)": "model" in compiled,
+        "training.enable_cpu_offload=True; allowed: False (parameters stay gathered during a step)": (
+            training.enable_cpu_offload
+        ),
+    }
+    if found := next((text for text, holds in refused.items() if holds), None):
+        raise ValueError(found)
 
 
 def _program_of(

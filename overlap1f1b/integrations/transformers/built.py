@@ -28,13 +28,12 @@ class BuiltModel:
         stages: The stages of this rank.
         module: Module of this rank's parameters, by their names in the whole model.
         loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
-        slots: Microbatches whose loss that rank computes.
+        pipe: The pipe whose microbatches end there.
+        ahead: Batches of an evaluation that are played together.
 
     Args:
         keeps: Whether the last layer, which runs the code of the loss, keeps its activations under any ``recompute``.
     """
-
-    engine: Engine
 
     def __init__(
         self,
@@ -69,19 +68,8 @@ class BuiltModel:
             )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         self.module = Part(self.stages)
-        self.play(program, mesh, parallel)
-
-    def play(self, program: Program, mesh: DeviceMesh | None, parallel: OverlapArguments) -> None:
-        """Make the engine that plays a program, in place of one that played another."""
-        if hasattr(self, "engine"):
-            self.engine.close()
         placement, last = program.placement, program.placement.stages - 1
         self.loss_rank = placement.replicas(last)[0]
-        pipes = [pipe for pipe, stage in placement.places(self.loss_rank) if stage == last]
-        self.slots = [index for pipe in pipes for index in program.microbatches_of(pipe)]
-        self.engine = Engine(
-            self.stages,
-            program,
-            mesh=mesh,
-            options=parallel.options,
-        )
+        self.pipe = next(pipe for pipe, stage in placement.places(self.loss_rank) if stage == last)
+        self.ahead = len(program.microbatches_of(self.pipe))
+        self.engine = Engine(self.stages, program, mesh=mesh, options=parallel.options)

@@ -136,10 +136,7 @@ class Overlapped(Trainer):
         return self._built().stages
 
     def _built(self) -> BuiltModel:
-        """Return the split model and its engine; made again where ``model_init`` has made another model.
-
-        The engine alone is made again for another ``gradient_accumulation_steps``.
-        """
+        """Return the split model and its engine; made again where ``model_init`` has made another model."""
         count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
         if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
             if self._model_built is not None:
@@ -148,8 +145,6 @@ class Overlapped(Trainer):
             self._model_built = BuiltModel(
                 self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._keeps_loss()
             )
-        elif count != self._model_built.engine.program.microbatches:
-            self._model_built.play(parallel.program(count), self._mesh, parallel)
         self._model_built.engine.verification.tables = lambda: [vars(self)]  # a subclass counts and logs in its losses
         return self._model_built
 
@@ -242,20 +237,21 @@ class Overlapped(Trainer):
 
         scale = 1.0 / self.accelerator.num_processes
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, built, dict(enumerate(batches)), compute, scale)
+            built.engine.microbatches = len(batches)
+            make_feed = partial(self._feed, built, dict(enumerate(batches)), len(batches), compute, scale)
             self._last = built.engine.play(make_feed).result
-        total = built.engine.mean_loss(self._last) * built.engine.program.microbatches
+        total = built.engine.mean_loss(self._last) * len(batches)
         return torch.tensor(total, device=self.args.device)
 
     def _prepare_input(self, data: Any) -> Any:
         # Moving a tensor to a CPU with a number would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(self, built: BuiltModel, batches: Mapping[int, Batch], compute: Compute, scale: float) -> Feed:
+    def _feed(
+        self, built: BuiltModel, batches: Mapping[int, Batch], count: int, compute: Compute, scale: float
+    ) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
-        count, names = built.engine.program.microbatches, built.names
-        if len(batches) > count:
-            raise ValueError(f"{len(batches)} batches for a program of {count} microbatches; allowed: at most as many")
+        names = built.names
         for batch in batches.values():
             if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
                 raise self._batch(f"type {type(batch).__name__}")
@@ -369,7 +365,7 @@ class Overlapped(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does; as many batches as a step has microbatches pass the pipeline together."""
-        self._ahead = Ahead(dataloader, len(self._built().slots), whole=self.accelerator.num_processes == 1)
+        self._ahead = Ahead(dataloader, self._built().ahead, whole=self.accelerator.num_processes == 1)
         try:
             return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
         finally:
@@ -404,7 +400,9 @@ class Overlapped(Trainer):
     ) -> None:
         """Play the batches that were read together, and keep what the last stage computes of each."""
         built = self._built()
-        slots = built.slots[: len(ahead.batches)]
+        placement = built.engine.program.placement
+        count = len(ahead.batches) * len(placement.pipes)  # of two pipes one gets tokens alone
+        slots = placement.microbatches(built.pipe, count)
         numbers = {slot: number for number, slot in enumerate(slots)}
 
         def compute(slot: int, rest: RestOfModel, batch: Batch) -> Tensor:
@@ -418,7 +416,8 @@ class Overlapped(Trainer):
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
         with self.accelerator.autocast():
-            built.engine.play(partial(self._feed, built, batches, compute, 1.0), grad=False)
+            make_feed = partial(self._feed, built, batches, count, compute, 1.0)
+            built.engine.play(make_feed, grad=False, microbatches=count)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from overlap1f1b.plan import rows_per_token
 from overlap1f1b.running.bench.measure import Bench
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
@@ -86,6 +87,13 @@ def show(result: dict[str, Any], screen: Console) -> None:
     )
     if result["plain_ms"] is not None:
         screen.print(f"one rank, no exchange: the bound is a plain loop, {result['plain_ms']:.0f} ms")
+    sizes = result.get("workload", {})
+    if "top_k" in sizes and sizes["ep"] > 1:
+        sent = rows_per_token(sizes["experts"], sizes["top_k"], sizes["ep"])
+        screen.print(
+            f"a token of {sizes['top_k']} choices is sent to {sent:.2f} of {sizes['ep']} ranks, itself included, "
+            "if all experts are equally likely"
+        )
     floor = "" if rate is None else f" (bytes over rate {wire['bytes_over_rate_ms']:.0f})"
     screen.print(
         f"ms: compute only {result['compute_only_ms']:.0f}, exchange only {result['exchange_only_ms']:.0f}{floor}, "

@@ -30,6 +30,10 @@ def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | 
     return own_exchange(rank.group), None
 
 
+CARRIED = 256
+"""Bytes at the end of a row that are kept of a recorded step: rows to experts carry their choices there."""
+
+
 class Sizes(NamedTuple):
     """One exchange of rows: the number of rows to and from each rank, and a row's shape and dtype."""
 
@@ -51,6 +55,9 @@ class RecordingExchange:
         self.real, self.ranks, self.rank, self.background = real, real.ranks, real.rank, real.background
         self.expect_rows, self.expect_counts, self.sms = real.expect_rows, real.expect_counts, real.sms
         self.abort = real.abort
+        self.keeps = False
+        """Whether a step's received rows are kept until the next."""
+        self._received: dict[int, Tensor] = {}
         self.clear()
 
     @property
@@ -58,16 +65,26 @@ class RecordingExchange:
         """The counts that the step received, by tag."""
         return {tag: transfer.result for tag, transfer in self._counts.items()}
 
+    def carried(self) -> dict[int, Tensor]:
+        """Return the end of the rows that the step received, by tag, and keep no rows any more."""
+        rows, self.keeps = self._received, False
+        self._received = {}
+        return {tag: received[:, -CARRIED // received.element_size() :].clone() for tag, received in rows.items()}
+
     def clear(self) -> None:
         """Forget the sizes and counts of the previous step."""
         self.sizes: dict[int, Sizes] = {}
+        self._received = {}
         self._counts: dict[int, Transfer[Tensor]] = {}
 
     def rows(
         self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, *rest: Any
     ) -> Transfer[Tensor]:
         self.sizes[tag] = Sizes(tuple(send), tuple(receive), tuple(source.shape[1:]), source.dtype)
-        return self.real.rows(source, send, receive, tag, *rest)
+        transfer = self.real.rows(source, send, receive, tag, *rest)
+        if self.keeps:
+            self._received[tag] = transfer.result
+        return transfer
 
     def counts(self, counts: Tensor, tag: int = 0, *rest: Any) -> Transfer[Tensor]:
         self._counts[tag] = self.real.counts(counts, tag, *rest)
@@ -75,18 +92,25 @@ class RecordingExchange:
 
 
 class AnsweringExchange(Exchange):
-    """An exchange that answers at once, with as many rows of zeros as a recorded step received.
+    """An exchange that answers at once, with as many rows as a recorded step received: zeros, and what they carried.
 
     From a device the host gets counts as in a real exchange, by a stream beside compute: else it would wait for all
     compute before them, and the device then for the host.
     """
 
-    def __init__(self, ranks: int, rank: int, counts: Mapping[int, Tensor]) -> None:
-        self.ranks, self.rank, self._counts = ranks, rank, counts
+    def __init__(
+        self, ranks: int, rank: int, counts: Mapping[int, Tensor], carried: Mapping[int, Tensor] | None = None
+    ) -> None:
+        self.ranks, self.rank, self._counts, self._carried = ranks, rank, counts, carried or {}
         self._copying: SideStream | None = None
 
-    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *_: Any) -> Transfer[Tensor]:
-        return Transfer(source.new_zeros((sum(receive), *source.shape[1:])))
+    def rows(
+        self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, *_: Any
+    ) -> Transfer[Tensor]:
+        rows = source.new_zeros((sum(receive), *source.shape[1:]))
+        if (carried := self._carried.get(tag)) is not None:
+            rows[:, -carried.shape[1] :] = carried
+        return Transfer(rows)
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         received = self._counts[tag]

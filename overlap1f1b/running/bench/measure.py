@@ -117,7 +117,7 @@ class Bench:
         """
         if self.options.alone:
             return {"plain": self.plain_loop}
-        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
+        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received, self._carried)
         plan = default.plan.without_reductions()
         engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
         replay = Replay(self.real, self._sizes, self.rank.device)
@@ -234,8 +234,11 @@ class Bench:
         return engine.costs
 
     def _record(self, default: Engine) -> None:
-        """Play a step and keep the sizes of its exchanges of rows."""
+        """Play a step and keep the sizes of its exchanges of rows, and what the rows carried."""
+        self.recording.clear()
+        self.recording.keeps = True
         self.step(default)
+        self._carried = self.recording.carried()
         nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
         self._sizes = [self.recording.sizes[node.tag] for node in nodes]
 

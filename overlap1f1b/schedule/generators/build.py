@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
+from functools import partial
 from types import MappingProxyType
 
 from overlap1f1b.schedule.generators.found import AUTO, Auto
@@ -91,7 +92,8 @@ def build_schedule(
             owners = ", ".join(other for other, of in BY_NAME.items() if of.takes(option))
             belongs = f" ({option} is an option of {owners})" if owners else ""
             raise ValueError(f"{option}={value!r} with {name}; allowed: {allowed}{belongs}")
-    program = schedule(**own).program(microbatches, ranks)
+    build = partial(schedule(**own).program, ranks=ranks)
+    program = replace(made := build(microbatches), build=made.build or build)
     if forward_only and name == AUTO:
         raise ValueError(f"forward_only with {AUTO}; allowed: none, since an order is found for a whole step")
     return forwards_of(program) if forward_only else program

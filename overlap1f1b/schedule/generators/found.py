@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 
 from overlap1f1b.schedule.generators.options import Schedule
@@ -54,6 +55,7 @@ def auto(
         peaks,
         placement,
         search_seconds=float(seconds),
+        build=partial(auto, placement=placement, peak_activations=peak_activations, seconds=seconds),
     )
 
 

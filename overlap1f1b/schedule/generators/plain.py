@@ -55,7 +55,8 @@ def forwards_of(program: Program) -> Program:
     )
     alive, _ = zip(*map(peaks_of, ranks), strict=True)
     name = f"{program.name} forward_only"
-    return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=(0,) * len(ranks))
+    waiting = (0,) * len(ranks)
+    return replace(program, name=name, ranks=ranks, peak_activations=alive, peak_weights=waiting, build=None)
 
 
 @dataclass(frozen=True)

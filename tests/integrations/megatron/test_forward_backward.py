@@ -192,6 +192,31 @@ def test_overlap_flag_plays_the_combined_program() -> None:
     assert programs == ["combined_1f1b+1", "sequential"]
 
 
+def test_one_engine_plays_any_number_of_microbatches() -> None:
+    function, parts, reference = with_config()[0], build(1), build(1)
+    for number in (3, 1, 4):
+        for model in (*parts, *reference):
+            model.zero_grad()
+        data = items(number, seed=number)
+        plain(reference, data)
+        losses = call(function, parts, data)
+        assert losses == call(function, parts, data, forward_only=True)
+        assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
+    (prepared,) = function._engines.values()
+    assert prepared.engine.tuner.steps == 3
+
+
+def test_chunks_of_another_place_are_refused() -> None:
+    function = get_forward_backward_func(schedule="dualpipev", options=EngineOptions(costs=COSTS))
+    parts = build(2)
+    call(function, parts, items(4))
+    parts[0].post_process = True
+    with pytest.raises(ValueError, match=r"post_process=True of the chunk of stage 0 of dualpipev, .*; allowed: False"):
+        call(get_forward_backward_func(schedule="dualpipev"), parts, items(4))
+    with pytest.raises(ValueError, match=r"'dualpipe'; allowed: .*zb_v"):
+        get_forward_backward_func(schedule="dualpipe")
+
+
 def _rebuilt(rank: int, size: int) -> dict[str, bool]:
     """Return whether engines end where they should, and whether a function that was closed plays again."""
     ep = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep")
@@ -396,7 +421,7 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     problems, tried = [], list[int]()
 
     def note(of: Tuner, _: float) -> None:  # each tensor rank would keep another plan
-        tried.append(of._turns.index(of.plan))
+        tried.append(of._now.turns.index(of.plan))
         noted(of, 1.0 + (tried[-1] != tp.rank()))
 
     noted, within = Tuner._note_time, tuner.TRIED_WITHIN

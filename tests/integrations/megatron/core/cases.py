@@ -30,6 +30,7 @@ class Case:
         quick: Whether the case is one of the few that are not marked slow.
         measures: Whether steps measure the costs of nodes, in place of costs that are given.
         forked: Whether MoE layers and dispatchers are of a fork, see ``models.fork``.
+        program: Name of a program to play in place of a function of Megatron-Core's; ``in_v`` if its chunks are in a V.
         chosen: Whether the function is the one that Megatron-Core would choose, in place of the combined one.
     """
 
@@ -52,6 +53,8 @@ class Case:
     measures: bool = False
     forked: bool = False
     chosen: bool = False
+    program: str | None = None
+    in_v: bool = False
 
     @property
     def dropout(self) -> bool:
@@ -201,3 +204,22 @@ CASES: dict[str, Case] = {
 """By name. Sizes are small: what differs between two schedules differs at every size. Options
 that do not meet in the code share a case, and those that do meet in pairs.
 """
+
+PROGRAMS: dict[str, Case] = {
+    "zb_h1": Case({**SHARED, **AUX}, pp=2, microbatches=4, ddp=OVERLAP_REDUCE, program="zb_h1", quick=True),
+    "zb_h1, vp 2, delayed": Case(
+        {}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, program="zb_h1"
+    ),
+    "zb_h2, MTP, tied": Case(MTP, pp=2, microbatches=4, tied=True, ddp=DDP, program="zb_h2"),
+    "auto": Case(SHARED, pp=2, microbatches=4, measures=True, program="auto"),
+    "auto, vp 2": Case(AUX, layers=4, pp=2, vp=2, microbatches=4, ddp=OVERLAP_REDUCE, measures=True, program="auto"),
+    "dualpipev": Case(
+        {**SHARED, **AUX}, layers=4, pp=2, vp=2, microbatches=4, program="dualpipev", in_v=True, quick=True
+    ),
+    "dualpipev, delayed": Case(
+        {}, layers=4, pp=2, vp=2, microbatches=6, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE,
+        program="dualpipev", in_v=True,
+    ),
+    "zb_v": Case(SHARED, layers=4, pp=2, vp=2, microbatches=4, fused=True, program="zb_v", in_v=True),
+}  # fmt: skip
+"""Programs that Megatron-Core has no function for, against its own functions over the same stages."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from copy import copy
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -107,17 +108,31 @@ def fork(model: nn.Module) -> None:
         layer.__class__, layer.token_dispatcher.__class__ = Layer, Dispatcher
 
 
-def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.Module]:
+class Mirrored(NamedTuple):
+    """The pipeline's group as the second chunk of a V sees it: the ranks in the other order."""
+
+    group: Any
+
+    def rank(self) -> int:
+        return self.size() - 1 - self.group.rank()
+
+    def size(self) -> int:
+        return self.group.size()
+
+
+def build(config: Any, *, tied: bool = False, linears: str = "own", in_v: bool = False) -> list[nn.Module]:
     """Return the chunks of this rank. A weight depends on its place in the whole model, and not on the ranks.
 
     Args:
         config: Of the model.
         tied: Whether the embedding and the output layer share a weight.
         linears: See :class:`~tests.integrations.megatron.core.cases.Case`.
+        in_v: Whether the second chunk of each rank has the layers that a loop has on the rank opposite.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
     if config.sequence_parallel:
         from tests.integrations.megatron.core.shim import allow_sequence_parallel_norm
@@ -126,10 +141,14 @@ def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.M
     chunks: list[nn.Module] = []
     pp, count = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     rank = parallel_state.get_pipeline_model_parallel_rank()
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     for number in range(count or 1):
+        if in_v and number == 1:
+            groups, rank = copy(groups), pp - 1 - rank
+            groups.pp = Mirrored(groups.pp)
         last = rank == pp - 1 and number == (count or 1) - 1
         stage = None if count is None else number
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage, pp_rank=rank)
         if linears != "own":
             spec = transformer_engine.put_into(spec, grouped=linears == "te grouped")
         mtp = None
@@ -139,6 +158,7 @@ def build(config: Any, *, tied: bool = False, linears: str = "own") -> list[nn.M
             config=config, transformer_layer_spec=spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE,
             pre_process=rank == 0 and number == 0, post_process=last, share_embeddings_and_output_weights=tied,
             position_embedding_type="rope", mtp_block_spec=mtp, vp_stage=stage,
+            pg_collection=groups,
         )  # fmt: skip
         fill(chunk)
         chunks.append(chunk)

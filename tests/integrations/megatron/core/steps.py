@@ -40,16 +40,23 @@ def serial_step(case: Case) -> list[Step]:
 
 def our_step(case: Case, overlap: Overlap, *, verify: bool = True) -> list[Step]:
     """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
-    schedule = None if case.chosen else COMBINED_NO_PIPELINING if case.pp == 1 else COMBINED_INTERLEAVED
+    schedule = (
+        case.program or None
+        if case.chosen or case.program
+        else COMBINED_NO_PIPELINING
+        if case.pp == 1
+        else COMBINED_INTERLEAVED
+    )
     costs = None if case.measures else COSTS
     function = get_forward_backward_func(
         schedule=schedule, options=EngineOptions(overlap=overlap, costs=costs, verify=verify, timeout=30)
     )
+    assert function.program == case.program
     if case.chosen:
         from megatron.core.pipeline_parallel import get_forward_backward_func as own_func
 
         assert function.__name__ == own_func().__name__
-    return _train(case, function, delayed=case.linears != "own")
+    return _train(case, function, delayed=case.linears != "own", in_v=case.in_v)
 
 
 def unlike(expected: list[Step], found: list[Step]) -> list[str]:
@@ -76,8 +83,8 @@ def one_step(function: Callable[..., Any], chunk: nn.Module, microbatches: int, 
     )  # fmt: skip
 
 
-def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[Step]:
-    chunks = _prepared(case, delayed=delayed)
+def _train(case: Case, function: Callable[..., Any], *, delayed: bool, in_v: bool = False) -> list[Step]:
+    chunks = _prepared(case, delayed=delayed, in_v=in_v)
     found = []
     for step in range(case.steps):
         for chunk in chunks:
@@ -111,7 +118,7 @@ def _train(case: Case, function: Callable[..., Any], *, delayed: bool) -> list[S
     return found
 
 
-def _prepared(case: Case, *, delayed: bool) -> list[Any]:
+def _prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
     """Return the case's chunks, with the config's functions as Megatron-LM's training loop sets them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
@@ -123,7 +130,7 @@ def _prepared(case: Case, *, delayed: bool) -> list[Any]:
         calculate_per_token_loss=case.by_tokens, gradient_accumulation_fusion=case.fused, **case.fields,
     )  # fmt: skip
     config.delay_wgrad_compute = delayed  # its constructor allows this with bf16 alone
-    chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears)
+    chunks: list[Any] = models.build(config, tied=case.tied, linears=case.linears, in_v=in_v)
     for chunk in chunks:
         if case.forked:
             models.fork(chunk)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from overlap1f1b.plan import Overlap
 from tests.integrations.megatron.core import flex, models, shim
-from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, Case, Fields, selective
+from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, PROGRAMS, Case, Fields, selective
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -42,6 +43,35 @@ def test_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) ->
     """Two of three cases by the default overlap, the others in pairs."""
     size = CASES[name].ranks
     assert megatron(size).run(differences, name, overlap) == [[]] * size
+
+
+def played(rank: int, size: int, name: str) -> list[str]:
+    """Run a program and Megatron-Core's own schedule; compare what all ranks of a pipeline have, by its place."""
+    shim.apply()
+    from megatron.core import parallel_state
+
+    from tests.integrations.megatron.core.steps import Step, our_step, serial_step, unlike
+
+    def whole(steps: list[Step]) -> list[Step]:
+        group, found = parallel_state.get_pipeline_model_parallel_group(), []
+        for step in steps:
+            every: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(every, step, group=group)
+            grads = {name.partition(".")[2]: grad for one in every for name, grad in one.grads.items()}
+            found.append(Step([loss for one in every for loss in one.losses], grads, {}))
+        return found
+
+    case = PROGRAMS[name]
+    with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
+        return unlike(whole(serial_step(case)), whole(our_step(case, 3)))[:3]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if c.quick else pytest.mark.wide) for n, c in PROGRAMS.items()]
+)
+def test_programs(megatron: Callable[[int], Ranks], name: str) -> None:
+    size = PROGRAMS[name].ranks
+    assert megatron(size).run(played, name) == [[]] * size
 
 
 class Unseeded(Case):

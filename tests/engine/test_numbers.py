@@ -1,0 +1,135 @@
+"""One engine for any number of microbatches."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from overlap1f1b.engine import Engine
+from overlap1f1b.engine.tuner import MOST_NUMBERS, State
+from overlap1f1b.engine.verify import Verification
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.groups import Groups
+from tests import models
+from tests.engine.test_memory import _held
+from tests.engines import COSTS, make
+from tests.ranks import Ranks, over
+
+
+def fresh(mesh: DeviceMesh, number: int) -> tuple[list[torch.Tensor], float]:
+    """Gradients and evaluation of an engine that plays this number alone, one microbatch after another."""
+    model = models.build(mesh.get_group("ep"))
+    program = build_schedule("sequential", ranks=2, microbatches=number)
+    with make(model, program, mesh=mesh, overlap="serial", costs=COSTS, verify=False, timeout=60) as engine:
+        inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
+        engine.step(inputs, target=target)
+        return [p.grad for p in engine.parameters() if p.grad is not None], mean(engine, inputs, target, number)
+
+
+def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int) -> float:
+    return engine.mean_loss(engine.evaluate(inputs, target=target, microbatches=number))
+
+
+def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
+    """Numbers at random; after the measured steps none is serial, nothing is made, and nothing grows."""
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    expected = {number: fresh(mesh, number) for number in range(1, most + 1)}
+    model, draw = models.build(mesh.get_group("ep")), random.Random(7)
+    problems, seen, first = list[str](), set[int](), 0
+    engine = make(model, build_schedule("combined_1f1b", ranks=2, microbatches=4), mesh=mesh, tries=1, timeout=60)
+    early: Any = None
+    with (
+        patch.object(Groups, "new", side_effect=AssertionError("a new communicator")),
+        patch.object(Verification, "play", autospec=True, side_effect=Verification.play) as verified,
+    ):
+        for step in range(steps):
+            number = draw.randint(1, most)
+            inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
+            model.zero_grad()
+            verified.reset_mock()
+            engine.step(inputs, target=target, microbatches=number)
+            seen.add(number)
+            if step > 0 and engine.tuner.state is State.MEASURING:
+                problems.append(f"step {step + 1} is serial")
+            if verified.call_count:  # the first number's plans alone: no other opens more microbatches
+                first = first or number
+                if number != first:
+                    problems.append(f"step {step} with {number} is compared with a serial one")
+            grads, loss = expected[number]
+            found = [p.grad for p in engine.parameters() if p.grad is not None]
+            if len(found) != len(grads) or not all(map(torch.equal, found, grads)):
+                problems.append(f"step {step}: other gradients with {number} microbatches")
+            if step % 10 == 9 and mean(engine, inputs, target, number) != loss:
+                problems.append(f"step {step}: another loss with {number} microbatches")
+            del grads, found
+            if step in (steps // 2, steps - 1):
+                held = min(_held() for _ in range(5) if not time.sleep(0.05))
+                early = early or held
+    if len(seen) < most or held[2:] > early[2:] or held[0] > early[0]:
+        problems.append(f"{seen} were played; tensors, bytes, threads, files: first {early}, then {held}")
+    return problems
+
+
+@pytest.mark.parametrize(("steps", "most"), [(16, 4), pytest.param(100, 9, marks=pytest.mark.wide)])
+def test_any_number_is_played_by_one_engine(ranks4: Ranks, steps: int, most: int) -> None:
+    assert ranks4.run(_any, steps, most, timeout=280) == [[]] * 4
+
+
+def test_costs_hold_for_an_unseen_number() -> None:
+    """Nodes are measured in two steps, whatever their numbers; then an unseen one has a plan of its own."""
+    engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), tries=0)
+    for number, state in ((3, State.MEASURING), (5, State.SETTLED), (2, State.SETTLED)):
+        inputs, target = models.batch(number)
+        engine.step(inputs, target=target, microbatches=number)
+        assert engine.tuner.state is state
+        assert engine.program.microbatches == engine.microbatches == number
+    engine.microbatches = 7
+    assert engine.plan.program == build_schedule("combined_1f1b", microbatches=7)
+    assert engine.plan.predicted > 0  # by the costs
+
+
+def test_few_plans_are_kept() -> None:
+    engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
+    mine = engine.plan = engine.plan
+    for number in range(1, 2 * MOST_NUMBERS):
+        engine.microbatches = number
+    assert len(engine.tuner._numbers) == MOST_NUMBERS
+    engine.microbatches = 4
+    assert engine.plan is mine  # one that is set stays
+
+
+def test_an_evaluation_of_another_number_leaves_the_next_step() -> None:
+    engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
+    inputs, target = models.batch(6)
+    losses = engine.evaluate(inputs, target=target, microbatches=6).losses
+    assert len(losses) == 6
+    assert engine.microbatches == 4
+
+
+@pytest.mark.parametrize(("name", "number", "allowed"), [("combined_1f1b", 0, "1"), ("dualpipe", 7, "6 or 8")])
+def test_impossible_numbers_are_refused(name: str, number: int, allowed: str) -> None:
+    program = build_schedule(name, ranks=1 if name == "combined_1f1b" else 2, microbatches=4)
+    with pytest.raises(ValueError, match=f"microbatches.*{allowed}"):
+        program.of(number)
+
+
+@over(2)
+def test_ranks_with_other_numbers_are_told(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    engine = make(
+        models.build(mesh.get_group("ep")), build_schedule("combined_1f1b", microbatches=4), mesh=mesh, timeout=20
+    )
+    inputs, target = models.batch(4)
+    engine.step(inputs, target=target)
+    try:
+        engine.step(inputs, target=target, microbatches=2 + 2 * rank)
+    except (ValueError, RuntimeError) as error:
+        text = "\n".join([str(error), *error.__notes__])
+        return [] if "microbatches=2 on rank ep 0, after 4, and another number" in text else [text]
+    return ["not refused"]

@@ -1,0 +1,101 @@
+"""A token with several experts on a rank is sent there once: gradients, and bytes as counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.plan import Overlap, exchanged_bytes
+from overlap1f1b.running.bench.exchanges import RecordingExchange
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from tests import models
+from tests.engines import COSTS, make
+from tests.ranks import over
+
+MICROBATCHES = 3
+CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
+    ("sequential", "serial", {}),
+    ("combined_1f1b", 3, {}),
+    ("zb_h1", 3, {"recompute": "block"}),
+    ("combined_1f1b", "pairs", {"recompute": "experts", "capacity": 8.0}),
+    ("combined_1f1b", 2, {"capacity": 0.9, "overflow": "rerun"}),
+]
+
+
+def many(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Five of eight experts: at most four of them are on one of two ranks."""
+    weights, indices = logits.softmax(-1).topk(5, -1)
+    return indices, weights
+
+
+@over(2, timeout=240)
+def test_many_choices_over_two_ranks(rank: int, size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    data, problems = [models.batch(MICROBATCHES, seed=r) for r in range(size)], []
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        torch.set_default_dtype(dtype)
+        try:
+            whole = models.build(choose=(many, models.top_k))
+            for batch in data:
+                _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
+            reference: dict[str, Tensor] = {}
+            for name, overlap, more in CASES[: 2 if dtype == torch.float32 else None]:
+                model = models.build(mesh.get_group("ep"), choose=(many, models.top_k))
+                program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
+                torch.manual_seed(1)
+                engine = make(model, program, mesh=mesh, overlap=overlap, costs=COSTS, timeout=30, **more)
+                engine.step(data[rank][0], target=data[rank][1])
+                found = models.gradients(model)
+                reference = reference or found
+                problems += [f"{dtype} {name} {more}: {label}" for label in models.equal(found, reference)]
+            local = models.E // size
+            for label, grad in expected.items():
+                mine = grad[rank * local : (rank + 1) * local] if "experts" in label else grad
+                apart = float((reference[label] - mine).norm() / mine.norm().clamp(min=1e-30))
+                problems += [] if apart <= limit else [f"{dtype} {label} differs by {apart:.1e}"]
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return problems
+
+
+@over(2, timeout=120)
+def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> list[str]:
+    """Within one per cent, with what rows carry; experts are all equally likely."""
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), []
+    experts, hidden, tokens, microbatches = 16, 32, 16_384, 2
+    for chosen, share in ((1, 1.0), (2, 0.77), (8, 0.25)):
+        layer = MoE(hidden, 8, RouterConfig(experts, chosen), group=mesh.get_group("ep"))
+        generator = torch.Generator().manual_seed(rank)
+
+        def choose(x: Tensor, chosen: int = chosen, generator: torch.Generator = generator) -> tuple[Tensor, Tensor]:
+            indices = torch.rand(len(x), experts, generator=generator).argsort(1)[:, :chosen]
+            return indices, x[:, :chosen].sigmoid()
+
+        layer.router.forward = choose  # type: ignore[assignment, method-assign]
+        recording = RecordingExchange(build_exchange(mesh.get_group("ep")))
+        engine = make(
+            torch.nn.Sequential(torch.nn.Linear(hidden, hidden), layer),
+            build_schedule("combined_1f1b", microbatches=microbatches),
+            mesh=mesh,
+            exchange=recording,
+            loss_fn=torch.nn.functional.mse_loss,
+            costs=COSTS,
+            verify=False,
+        )
+        x = torch.randn(microbatches * tokens, hidden)
+        engine.step(x, target=x)
+        total = torch.tensor(sum(sizes.sent_bytes(rank) for sizes in recording.sizes.values()))
+        dist.all_reduce(total)
+        sent = int(total) / size
+        options = {"itemsize": 4, "weight_itemsize": 4}
+        counted = 2 * microbatches * sum(exchanged_bytes(tokens, hidden, experts, chosen, size, **options))
+        before = 4 * microbatches * tokens * chosen * hidden * 4 / 2
+        if not abs(sent / counted - 1) < 0.01 or not sent / before < share + 0.25:
+            problems.append(f"{chosen} chosen: {sent} bytes, {counted} were counted, {before} for each choice")
+    return problems

@@ -1,0 +1,49 @@
+"""Layers that Megatron-Core computes again: their exchanges are hidden, and nothing is exchanged twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from unittest.mock import patch
+
+import pytest
+
+from overlap1f1b.engine import EngineOptions
+from overlap1f1b.engine.run.again import Again
+from overlap1f1b.integrations.megatron import get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.plan import Resource
+from overlap1f1b.transport.exchange import PeerExchange
+from tests.engines import COSTS
+from tests.integrations.megatron.core import models, shim
+from tests.integrations.megatron.core.cases import BLOCKS, FULL, Fields, selective
+from tests.integrations.megatron.core.steps import one_step
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+LAYERS, MICROBATCHES = 2, 3
+
+
+def _counts(rank: int, size: int, fields: Fields) -> tuple[int, int, int]:
+    """Return how many exchanges a step's plan has, how many it makes, and how many parts it computes again."""
+    shim.apply()
+    with models.init_parallel(ep=size):
+        (chunk,) = models.build(models.config_of(layers=LAYERS, ep=size, **fields))
+        options = EngineOptions(costs=COSTS, verify=False, timeout=30)
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=options)
+        one_step(function, chunk, MICROBATCHES)  # shows where the chunk exchanges
+        (prepared,) = function._engines.values()
+        with (
+            patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
+            patch.object(Again, "_compute", autospec=True, side_effect=Again._compute) as again,
+        ):
+            planned = sum(node.resource is Resource.EXCHANGE for node in prepared.engine.plan.nodes)
+            one_step(function, chunk, MICROBATCHES)
+        return planned, made.call_count, again.call_count
+
+
+@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), (BLOCKS, 1), (selective("moe"), LAYERS)])
+def test_nothing_is_exchanged_twice(megatron: Callable[[int], Ranks], fields: Fields, again: int) -> None:
+    exchanges = 4 * LAYERS * MICROBATCHES  # there and back, forward and backward
+    assert megatron(2).run(_counts, fields) == [(exchanges, exchanges, again * MICROBATCHES)] * 2
