@@ -219,7 +219,6 @@ class Engine:
             boundary=self.boundary,
             reductions=self.reductions,
             watch=watch,
-            device=self._device,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
         )
 

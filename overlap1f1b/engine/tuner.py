@@ -149,11 +149,11 @@ class Tuner:
         self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
         self._counts = options.memory is not None or player.watch is not None
         if options.memory == "auto" and player.watch is None:
-            raise ValueError(f"memory='auto' on {player.device}; allowed: on a GPU, else bytes such as 70GB")
+            raise ValueError(f"memory='auto' on {boundary.device}; allowed: on a GPU, else bytes such as 70GB")
         self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
         self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
         if self._counts and options.costs is not None:
-            with ByteCount(player.device) as count:
+            with ByteCount(boundary.device) as count:
                 self._count(count)
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
         self._now = Numbered(program)
@@ -377,7 +377,7 @@ class Tuner:
     def _count(self, count: ByteCount) -> None:
         """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
         limit, held = parse_memory(self.options.memory), count.by_node()
-        limit = devices.obtainable(self._player.device) if limit == "auto" else limit
+        limit = devices.obtainable(self._boundary.device) if limit == "auto" else limit
         room = math.inf if limit is None else float(limit - count.before)
         whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
         fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)

@@ -16,7 +16,7 @@ CHOICES = 8
 
 
 def choices(measured: Measured) -> Iterator[tuple[NodeCosts, tuple[StageShape, ...]]]:
-    """Yield costs and shapes of steps in which more and more blocks recompute.
+    """Yield costs and shapes of steps in which more and more blocks recompute, and of those in which all do alike.
 
     Blocks begin in the order of the bytes that a microbatch saves in them for each unit of time.
     """
@@ -42,6 +42,7 @@ def choices(measured: Measured) -> Iterator[tuple[NodeCosts, tuple[StageShape, .
             path.append(dict(modes))
     for at in sorted({round(number * (len(path) - 1) / CHOICES) for number in range(CHOICES + 1)}):
         yield _mixed(measured, path[at])
+    yield from (alike for mode, alike in measured.items() if mode != "none")
 
 
 def _held(costs: NodeCosts, stage: int, block: int) -> float:

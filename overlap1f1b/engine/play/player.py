@@ -64,7 +64,6 @@ class Player:
         reductions: Carry out the ``reduce`` nodes.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
-        device: Of the compute; by default the CPU.
 
     Attributes:
         before_launch: Called before every exchange. While nodes are measured it is a barrier, so that the time of a
@@ -91,7 +90,6 @@ class Player:
         reductions: Sequence[Reduction] = (),
         watch: Watch | None = None,
         fills: bool = True,
-        device: torch.device | None = None,
     ) -> None:
         abort = partial(exchange.abort, ending=True)
 
@@ -109,7 +107,7 @@ class Player:
             (Op.COMBINE, Kind.I): back,
             (Op.DISPATCH, Kind.I): back,
         }
-        self.failures, self.device = failures, device or torch.device("cpu")
+        self.failures = failures
         self.boundary, self.reductions = boundary, reductions
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
