@@ -195,17 +195,17 @@ def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
     for at in (0, 40):
         model = models.build(None if mesh is None else mesh.get_group("ep"))
         with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
-            engine = make(model, program, mesh=mesh, memory="1TB", tries=1, timeout=30)
+            engine = make(model, program, mesh=mesh, memory="1TB", tries=2, timeout=30)
             while engine.tuner.state is State.MEASURING:
                 engine.step(data[0], target=data[1])
-            turns, before = list(engine.tuner._turns), engine.failures
+            turns, before = list(engine.tuner._now.turns), engine.failures
             if at and rank == size - 1:
                 engine.player.compute = Spoiled(engine, at)
             model.zero_grad()
             engine.step(data[0], target=data[1])
             found.append(models.gradients(model))
             if at:
-                left = [plan.fingerprint for plan in turns if plan not in engine.tuner._turns]
+                left = [plan.fingerprint for plan in turns if plan not in engine.tuner._now.turns]
                 problems += [] if left == [turns[0].fingerprint] else [f"left {len(left)} of {len(turns)}"]
                 problems += [] if mesh is None or engine.failures is not before else ["the old groups"]
             while engine.tuner.settling:
