@@ -113,6 +113,13 @@ def test_a_limit_that_nothing_keeps_says_what_would_do() -> None:
         _ = make(transformer(), PROGRAM, costs=COSTS, memory="1GB").plan
 
 
+def test_steps_that_measure_hold_one_microbatch_at_a_time() -> None:
+    limited, free = (make(transformer(), PROGRAM, memory=memory) for memory in ("1TB", None))
+    assert (limited.plan.program.name, free.plan.program.name) == ("sequential", PROGRAM.name)
+    with pytest.raises(ValueError, match="memory='auto' on cpu; allowed: on a GPU"):
+        make(transformer(), PROGRAM, memory="auto")
+
+
 def test_bytes_have_units() -> None:
     assert [parse_memory(value) for value in (1000, "2 KB", "1.5KiB", "auto", None)] == [1000, 2000, 1536, "auto", None]
     for value in (0, -1, True, "70 gigs", "GB", "0.1B"):
