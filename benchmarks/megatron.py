@@ -87,7 +87,14 @@ class FusedAttention(nn.Module):
         return rearrange(F.scaled_dot_product_attention(q, k, v, is_causal=True), "B N S D -> S B (N D)")
 
 
-def chunk_of(config: MoEConfig) -> nn.Module:
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def chunk_of(config: MoEConfig, recompute: str) -> nn.Module:
     """Return Megatron-Core's GPT model of these sizes."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -96,6 +103,7 @@ def chunk_of(config: MoEConfig) -> nn.Module:
         layers=config.layers, ep=RANKS, hidden_size=config.hidden, num_attention_heads=config.heads,
         num_moe_experts=config.experts, moe_router_topk=config.top_k, moe_ffn_hidden_size=config.intermediate,
         ffn_hidden_size=config.intermediate, normalization="RMSNorm", layernorm_epsilon=config.rms_eps,
+        **RECOMPUTES[recompute],
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False)
     for layer in spec.layer_specs:
@@ -189,7 +197,7 @@ class MegatronBench:
         )  # fmt: skip
         # 1. Both models with the same weights, and their data.
         self.model = MoETransformer(self.config, group=rank.group, seed=options.seed)
-        self.chunk = chunk_of(self.config)
+        self.chunk = chunk_of(self.config, options.recompute)
         given = by_megatron_names(self.model, lambda parameter: parameter.detach())
         with torch.no_grad():
             for name, parameter in self.chunk.named_parameters():
@@ -217,7 +225,14 @@ class MegatronBench:
             mesh=rank.mesh,
             loss_fn=loss_fn,
             exchange=self.recording,
-            options=EngineOptions(overlap=OVERLAPS[-1], reduce=False, timeout=options.timeout, tries=0, verify=False),
+            options=EngineOptions(
+                overlap=OVERLAPS[-1],
+                reduce=False,
+                timeout=options.timeout,
+                tries=0,
+                verify=False,
+                recompute={"full": "block", "moe": "experts"}.get(options.recompute, "none"),
+            ),
         )
         play = partial(engine.step, self.inputs, target=self.target)
         self.ours = Row("our layers", str(OVERLAPS[-1]), self.model, play, engine)
@@ -348,7 +363,7 @@ class MegatronBench:
                 engine.program,
                 loss_fn=loss_fn,
                 exchange=answers,
-                options=EngineOptions(plan=engine.plan, verify=False),
+                options=EngineOptions(plan=engine.plan, recompute=engine.options.recompute, verify=False),
             )
             return Row(row.name, "", self.model, lambda: twin.step(self.inputs, target=self.target))
         found = self._drop_in(OVERLAPS[-1], answers)
@@ -578,6 +593,7 @@ def main() -> int:
         ("rounds", 3, "measured rounds"), ("seed", 0, "seed of weights and text"),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--recompute", choices=RECOMPUTES, default="none", help="what layers compute again")
     parser.add_argument("--wire", default="balanced", help="as of overlap1f1b bench (default: balanced)")
     parser.add_argument("--timeout", type=float, default=120.0, help="limit of every wait in seconds (default: 120)")
     parser.add_argument("--json", help="file for the results")

@@ -48,7 +48,7 @@ def _sums(
     lanes = between.shape[1] if packs else 0
     strides = rows.stride(0), out.stride(0), source.stride(0) if opened else 0, target.stride(0), between.stride(0)
     flags = weights is not None, packs, opened
-    constants = H, *strides, width, *flags, lanes, BR, BH, wide(max(lanes, 1))
+    constants = H, *strides, width, *flags, lanes, BR, BH, wide(width), wide(max(lanes, 1))
     tensors = rows, inverse, rows if weights is None else weights.contiguous(), source, out, target, between
     _sum((-(-R // BR), max(-(-H // BH), 1)), tensors, (R,), constants)
 
@@ -90,12 +90,15 @@ def _sum(
     lanes: tl.constexpr,
     BR: tl.constexpr,
     BH: tl.constexpr,
+    WIDE_M: tl.constexpr,
     WIDE_LANES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     column = tl.program_id(1) * BH + tl.arange(0, BH)
     here, across = row < R, (column < H)[None, :]
     total = tl.zeros([BR, BH], dtype=tl.float32)
+    choice = tl.arange(0, WIDE_M)
+    values = tl.zeros([BR, WIDE_M], dtype=source.dtype.element_ty)
     for m in tl.static_range(M):
         place = tl.load(inverse + row * M + m, mask=here, other=-1)
         there = place >= 0
@@ -112,7 +115,7 @@ def _sum(
         if tl.program_id(1) == 0:
             if PACKS:
                 moved = tl.load(source + place, mask=there, other=0.0)
-                tl.store(target + row * TARGET_STRIDE + m, moved, mask=here)
+                values = tl.where(choice[None, :] == m, moved[:, None], values)
             if OPENED:
                 spot = tl.load(between + row * M + m, mask=here, other=-1)
                 moved = tl.load(source + spot // OPENED * SOURCE_STRIDE + spot % OPENED, mask=spot >= 0, other=0.0)
@@ -120,6 +123,8 @@ def _sum(
     place = out + row[:, None] * OUT_STRIDE + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=here[:, None] & across)
     if PACKS and tl.program_id(1) == 0:
+        carried = target + row[:, None] * TARGET_STRIDE + choice[None, :]
+        tl.store(carried, values, mask=here[:, None] & (choice < M)[None, :])
         lane = tl.arange(0, WIDE_LANES)
         nothing = tl.zeros([BR, WIDE_LANES], dtype=tl.int16)
         tl.store(

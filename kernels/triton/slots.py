@@ -11,7 +11,8 @@ from overlap1f1b.kernels.slots import Places, Slots
 from overlap1f1b.kernels.triton.launch import interpreted, kernel, wide
 
 CELLS = 16_384  # of a program: slots times experts, or slots times slots
-SMALL_CELLS = 4096  # of a program: tokens times ranks
+COUNTED_CELLS = 4096  # of a program: tokens times numbers to send
+PLACED_CELLS = 1024  # of a program: tokens times ranks
 
 
 def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
@@ -19,7 +20,7 @@ def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = Non
     (T, K), local = indices.shape, experts // ranks
     columns = ranks * (1 + local)  # of the counts: for each rank the rows, then the choices of its experts
     WIDE_C, WIDE_R, WIDE_L = wide(columns), wide(ranks), wide(local)
-    BT = 512 if interpreted() else max(min(CELLS // WIDE_C, SMALL_CELLS // WIDE_R, 128), 16)
+    BT = 512 if interpreted() else max(min(COUNTED_CELLS // WIDE_C, PLACED_CELLS // WIDE_R, 128), 16)
     blocks = -(-T // BT)
     before = indices.new_empty(blocks, columns, dtype=torch.int32)
     counts, ends = indices.new_empty(ranks, 1 + local), indices.new_empty(columns, dtype=torch.int32)
@@ -57,7 +58,7 @@ def _count_rows(
     token = block.to(tl.int64) * BT + tl.arange(0, BT)
     here = token < T
     every = tl.arange(0, WIDE_C)
-    count = tl.zeros([WIDE_C], dtype=tl.int32)
+    count = tl.zeros([BT, WIDE_C], dtype=tl.int32)
     for k in tl.static_range(K):
         expert = tl.load(indices + token * K + k, mask=here, other=-1)
         rank = _rank_of(expert, experts, local)
@@ -68,9 +69,9 @@ def _count_rows(
                 first &= _rank_of(other, experts, local) != rank
         column = rank * (1 + local)
         chosen = (column + 1 + expert % local)[:, None] == every[None, :]
-        count += tl.sum((chosen & (rank >= 0)[:, None]).to(tl.int32), 0)
-        count += tl.sum(((column[:, None] == every[None, :]) & first[:, None]).to(tl.int32), 0)
-    tl.store(before + block.to(tl.int64) * columns + every, count, mask=every < columns)
+        count += (chosen & (rank >= 0)[:, None]).to(tl.int32)
+        count += ((column[:, None] == every[None, :]) & first[:, None]).to(tl.int32)
+    tl.store(before + block.to(tl.int64) * columns + every, tl.sum(count, 0), mask=every < columns)
 
 
 @kernel("blocks")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -33,13 +32,15 @@ from overlap1f1b.terminal.status import showing
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
 from overlap1f1b.transport.versions import TORCH, release
 
+Status = Literal["ok", "warn", "fail"]
+
 
 @dataclass(frozen=True)
 class Finding:
     """The result of one check: ``fail`` if training cannot work or nothing can be hidden, ``warn`` if it may be so."""
 
     name: str
-    status: Literal["ok", "warn", "fail"]
+    status: Status
     value: str
     advice: str = ""
 
@@ -68,17 +69,21 @@ TRITON = ("3.6", "3.10")
 
 def versions() -> Iterator[Finding]:
     """Check the versions of torch, greenlet, CUDA, NCCL and Triton."""
-    yield _tested("torch", *TORCH, other="fail")  # the engine refuses another one
-    yield _tested("greenlet", *GREENLET)
+    yield _tested("torch", TORCH, other="fail")  # the engine refuses another one
+    yield _tested("greenlet", GREENLET)
     yield from _cuda()
 
 
-def _tested(name: str, first: str, beyond: str, other: Literal["warn", "fail"] = "warn") -> Finding:
-    wanted = _install(name, first, beyond)
+def _tested(
+    name: str, tested: tuple[str, str], *, other: Status = "warn", missing: Status = "fail", without: str = ""
+) -> Finding:
+    """Return whether a package has a tested version; ``missing`` and ``without`` say what it means to lack it."""
+    first, beyond = tested
+    wanted = f"install {name}>={first},<{beyond}"
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, "fail", "not installed", wanted)
+        return Finding(name, missing, f"not installed{without}", "" if missing == "ok" else wanted)
     if release(first) <= release(found) < release(beyond):
         return Finding(name, "ok", found)
     return Finding(name, other, f"{found}, tested from {first} to before {beyond}", wanted)
@@ -89,8 +94,7 @@ def _cuda() -> Iterator[Finding]:
     import torch
 
     build = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
-    gpu, has_triton = torch.cuda.is_available(), find_spec("triton") is not None
-    if gpu:
+    if gpu := torch.cuda.is_available():
         advice = "tried on one H100, not on several GPUs: compare losses with overlap1f1b train --compare"
         yield Finding("cuda", "warn", f"{torch.version.cuda}, {torch.cuda.device_count()} GPUs", advice)
         if torch.distributed.is_nccl_available():
@@ -100,18 +104,8 @@ def _cuda() -> Iterator[Finding]:
     else:
         yield Finding("cuda", "ok", f"no GPU; torch is {build}")
         yield Finding("nccl", "ok", "not used without a GPU: ranks exchange over gloo")
-    if has_triton:
-        yield _tested("triton", *TRITON)
-    elif gpu:
-        yield Finding(
-            "triton", "warn", "not installed: kernels run as their twins in torch", _install("triton", *TRITON)
-        )
-    else:
-        yield Finding("triton", "ok", "not installed: kernels have twins in torch")
-
-
-def _install(name: str, first: str, beyond: str) -> str:
-    return f"install {name}>={first},<{beyond}"
+    without = ": kernels run as their twins in torch"
+    yield _tested("triton", TRITON, missing="warn" if gpu else "ok", without=without)
 
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -236,11 +230,7 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Check everything and return the exit status, 1 if something fails.
-
-    Raises:
-        ValueError: An option has a value that is not allowed.
-    """
+    """Check everything and return the exit status, 1 if something fails."""
     check_ranges(options)
     check_files({"json": options.json})
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded

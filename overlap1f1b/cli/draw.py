@@ -247,9 +247,6 @@ def paint(
     """Draw tracks into a file of the format that its option names, ``png`` or ``svg``, and tell the screen.
 
     ``unit`` labels the time axis.
-
-    Raises:
-        ValueError: matplotlib is missing, or the file cannot be written.
     """
     try:
         import matplotlib as mpl

@@ -41,11 +41,7 @@ def counters(timeline: Timeline, *, alone: bool) -> dict[str, float | None]:
 
 
 def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
-    """Profile a few steps; every rank writes its files, and the first rank reports.
-
-    Raises:
-        ValueError: The files cannot be written, or an option does not fit.
-    """
+    """Profile a few steps; every rank writes its files, and the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with showing(screen, "starting") as say, subject(options, rank, say) as (engine, step):
         steps = f"of {options.profile_steps} steps profiled"

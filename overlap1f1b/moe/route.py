@@ -73,6 +73,7 @@ class Route(Splits):
         self.tokens, self.top_k = indices.shape
         self.experts, self.ranks, self.kernels, self.capacity = experts, ranks, kernels, capacity
         self.local = experts // ranks
+        assert self.local < 1 << 15, "numbers of a rank's experts travel as int16"
         self.indices = indices
         self.room: int | None = None
         self.dropped: Tensor | None = None

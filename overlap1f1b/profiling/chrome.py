@@ -22,33 +22,17 @@ class _Event(Struct):
     name: Any = None
 
 
-class _Range(Struct):
-    pid: int | str
-    tid: int | str
-    ts: float
-    dur: float = 0.0
-
-
 class _Call(Struct, frozen=True):
-    correlation: int | None = None
-
-
-class _Launch(Struct):
-    pid: int | str
-    tid: int | str
-    ts: float
-    args: _Call = _Call()
-
-
-class _Place(Struct):
     correlation: int = -1
     stream: int = 0
 
 
-class _Kernel(Struct):
+class _Timed(Struct):
     ts: float
-    dur: float
-    args: _Place
+    dur: float = 0.0
+    pid: int | str = 0
+    tid: int | str = 0
+    args: _Call = _Call()
 
 
 def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], None]) -> None:
@@ -64,27 +48,24 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
         UnicodeDecodeError: A name is not text.
         OverflowError: A time or a number does not fit into 64 bits.
     """
-    event_of, range_of = Decoder(_Event).decode, Decoder(_Range).decode
-    launch_of, kernel_of = Decoder(_Launch).decode, Decoder(_Kernel).decode
+    event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed).decode
     threads: dict[tuple[int | str, int | str], int] = {}
     for number, text in enumerate(events):
         if not number % (1 << 16):
             seen(number / len(events))
         event = event_of(text)
         category, name = event.cat, event.name if isinstance(event.name, str) else ""
-        if event.ph != "X":
+        kernel, launch = category in _KERNELS, category in _LAUNCHES
+        ours = category != _DEVICE_RANGES and name.startswith(PREFIX) and len(name) <= MOST_NAME
+        if event.ph != "X" or not (kernel or launch or ours):
             continue
-        if category in _KERNELS:
-            kernel = kernel_of(text)
-            start, duration = round(kernel.ts * 1000), round(kernel.dur * 1000)
-            capture.kernels.extend((kernel.args.correlation, kernel.args.stream, start, start + duration))
-        elif category in _LAUNCHES:
-            launch = launch_of(text)
-            if launch.args.correlation is not None:
-                thread = threads.setdefault((launch.pid, launch.tid), len(threads))
-                capture.launches.extend((launch.args.correlation, thread, round(launch.ts * 1000)))
-        elif category != _DEVICE_RANGES and name.startswith(PREFIX) and len(name) <= MOST_NAME:
-            found = range_of(text)
-            thread = threads.setdefault((found.pid, found.tid), len(threads))
-            start, duration = round(found.ts * 1000), round(found.dur * 1000)
+        timed = timed_of(text)
+        correlation, start, duration = timed.args.correlation, round(timed.ts * 1000), round(timed.dur * 1000)
+        if kernel:
+            capture.kernels.extend((correlation, timed.args.stream, start, start + duration))
+            continue
+        thread = threads.setdefault((timed.pid, timed.tid), len(threads))
+        if not launch:
             capture.add_range(name, thread, start, start + duration)
+        elif correlation != -1:
+            capture.launches.extend((correlation, thread, start))

@@ -162,11 +162,8 @@ class Lanes:
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in issued:
-            node = names[what]
-            if not isinstance(node, Node) or not _of_chain(node):
-                continue
-            key = node.chain
-            begun[key] = (begun[key][0] if key in begun else start, end)
+            if isinstance(node := names[what], Node) and _of_chain(node):
+                begun[node.chain] = (begun.get(node.chain, (start,))[0], end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
 
@@ -181,7 +178,7 @@ class Lanes:
         recording, step = self.recording, self.step
         rest = difference(self.gaps, self.exposed)
         waiting = recording.on(step.waits, Resource.PEER).covered
-        transfers = recording.transfers(step).covered
+        transfers = recording.on(step.flights, Resource.PEER).covered
         if recording.device:
             blocked = _blocked(self.gaps, step.compute)
             waiting = union([*waiting, *intersection(transfers, blocked)])

@@ -27,9 +27,6 @@ def read_nsys(path: Path) -> list[Capture]:
     """Read the events of each process, in the order of their first range.
 
     nsys creates a table only if it has rows for it, so each table may be missing.
-
-    Raises:
-        ValueError: The file is not such an export, or it is damaged.
     """
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:

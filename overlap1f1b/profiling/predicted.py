@@ -19,13 +19,6 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     Every rank's nodes are played in the order in which they were issued. A compute node takes its mean over the
     microbatches. A transfer takes the shortest of its times, since longer ones may include waiting. For both, the
     slowest rank counts. Ranks that share experts play the same plan, so one of them is played for each pipeline rank.
-
-    Args:
-        ranks: The ranks of one run.
-        number: Number of the step.
-
-    Raises:
-        ValueError: A file has no ranges, a rank does not have the step, or a pipeline rank is missing.
     """
     steps = [(recording, _step(recording, number)) for recording in ranks]
     played: dict[int, tuple[Node, ...]] = {}

@@ -173,11 +173,7 @@ def _placed(recording: Recording) -> Recording:
 
 
 def files_of(*paths: str | Path) -> list[Path]:
-    """Return the files, and the files in the folders.
-
-    Raises:
-        ValueError: A folder cannot be read, or holds no file of a rank.
-    """
+    """Return the files, and the files in the folders."""
     found: list[Path] = []
     for path in map(Path, paths):
         if not path.is_dir():

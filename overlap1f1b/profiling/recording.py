@@ -153,10 +153,6 @@ class Recording:
         """Return the exchanges in flight."""
         return self.on(step.flights, *EXCHANGES)
 
-    def transfers(self, step: StepRecord) -> Spans:
-        """Return the transfers between pipeline stages in flight."""
-        return self.on(step.flights, Resource.PEER)
-
 
 def lane_of(what: What) -> Resource:
     """Return the resource of a span in flight."""

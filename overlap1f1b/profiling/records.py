@@ -38,11 +38,7 @@ class _Record(Struct):
 
 
 def read_record(path: Path, text: bytes) -> Recording:
-    """Return the rank of a record.
-
-    Raises:
-        ValueError: The content has another form.
-    """
+    """Return the rank of a record."""
     try:
         record = decode(text, type=_Record)
     except DecodeError as error:

@@ -26,9 +26,6 @@ def recording_of(capture: Capture) -> Recording:
     transfer are its flight, except on the compute stream, where they pack and unpack; if all of them are there, they
     are the flight. Kernels launched outside all ranges are compute if they are on the compute stream. Without kernels,
     the ranges of nodes are the compute and the ``flight`` ranges are the exchange.
-
-    Raises:
-        ValueError: The file has neither ranges nor kernels, or it has ranges of several ranks.
     """
     return _Builder(capture).recording()
 

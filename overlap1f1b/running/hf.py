@@ -18,12 +18,7 @@ BYTES = 256
 
 
 class HfModel(Part):
-    """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model.
-
-    Raises:
-        ValueError: The configuration cannot be read or does not describe a causal LM, its vocabulary is smaller than
-            256, or the model cannot be split.
-    """
+    """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model."""
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
         assert options.hf_config is not None

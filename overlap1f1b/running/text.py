@@ -12,6 +12,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -164,10 +165,8 @@ def _standard_library(limit: int) -> Iterator[bytes]:
     """Yield the standard library's modules, without its tests and unreadable files."""
     for path in _walk(Path(sysconfig.get_path("stdlib")), skip=NOT_LIBRARY):
         if path.suffix == ".py":
-            try:
+            with suppress(OSError):
                 yield _read(path, limit)
-            except OSError:
-                continue
 
 
 def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
@@ -189,12 +188,12 @@ def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
                 content = _read(file, limit)
             except OSError as error:
                 refuse(error, "file")
-            empty, binary = not content, b"\0" in content[:BINARY_PROBE]
-            if named and (empty or binary):
-                why = "is empty" if empty else "is binary (a zero byte in its first 8 KiB)"
+            why = "is binary (a zero byte in its first 8 KiB)" if b"\0" in content[:BINARY_PROBE] else ""
+            why = why if content else "is empty"
+            if named and why:
                 raise ValueError(f"--text {path} {why}; {ALLOWED}")
-            some = some or not (empty or binary)
-            if not (empty or binary or file.resolve() in seen):
+            some = some or not why
+            if not why and file.resolve() not in seen:
                 seen.add(file.resolve())
                 yield content
         if not some:

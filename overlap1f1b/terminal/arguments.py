@@ -66,11 +66,7 @@ def check_ranges(options: Any) -> None:
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
-    """Return the options of the verb that comes first, by ``verbs``; ``--help`` is printed and ends the process.
-
-    Raises:
-        ValueError: The verb or an option is unknown, or a value has the wrong type; the message names it in one line.
-    """
+    """Return the options of the verb that comes first, by ``verbs``; ``--help`` is printed and ends the process."""
     first = argv[0]
     if first in ("-h", "--help"):
         sys.stdout.write(_overview(verbs, prog, description))

@@ -110,9 +110,6 @@ def writing(option: str, path: Path, screen: Console | None = None) -> Iterator[
     """Yield a file beside ``path``, which becomes ``path`` when it is whole: a full disk leaves no part of it.
 
     The screen, if given, is told so. A pipe or a device is written as it is.
-
-    Raises:
-        ValueError: The file cannot be written; the message names the option.
     """
     with refused(option, path):
         if path.exists() and not path.is_file():
@@ -129,11 +126,7 @@ def writing(option: str, path: Path, screen: Console | None = None) -> Iterator[
 
 
 def write_json(target: str | None, content: dict[str, Any]) -> None:
-    """Write ``content`` as JSON to a file, to standard output for ``-``, or nowhere for None.
-
-    Raises:
-        ValueError: The file cannot be written.
-    """
+    """Write ``content`` as JSON to a file, to standard output for ``-``, or nowhere for None."""
     text = json.dumps(content, indent=2) + "\n"
     if target == "-":
         sys.stdout.write(text)

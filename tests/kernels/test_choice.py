@@ -17,7 +17,7 @@ from overlap1f1b.kernels import choice
 from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
-from overlap1f1b.kernels.slots import pack_places, place_slots
+from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from tests.kernels.against import DEVICE
 from tests.ranks import Ranks
@@ -82,9 +82,9 @@ def test_auto_times_a_class_of_shapes_once(timed: list[Any]) -> None:
     wide = claimed(torch.ones(200, 4), torch.zeros(200, dtype=torch.int64))
     assert not kernels.uses_triton(take_rows, *wide)  # another width
     assert len(kernels.chosen) == 2
-    counts = claimed(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), torch.zeros(4).long())
+    (indices,) = claimed(torch.zeros(8, 2, dtype=torch.int64))
     for room in (4, 5, 130):
-        kernels.uses_triton(pack_places, *counts, 2, room)
+        kernels.uses_triton(place_rows, indices, 4, 2, room, 2 * room)
     assert len(kernels.chosen) == 3
     assert not Kernels().chosen
 
@@ -187,7 +187,7 @@ def test_triton_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1"):
-        Kernels("triton")(place_slots, torch.zeros(1, 1, dtype=torch.int64), 1)
+        Kernels("triton")(place_slots, torch.zeros(1, 1, dtype=torch.int16), 1, 1)
 
 
 def test_layers_of_a_model_choose_together() -> None:
@@ -225,8 +225,8 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         results[kernels] = (loss, [p.grad for p in model.parameters()])
     torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
-    routed = {"place_slots", "spread_rows", "sum_rows"} | (
-        {"spread_weighted", "take_rows", "pack_places", "group_places"} if carried else {"spread_grad"}
+    routed = {"pack_rows", "place_slots", "expand_rows", "sum_rows", "pack_grads"} | (
+        {"place_rows", "spread_rows", "take_rows", "open_grads"} if carried else {"spread_grad"}
     )
     activated = {"swiglu_rows", "swiglu_rows_backward", "route_tokens", "route_tokens_backward", "count_choices_"}
     assert recording.ran == routed | activated

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.running.launch import run_ranks
-from overlap1f1b.running.wire import Balanced, Wire, parse_rate, parse_wire, require
+from overlap1f1b.running.wire import Balanced, Wire, parse_wire, require
 
 ROOT = Path(__file__).parents[2]
 WIRE = pytest.mark.usefixtures("wire_or_skip")
@@ -345,7 +345,7 @@ NOT_WIRES += ["balanced*inf", "balanced*2*2", "Balanced", " balanced"]
 
 @pytest.mark.parametrize(("text", "rate"), RATES.items())
 def test_rates(text: str, rate: float) -> None:
-    assert parse_rate(text) == parse_wire(text) == rate
+    assert parse_wire(text) == rate
 
 
 @pytest.mark.parametrize(
@@ -353,8 +353,6 @@ def test_rates(text: str, rate: float) -> None:
 )
 def test_balanced(text: str, factor: float) -> None:
     assert parse_wire(text) == Balanced(factor)
-    with pytest.raises(ValueError, match=r"^--wire 'balanced.*'; allowed: a rate such as .* or 2\.5gbit$"):
-        parse_rate(text)
 
 
 @pytest.mark.parametrize("text", NOT_WIRES)

@@ -31,11 +31,7 @@ READ = "all files are read"
 
 
 def report(options: ReportOptions) -> None:
-    """Run ``overlap1f1b report``.
-
-    Raises:
-        ValueError: Options contradict each other, or a file cannot be read or written.
-    """
+    """Run ``overlap1f1b report``."""
     check_report(options)
     screen = console(options.output.json)
     with showing(screen, "starting") as say:

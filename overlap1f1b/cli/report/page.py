@@ -51,11 +51,7 @@ _TRACK = 26
 
 
 def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str, screen: Console) -> None:
-    """Write the page, and tell the screen.
-
-    Raises:
-        ValueError: plotly is missing, or the file cannot be written.
-    """
+    """Write the page, and tell the screen."""
     page = _PAGE.substitute(
         title=escape(title),
         verdict=escape(content["verdict"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.schedule import Program, build_schedule
 
@@ -49,17 +50,10 @@ def pipelining_fn(
 
     >>> spec = dataclasses.replace(spec, pipelining_fn=o1.integrations.torchtitan.pipelining_fn)  # of a Trainer.Config
 
-    torchtitan's trainer calls it with its own keyword arguments. The options are given beforehand, by
-    ``functools.partial(pipelining_fn, options=EngineOptions(overlap=2))``.
+    torchtitan's trainer calls it with its own keyword arguments, the model on the device "meta". The options are given
+    beforehand, by ``functools.partial(pipelining_fn, options=EngineOptions(overlap=2))``.
 
     Args:
-        model: The whole model, on the device "meta".
-        parallel_dims: torchtitan's mesh.
-        training: Its ``TrainingConfig``.
-        parallelism: Its ``ParallelismConfig``.
-        compile_config: Its ``CompileConfig``.
-        ac_config: Its activation checkpointing.
-        loss_fn: Its loss.
         split: The model's own ``pipelining_fn``, which cuts it; by default torchtitan's ``pipeline_llm``.
         schedule: Name of a program, see :func:`build_schedule`, in place of the one in ``SCHEDULES``. It must put the
             same stages on each rank.
@@ -84,15 +78,15 @@ def pipelining_fn(
         options = replace(options, recompute="block")
     if options.recompute != "none":
         ac_config = None
-    program_of = _program_of(training, parallelism, schedule, extra_warmup)
+    program_of = partial(_program_of, training, parallelism, schedule, extra_warmup)
+    single = parallel_dims.pp == 1 or parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")
+    program_of(1 if single else 2)  # stages a rank, of torchtitan's: tell what does not fit before anything is cut
     given = {
         "parallel_dims": parallel_dims, "training": training, "parallelism": parallelism,
         "compile_config": compile_config, "ac_config": ac_config, **others,
     }  # fmt: skip
     if parallel_dims.pp_enabled and parallel_dims.pp > 1:
         cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
-        single = parallelism.pipeline_parallel_schedule.lower() in ("1f1b", "gpipe")  # of torchtitan's: a stage a rank
-        program_of(1 if single else 2)  # tell what does not fit before torchtitan cuts anything
         made, parts, first, last = cut(model, loss_fn=loss_fn, **given)
         numbers = [stage.stage_index for stage in getattr(made, "_stages", None) or [made._stage]]
     else:
@@ -108,15 +102,8 @@ def pipelining_fn(
             "allowed: schedules that agree"
         )
 
-    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:
-        return Engine(
-            stages,
-            program,
-            mesh=_mesh(parallel_dims),
-            options=options,
-        )
-
-    return Schedule(dict(zip(numbers, parts, strict=True)), program, loss_fn, make_engine), parts, first, last
+    held_parts = dict(zip(numbers, parts, strict=True))
+    return Schedule(held_parts, program, loss_fn, mesh=_mesh(parallel_dims), options=options), parts, first, last
 
 
 _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config", "ac_config", "dump_folder")
@@ -145,34 +132,29 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
 
 
 def _program_of(
-    training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None
-) -> Callable[[int], Program]:
-    """Return a function that makes the program from the number of stages a rank; refuse an unknown schedule."""
+    training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None, chunks: int
+) -> Program:
+    """Return the program of ``chunks`` stages a rank; refuse an unknown schedule."""
     named = {name.lower(): name for name in SCHEDULES}
     asked = parallelism.pipeline_parallel_schedule
     if asked.lower() not in named:
         raise ValueError(f"parallelism.pipeline_parallel_schedule={asked!r}; allowed: {', '.join(SCHEDULES)}")
-    ranks = parallelism.pipeline_parallel_degree
     microbatches = training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-
-    def program_of(chunks: int) -> Program:
-        if parallelism.pipeline_parallel_schedule_csv:
-            program = Program.from_csv(parallelism.pipeline_parallel_schedule_csv)
-            if program.microbatches != microbatches:
-                raise ValueError(
-                    f"pipeline_parallel_schedule_csv of {program.microbatches} microbatches, "
-                    f"local_batch_size / pipeline_parallel_microbatch_size is {microbatches}; allowed: as many"
-                )
-            return program
-        return build_schedule(
-            schedule or SCHEDULES[named[asked.lower()]],
-            ranks=ranks,
-            microbatches=microbatches,
-            chunks=chunks,
-            extra_warmup=extra_warmup,
-        )
-
-    return program_of
+    if parallelism.pipeline_parallel_schedule_csv:
+        program = Program.from_csv(parallelism.pipeline_parallel_schedule_csv)
+        if program.microbatches != microbatches:
+            raise ValueError(
+                f"pipeline_parallel_schedule_csv of {program.microbatches} microbatches, "
+                f"local_batch_size / pipeline_parallel_microbatch_size is {microbatches}; allowed: as many"
+            )
+        return program
+    return build_schedule(
+        schedule or SCHEDULES[named[asked.lower()]],
+        ranks=parallelism.pipeline_parallel_degree,
+        microbatches=microbatches,
+        chunks=chunks,
+        extra_warmup=extra_warmup,
+    )
 
 
 def _mesh(parallel_dims: Any) -> DeviceMesh | None:

@@ -180,11 +180,7 @@ def adapted(weight: Tensor, added: Sequence[Addition], *, transposed: bool) -> T
 
 
 def divide(module: Any, count: int, rank: int, ranks: int, name: str) -> None:
-    """Keep one rank's part of the factors of all wrappers around an experts module.
-
-    Raises:
-        ValueError: A wrapped parameter is not stacked by expert.
-    """
+    """Keep one rank's part of the factors of all wrappers around an experts module."""
     for inside, wrapper in enumerate(reversed(wrappers_around(module)), start=1):
         if wrapper.num_experts != count:
             raise ValueError(

@@ -212,9 +212,6 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
     layout than the model, transformers' conversion is applied to the part; if that is not possible, the tensors are
     read whole, converted, and cut. Adapters keep their tensors; LoRA's factors that are on the meta device begin as
     PEFT's new ones.
-
-    Raises:
-        ValueError: The folder has no weights, lacks a tensor, or has one of another shape.
     """
     from safetensors import safe_open
     from transformers.core_model_loading import dot_natural_key
@@ -425,11 +422,7 @@ def join_adapter(folder: Path, stages: int, model: Any) -> None:
 
 
 def load_adapters(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
-    """Fill the adapters of stages from a folder that PEFT or :func:`join_adapter` has written.
-
-    Raises:
-        ValueError: The folder lacks an adapter or a tensor, or has one of another shape.
-    """
+    """Fill the adapters of stages from a folder that PEFT or :func:`join_adapter` has written."""
     from safetensors import safe_open
 
     slots = [slot for stage in stages for slot in _slots(stage)]

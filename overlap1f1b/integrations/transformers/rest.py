@@ -16,12 +16,8 @@ from overlap1f1b.integrations.transformers.ahead import Batch
 class RestOfModel(nn.Module):
     """The model after its last layer, called as the whole model with the inputs of one microbatch.
 
-    Args:
-        model: The whole model, whose attributes this one has.
-        names: Inputs through which the layers have run.
-        batch: The microbatch, by columns.
-        finish: Function that runs the rest of the model's forward with these arguments.
-        caller: Name of the trainer in messages.
+    It has the attributes of the whole ``model``. Layers have run through the inputs ``names`` of the ``batch``,
+    ``finish`` runs the rest with the arguments of a call, and ``caller`` names the trainer in messages.
     """
 
     def __init__(

@@ -20,12 +20,7 @@ from overlap1f1b.integrations.transformers.experts import Found
 
 @dataclass(frozen=True, order=True)
 class Returned:
-    """A value beside hidden states that a layer returns; in a layer's arguments it stands for this value.
-
-    Args:
-        layer: Number of the layer that returns it.
-        index: Its index in what that layer returns.
-    """
+    """Value ``index`` of what a layer returns beside hidden states; in a layer's arguments it stands for this value."""
 
     layer: int
     index: int

@@ -39,14 +39,7 @@ OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 
 
 class SplitModel(dict[int, LanguageModelStage]):
-    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`.
-
-    Args:
-        model: The causal LM that was split.
-        stages: The stages of this rank.
-        placement: The rank of each stage.
-        mesh: The mesh that the model was split over.
-    """
+    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`; ``model`` is the one split."""
 
     def __init__(
         self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None
@@ -224,7 +217,7 @@ def split_model(
     block_weights: Sequence[float] | None = None,
     grouped: bool | None = None,
 ) -> SplitModel:
-    """Split a causal LM of the transformers library into stages, and its experts over the ranks along "ep".
+    """Split a causal LM of transformers into stages, and its experts over the ranks along "ep"; return this rank's.
 
     >>> program = o1.build_schedule("dualpipev", ranks=2, microbatches=8)
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
@@ -252,9 +245,6 @@ def split_model(
         grouped: Whether experts with weights in the usual layout (``gate_up_proj [E, 2·I, H]``, ``down_proj [E, H,
             I]``) run as grouped products with separate weight gradients, instead of by the model's own forward. By
             default they do if several ranks share them; on one rank the model's own forward gives bit-equal gradients.
-
-    Returns:
-        The stages of this rank by their number.
 
     Raises:
         ValueError: The model is dense, quantised, on several devices or an encoder-decoder; its experts or layers are

@@ -33,11 +33,7 @@ class StageRange:
     inputs: tuple[str, ...]
 
     def named(self, given: OptionalTensors) -> dict[str, Tensor]:
-        """Return the step's inputs that are not None, by name.
-
-        Raises:
-            ValueError: The number of inputs is wrong, or ``input_ids`` is None.
-        """
+        """Return the step's inputs that are not None, by name."""
         if len(given) != len(self.inputs):
             raise ValueError(f"{len(given)} inputs; allowed: {len(self.inputs)}, {', '.join(self.inputs)}")
         if given[0] is None:

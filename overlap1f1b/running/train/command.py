@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from overlap1f1b.plan import parse_overlap
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.train.display import Board, Progress, compared, show, speed_of
+from overlap1f1b.running.train.display import Progress, board, compared, show, speed_of
 from overlap1f1b.running.train.trainer import Step, Trainer
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule import build_schedule
@@ -25,11 +24,7 @@ from overlap1f1b.terminal.status import Say, showing
 
 
 def train(options: TrainOptions, rank: Rank) -> None:
-    """Train, from the last checkpoint if there is one; the first rank prints.
-
-    Raises:
-        ValueError: An option, the text or the checkpoint does not fit.
-    """
+    """Train, from the last checkpoint if there is one; the first rank prints."""
     screen = console(options.json, quiet=rank.rank != 0)
     with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
         run = _Run(options, rank, screen, say)
@@ -107,7 +102,7 @@ class _Run:
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
         progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
-        with progress.shown(), closing(Board(folder, tokens=self.tokens, start=self.start)) as board:
+        with progress.shown(), board(folder, tokens=self.tokens, start=self.start) as write:
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self._step(index)
@@ -118,7 +113,7 @@ class _Run:
                 history.grad_norms.append(step.grad_norm)
                 held_out = self._evaluate(number) if self._due(number, options.eval_every) else None
                 progress.show(number, step, held_out)
-                board.show(number, step, held_out)
+                write(number, step, held_out)
                 if options.checkpoint is not None and self._due(number, options.checkpoint_every):
                     self.saving = self.trainer.save(options.checkpoint, number, history)
         if self.saving is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -69,34 +69,28 @@ class Progress:
         return f"{speed:.0f} tokens/s{seen}"
 
 
-class Board:
-    """Writer of each step's figures for TensorBoard.
+@contextmanager
+def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[[int, Step, float | None], None]]:
+    """Yield a function like :meth:`Progress.show` that writes a step's figures for TensorBoard.
 
     ``folder`` may have files of earlier runs, whose scalars of steps after ``start`` are dropped; None writes nothing.
-    ``tokens`` are of a step over all ranks, and ``start`` steps were done before.
     """
+    if folder is None:
+        yield lambda number, step, held_out: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path | None, *, tokens: int, start: int) -> None:
-        self.tokens = tokens
-        self._writer = None
-        if folder is not None:
-            from torch.utils.tensorboard import SummaryWriter
+    with SummaryWriter(str(folder), purge_step=start + 1 if start else None) as writer:
 
-            self._writer = SummaryWriter(str(folder), purge_step=start + 1 if start else None)
+        def show(number: int, step: Step, held_out: float | None) -> None:
+            values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
+            values |= {"tokens_per_s": tokens / step.seconds}
+            values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed}
+            for name, value in values.items():
+                if value is not None:
+                    writer.add_scalar(name, value, number)
 
-    def show(self, number: int, step: Step, held_out: float | None) -> None:
-        """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
-        values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
-        values |= {"tokens_per_s": self.tokens / step.seconds}
-        values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed}
-        for name, value in values.items():
-            if self._writer is not None and value is not None:
-                self._writer.add_scalar(name, value, number)
-
-    def close(self) -> None:
-        """Write the scalars that are not written yet."""
-        if self._writer is not None:
-            self._writer.close()
+        yield show
 
 
 def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:

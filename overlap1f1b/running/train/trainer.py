@@ -119,11 +119,7 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Return the mean loss on held-out text, on the same windows each time.
-
-        Raises:
-            ValueError: The loss is not finite.
-        """
+        """Return the mean loss on held-out text, on the same windows each time."""
         options, rank = self.options, self.rank
         batches = self.corpus.held_out_batches(
             rank.data_rank, rank.data_ranks, options.batch, options.sequence, EVAL_WINDOWS
@@ -142,21 +138,13 @@ class Trainer:
         return loss
 
     def save(self, folder: Path, step: int, history: Stateful) -> Saving:
-        """Begin to write a checkpoint, which the next steps do not wait for; the next save does.
-
-        Raises:
-            ValueError: It cannot be written, or the one before could not.
-        """
+        """Begin to write a checkpoint, which the next steps do not wait for; the next save does."""
         given: dict[str, Any] = {"state": {"history": history}, "config": self._identity()}
         with refused("checkpoint", folder):
             return save_checkpoint(self.engine, folder, step, self.optimizer, **given, background=True)
 
     def load(self, path: Path, history: Stateful | None = None) -> int:
-        """Load a checkpoint, with its history if there is an object for it, and return the number of its steps.
-
-        Raises:
-            ValueError: The checkpoint belongs to another model, text or seed, or is damaged.
-        """
+        """Load a checkpoint, with its history if there is an object for it, and return the number of its steps."""
         state = {"random": None, "history": history}  # every step seeds its own random numbers
         step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
         self.optimizer.param_groups[0]["weight_decay"] = self.options.weight_decay  # the saved one may differ

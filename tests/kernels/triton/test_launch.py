@@ -18,11 +18,12 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.kernels.routing import Rule
 from overlap1f1b.kernels.triton import combine, grouped_mm, permute, routing, slots, swiglu
 from overlap1f1b.kernels.triton.launch import SUMMED, TILE, Kernel, tile
 
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32"}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
 
 
 T, H, K, E, INTERMEDIATE = 64, 2048, 8, 128, 768
+PACKED = Layout.of(H, K, torch.bfloat16, torch.bfloat16)
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -103,11 +105,15 @@ def whole(*shape: int) -> torch.Tensor:
     ("function", "args"),
     [
         (permute.take_rows, (half(T, H), whole(T))),
-        (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K)),
-        (permute.spread_weighted, (half(T, H), half(T, K), whole(T * K), whole(T * K))),
-        (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T, K))),
+        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), None, None, E, PACKED)),
+        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), whole(3 * T), whole(T, K), E // 4, PACKED)),
+        (permute.expand_rows, (half(T, PACKED.width), whole(T * K), whole(T * K), PACKED, False)),
+        (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K, False)),
+        (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T * K))),
         (combine.sum_rows, (half(T * K, H + 8)[:, :H], whole(T * K), K)),
-        (combine.spread_grad, (half(T, H), half(T * K, H), whole(T * K), whole(T * K), half(T, K))),
+        (combine.pack_grads, (half(T * K, H), half(T * K), whole(T * K), PACKED)),
+        (combine.open_grads, (half(3 * T, PACKED.width), whole(T * K), whole(T, K), PACKED)),
+        (combine.spread_grad, (half(T, H), half(T * K, H), whole(T * K), whole(T * K), half(T * K))),
         (swiglu.swiglu_rows, (half(T, 2 * INTERMEDIATE), half(T))),
         (swiglu.swiglu_rows_backward, (half(T, INTERMEDIATE), half(T, 2 * INTERMEDIATE), half(T))),
     ],
@@ -126,21 +132,29 @@ def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any
 def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Every launcher, for a number of rows, with pointers of any alignment left out."""
     rule, flat = Rule(2, normalize=True), whole(2 * rows)
-    tokens, sent, weights = half(rows, 40), half(2 * rows, 40), half(rows, 2)
-    ends = torch.zeros(4, dtype=torch.int32)
+    tokens, sent, weights, layout = (
+        half(rows, 40),
+        half(2 * rows, 40),
+        half(rows, 2),
+        Layout.of(40, 2, *2 * [torch.bfloat16]),
+    )
+    ends, packed, chosen = torch.zeros(4, dtype=torch.int32), half(rows, layout.width), torch.zeros(rows, 2).short()
     return [
         (permute.take_rows, (tokens, whole(rows))),
-        (permute.spread_rows, (tokens, flat, flat, 2)),
-        (permute.spread_rows, (tokens, flat, flat, 2, True)),
-        (permute.spread_weighted, (tokens, weights, flat, flat)),
-        (combine.sum_rows, (sent, flat, 2, weights)),
-        (combine.spread_grad, (tokens, sent, flat, flat, weights)),
+        (permute.pack_rows, (tokens, whole(rows, 2), weights, None, None, 4, layout)),
+        (permute.pack_rows, (tokens, whole(rows, 2), weights, whole(rows + 3), whole(rows, 2), 4, layout)),
+        (permute.expand_rows, (packed, flat, flat, layout, False)),
+        (permute.expand_rows, (packed, flat, flat, layout, True)),
+        (permute.spread_rows, (tokens, flat, flat, 2, False)),
+        (combine.sum_rows, (sent, flat, 2, half(2 * rows))),
+        (combine.pack_grads, (sent, half(2 * rows), flat, layout)),
+        (combine.open_grads, (packed, flat, whole(rows, 2), layout)),
+        (combine.spread_grad, (tokens, sent, flat, flat, half(2 * rows))),
         (swiglu.swiglu_rows, (half(rows, 80), half(rows), ends[-1:])),
         (swiglu.swiglu_rows_backward, (half(rows, 40), half(rows, 80), half(rows), ends[-1:])),
-        (slots.place_slots, (whole(rows, 2), 4)),
-        (slots.pack_places, (flat, flat, whole(4), 2, rows + 3)),
-        (slots.group_places, (whole(2, 4), rows)),
-        (slots.group_places, (whole(2, 4), 2 * rows, True)),
+        (slots.place_slots, (chosen, 4, 2 * rows)),
+        (slots.place_rows, (whole(rows, 2), 8, 2)),
+        (slots.place_rows, (whole(rows, 2), 8, 2, rows + 3, rows + 5)),
         (routing.route_tokens, (torch.empty(rows, 4), torch.empty(4), rule)),
         (routing.route_tokens_backward, (torch.empty(rows, 2), None, torch.empty(rows, 4), whole(rows, 2), rule)),
         (grouped_mm.add_weight_grad_, (torch.empty(4, 40, 40), sent, sent, ends)),
@@ -225,10 +239,10 @@ def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> N
     rows, index, out = map(on_device, (half(T, 32), whole(T), half(T, 32)))
     kernel = Kernel(permute._take.function)
     for tensors, constants in (
-        ((rows, index, out), (32, 32, 1, 4, 32)),
-        ((rows, index[1:], out), (32, 32, 1, 4, 32)),  # aligned to 8 bytes
-        ((rows.float(), index, out), (32, 32, 1, 4, 32)),
-        ((rows, index, out), (16, 32, 1, 4, 16)),
+        ((rows, index, out), (32, 32, 1, 1, 4, 32)),
+        ((rows, index[1:], out), (32, 32, 1, 1, 4, 32)),  # aligned to 8 bytes
+        ((rows.float(), index, out), (32, 32, 1, 1, 4, 32)),
+        ((rows, index, out), (16, 32, 1, 1, 4, 16)),
     ):
         ran.clear()
         first, second = (launched(kernel, tensors, (number,), constants) for number in (40, 1))
@@ -246,17 +260,11 @@ def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.slow
 def test_all_others_compile(compiled: Any) -> None:
     rule = Rule(K, normalize=True)
-    assert [k.name for k in compiled(slots.place_slots, whole(T, K), E)] == ["_count", "_offsets", "_place"]
-    compiled(slots.pack_places, whole(T * K), whole(T * K), whole(E), 8, T * K)
-    for ranks, local, padded in (
-        (1, 1, True),
-        (8, 16, False),
-        (8, 16, True),
-        (3, 40, False),
-        (64, 4, True),
-        (2, 256, False),
-    ):
-        compiled(slots.group_places, whole(ranks, local), T * K, padded)
+    chosen = torch.zeros(T, K, dtype=torch.int16)
+    assert [k.name for k in compiled(slots.place_slots, chosen, E, T * K)] == ["_count", "_offsets", "_place"]
+    for ranks, local, room in ((1, 1, 9), (8, 16, None), (8, 16, 9), (3, 40, None), (64, 4, 9), (2, 256, None)):
+        made = [k.name for k in compiled(slots.place_rows, whole(T, K), ranks * local, ranks, room, T)]
+        assert made == ["_count_rows", "_offsets", "_place_rows"]
     compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
     compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
     main, ends = torch.empty(2, 2 * INTERMEDIATE, H), whole(2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from overlap1f1b.plan import row_bytes
 from overlap1f1b.running.bench.command import doubts, show
 from tests.cli.inside import Verb
 from tests.running.run import COMMAND, Run, refused
@@ -170,8 +171,10 @@ def test_one_rank_over_the_loopback(text: Path) -> None:
     result = json.loads(out)
     assert result["wire"] | {"kind": "host", "rate_gbps": 0.4} == result["wire"]
     w = result["workload"]
-    rows = w["batch"] * w["sequence"] * w["top_k"]  # by dispatch and by combine, forward and backward
-    assert result["wire"]["bytes_sent"] == 2 * 2 * 2 * rows * w["hidden"] * 4
+    row = row_bytes(w["hidden"], w["top_k"], 4, 4) + w["hidden"] * 4  # by dispatch and by combine, of each token once
+    assert (
+        result["wire"]["bytes_sent"] == 2 * 2 * w["batch"] * w["sequence"] * row
+    )  # in two layers, forward and backward
     assert result["exchange_only_ms"] >= result["wire"]["bytes_over_rate_ms"]
     assert result["plain_ms"] is None
     assert all(row["grads_equal"] for row in result["rows"])

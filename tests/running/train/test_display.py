@@ -12,7 +12,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from overlap1f1b.cli.main import main
-from overlap1f1b.running.train.display import Board, marks
+from overlap1f1b.running.train.display import board, marks
 from overlap1f1b.running.train.trainer import Step
 
 
@@ -27,14 +27,12 @@ def step(loss: float, hidden: float | None) -> Step:
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
-    board = Board(tmp_path, tokens=100, start=0)
-    board.show(1, step(3.0, None), None)
-    board.show(2, step(2.5, 0.75), 2.75)
-    board.show(3, step(9.0, 0.75), None)
-    board.close()
-    again = Board(tmp_path, tokens=100, start=2)
-    again.show(3, step(2.0, 0.25), None)
-    again.close()
+    with board(tmp_path, tokens=100, start=0) as write:
+        write(1, step(3.0, None), None)
+        write(2, step(2.5, 0.75), 2.75)
+        write(3, step(9.0, 0.75), None)
+    with board(tmp_path, tokens=100, start=2) as write:
+        write(3, step(2.0, 0.25), None)
     assert scalars(tmp_path) == {
         "loss": [(1, 3.0), (2, 2.5), (3, 2.0)],
         "grad_norm": [(1, 0.5), (2, 0.5), (3, 0.5)],
@@ -46,9 +44,8 @@ def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path)
 
 
 def test_the_other_ranks_show_nothing(tmp_path: Path) -> None:
-    board = Board(None, tokens=1, start=0)
-    board.show(1, step(1.0, 0.5), 1.0)
-    board.close()
+    with board(None, tokens=1, start=0) as write:
+        write(1, step(1.0, 0.5), 1.0)
     assert not list(tmp_path.iterdir())
 
 
