@@ -31,6 +31,7 @@ from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
+from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import ShardedReducer
@@ -42,6 +43,7 @@ from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.run.model import refuse_graphs
+from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
 from overlap1f1b.engine.tuner import State, Tuner
 from overlap1f1b.engine.verify import Verification
@@ -112,9 +114,20 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self.loss_fn, self.options = loss_fn, options
+        self.loss_fn, self.options, self.model = loss_fn, options, model
+        self._connect(program, mesh, exchange)
+        self.verification.tables = partial(_tables_of, loss_fn)
+
+    def _connect(
+        self,
+        program: Program,
+        mesh: DeviceMesh | None,
+        exchange: Exchange | None = None,
+        stages: Mapping[int, Stage] | None = None,
+    ) -> None:
+        """Make the groups of this engine and all that uses them; with ``stages`` anew, for those of before."""
+        options, placement = self.options, program.placement
         self.mesh = Mesh(mesh, options.limit, options.experts_over)
-        self.model, placement, ep = model, program.placement, self.mesh.exchanging
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
         self._played = 0  # microbatches of the last step or evaluation
@@ -135,17 +148,18 @@ class Engine:
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
             dense, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
             # 3. The stages of this rank, the same on all ranks that hold them.
-            self.stages, self.sharding = stages_of(
-                model,
-                placement,
-                self.mesh,
-                self.exchange,
-                options.block_weights,
-                reduce_dense=dense is not None,
-                reduce_experts=experts is not None,
-                recompute=options.recompute,
-                parts=options.numbers_of_parts[0],
-            )
+            if stages is None:
+                self.stages, self.sharding = stages_of(
+                    self.model,
+                    placement,
+                    self.mesh,
+                    self.exchange,
+                    options.block_weights,
+                    reduce_dense=dense is not None,
+                    reduce_experts=experts is not None,
+                    recompute=options.modes[0],
+                    parts=options.numbers_of_parts[0],
+                )
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -170,26 +184,30 @@ class Engine:
                 "reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort
             )
             self._shard_lane = Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort)
-            tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
+            tied = self.model.items() if options.reduce and isinstance(self.model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
             self.reductions = self._new_reductions(dense, experts)
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, what decides about its plans, and their comparison with a plain loop.
             self.player = self._new_player(program, watch)
-            self.tuner = Tuner(
-                program,
-                self.stages,
-                self.mesh,
-                options,
-                self.player,
-                self.boundary,
-                counts_block=not self.exchange.background and options.capacity is None,
-            )
+            if stages is None:
+                self.tuner = Tuner(
+                    program,
+                    self.stages,
+                    self.mesh,
+                    options,
+                    self.player,
+                    self.boundary,
+                    counts_block=not self.exchange.background and options.capacity is None,
+                )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.verification.tables = partial(_tables_of, loss_fn)
+            ep = self.mesh.exchanging
             for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
-                stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
+                stage.exchange, stage.foreign.ranks = (
+                    self.exchange,
+                    [] if ep is None else dist.get_process_group_ranks(ep),
+                )
 
     def _new_player(self, program: Program, watch: Watch | None) -> Player:
         # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
@@ -289,7 +307,11 @@ class Engine:
         self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
         loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-        return partial(feed_batch, self.stages, program, self.mesh, loss, inputs, target, return_outputs=return_outputs)
+
+        def make_feed() -> Feed:
+            return feed_batch(self.stages, program, self.mesh, loss, inputs, target, return_outputs=return_outputs)
+
+        return make_feed
 
     def play(
         self,
@@ -313,6 +335,48 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
+        undo = self.verification.undo() if grad and self.tuner.tries_memory and self._connects_again else None
+        try:
+            return self._play(make_feed, grad=grad, loss_scale=loss_scale, microbatches=microbatches)
+        except RuntimeError as error:
+            if undo is None or not self._left(error):
+                raise
+        undo()
+        undo.global_random()
+        if self.mesh.several:
+            self._reconnect()
+        self.tuner.leave(self.tuner.plan)
+        return self.play(make_feed, grad=grad, loss_scale=loss_scale)
+
+    def _left(self, error: RuntimeError) -> bool:
+        """Return whether a rank ran out of memory; a failure ends the step on all ranks."""
+        name = torch.OutOfMemoryError.__name__
+        return isinstance(error, torch.OutOfMemoryError) or name in (self.failures.read(wait=True) or "")
+
+    @property
+    def _connects_again(self) -> bool:
+        """Whether all groups that end with a step are this engine's own, and what uses them can be made again."""
+        shared = self.mesh.inner or self.sharding.groups or self.tuner.outside_groups
+        return not self.mesh.several or not (shared or self._communicators.shares)
+
+    def _reconnect(self) -> None:
+        """Make all groups anew after a step that ended on all ranks; what was learned and set stays."""
+        old, tables = self.player, self.verification.tables
+        self._communicators.close(failed=True)
+        for lane in self.lanes:
+            lane.close()
+        self.boundary.close()
+        self._connect(self.program, self.mesh.devices, stages=self.stages)
+        for name in ("around", "autocasts_backward", "compute", "recorder"):
+            setattr(self.player, name, getattr(old, name))
+        for lane in self.lanes:
+            lane.recorder = old.recorder
+        self.verification.tables = tables
+        self.tuner.rejoin(self.mesh, self.player, self.boundary)
+
+    def _play(
+        self, make_feed: Callable[[], Feed], *, grad: bool, loss_scale: float, microbatches: int | None
+    ) -> PlayedStep:
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
             play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
@@ -332,7 +396,13 @@ class Engine:
             differ = self._agree(plan, loss_scale)
             self._check_parameters(first=first)
             # 2. Forwards, backwards, exchanges, reductions.
-            with self._one_after_another() if measuring else contextlib.nullcontext():
+            notes = tuner.notes
+            counts = notes or (tuner.tries_memory and self.player.watch is not None)
+            count = ByteCount(self._device) if counts and not tuner.must_verify(plan) else None
+            with (
+                self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
+                self.player.counting(count, notes=notes),
+            ):
                 if tuner.must_verify(plan):
                     played = self._play_verified(plan, play_nodes)
                 else:
@@ -346,7 +416,7 @@ class Engine:
                 if self._compares:
                     check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
-            tuner.learn(plan, played.result)
+            tuner.learn(plan, played.result, count if notes else None)
         return played
 
     def _agree(self, plan: Plan, loss_scale: float = 1.0) -> Callable[..., list[bool]]:

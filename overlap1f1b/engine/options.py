@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, SupportsFloat
+from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import Tensor
 
@@ -37,6 +38,8 @@ class EngineOptions:
         recompute: Activations that blocks drop after their forward and compute again before their backward:
             ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
             ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
+            ``"auto"``, under a limit of ``memory``, measures all four, two steps each, and chooses for each block, by
+            the bytes that are saved for each second of the step.
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
             experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
             in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
@@ -45,6 +48,10 @@ class EngineOptions:
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens. By default sizes are exact.
         overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
+        memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
+            text such as ``"70GB"`` or ``"64GiB"``, or on a GPU ``"auto"``, what it has free less a reserve. A step
+            counts what each node holds, on a CPU one more. Only plans that keep within it are played; they may have
+            fewer open actions and forwards to warm up. Ranks may have different ones.
         costs: Seconds of every node, instead of measuring them.
         plan: A compiled plan to play, instead of compiling one.
         tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
@@ -71,10 +78,11 @@ class EngineOptions:
     """
 
     overlap: Overlap = 3
-    recompute: Recompute = "none"
+    recompute: Recompute | Literal["auto"] = "none"
     parts: Parts = 1
     capacity: float | None = None
     overflow: Overflow = "raise"
+    memory: int | str | None = None
     costs: NodeCosts | None = None
     plan: Plan | None = None
     tries: int = TRIES
@@ -88,9 +96,15 @@ class EngineOptions:
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
+        parse_memory(self.memory)
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
+        if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
+            raise ValueError(
+                "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "
+                f"one of {', '.join(get_args(Recompute))}"
+            )
         check_size("tries", self.tries, 0)
         if self.parts != "auto":
             try:
@@ -113,6 +127,11 @@ class EngineOptions:
         return timedelta(seconds=float(self.timeout))
 
     @property
+    def modes(self) -> tuple[Recompute, ...]:
+        """Modes of recomputation whose costs are measured, in their order."""
+        return get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
+
+    @property
     def numbers_of_parts(self) -> tuple[int, ...]:
         """Numbers of parts of a call of experts whose costs are measured, in their order."""
         return AUTO_PARTS if self.parts == "auto" else (self.parts,)
@@ -122,8 +141,33 @@ class EngineOptions:
         """All options by their names, to be compared over ranks: limits may differ, functions have no value."""
         every: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         del every["timeout"]
+        every["memory"] = self.memory is not None
         return every | {
             "plan": None if self.plan is None else self.plan.fingerprint,
             "count_tokens": None if self.count_tokens is None else "a function",
             "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
         }
+
+
+_UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}
+
+
+def parse_memory(value: object) -> int | Literal["auto"] | None:
+    """Return a limit of memory in bytes, ``"auto"``, or None.
+
+    >>> parse_memory("70GB"), parse_memory("1.5KiB")
+    (70000000000, 1536)
+
+    Raises:
+        ValueError: It is no positive number of bytes.
+    """
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value))
+    unit = 1 if found is None else (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
+    number = 0 if found is None else int(float(found[1]) * unit)
+    if not number:
+        raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None")
+    return number

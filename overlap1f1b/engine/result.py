@@ -30,6 +30,8 @@ class StepResult:
         measured: Returns the measured spans of the nodes.
         peak_activations: Most microbatches of a stage that were alive at once.
         peak_held: The same, counting microbatches that wait for weight gradients alone.
+        peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None if nobody has counted: on a
+            GPU steps that measure or try are counted, elsewhere the one that counts what nodes hold.
     """
 
     losses: tuple[Tensor, ...]
@@ -38,6 +40,7 @@ class StepResult:
     measured: Callable[[], tuple[Span, ...]]
     peak_activations: int
     peak_held: int
+    peak_bytes: int | None = None
 
     @cached_property
     def overlap(self) -> Timeline:
@@ -77,7 +80,8 @@ def result_of(ended: Sequence[Microbatch], shares: Sequence[float], player: Play
     # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
     kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
-    return StepResult(losses, tuple(shares), kept, player.measured(), player.peak_activations, player.peak_held)
+    peaks = player.peak_activations, player.peak_held, player.peak_bytes
+    return StepResult(losses, tuple(shares), kept, player.measured(), *peaks)
 
 
 def mean_loss(result: StepResult, mesh: Mesh) -> float:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
+from operator import itemgetter
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.foreign.exchanges import shown_by_all
-from overlap1f1b.engine.options import EngineOptions
+from overlap1f1b.engine.options import EngineOptions, parse_memory
 from overlap1f1b.engine.play.measure import measured_costs
+from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import all_shapes, cut_alike
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Span, StageShape, found_orders
-from overlap1f1b.schedule import Program, forwards_of, one_by_one
+from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
+from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import Dimension, Mesh
 
 T = TypeVar("T")
 
@@ -29,6 +33,10 @@ WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
+LEAST_WARMUP_GAIN = 0.01
+"""Least predicted gain, as a share of the step, for which a limit of memory is used for another forward to warm up."""
+SPARE = 0.03
+"""Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
 LEAST_GAIN = 0.02
 """Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
 TRIED_PLANS = 3
@@ -135,7 +143,18 @@ class Tuner:
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
         self._of_parts: dict[int, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
-        self._warm = 1 if player.watch is None else WARM_STEPS  # steps that are not measured
+        self._mode, *self._more_modes = options.modes
+        self._of_modes: dict[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
+        # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
+        self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
+        self._counts = options.memory is not None or player.watch is not None
+        if options.memory == "auto" and player.watch is None:
+            raise ValueError(f"memory='auto' on {boundary.device}; allowed: on a GPU, else bytes such as 70GB")
+        self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
+        self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
+        if self._counts and options.costs is not None:
+            with ByteCount(boundary.device) as count:
+                self._count(count)
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
         self._now = Numbered(program)
         self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
@@ -153,6 +172,8 @@ class Tuner:
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
         self._costs, self._tries = costs, False
+        if costs is None and self._counts and not self._held:
+            self._warm = max(self._warm, 1)
         self._spans: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
         self._numbers: dict[int | None, Numbered] = {}  # the last one played comes last
         self._agreed: set[str] = set()  # a step of the same order may measure now
@@ -234,7 +255,7 @@ class Tuner:
         """Return the plan of the next step, of several the one that is predicted to be the fastest."""
         if self._now.plan is None:
             if self._costs is None:
-                self._now.plan = self._compiled(self.program, self.shapes, NodeCosts(), "serial")
+                self._now.plan = self._measured_plan()
             else:
                 self._try(self._fastest(self.shapes, self._costs))
         assert self._now.plan is not None
@@ -260,6 +281,16 @@ class Tuner:
             return self._now.evaluation
         finally:
             self._now = before
+
+    @property
+    def notes(self) -> bool:
+        """Whether the next step counts the bytes that each node holds; its times are not used."""
+        return self.state is State.MEASURING and self._counts and self._warm == 1
+
+    @property
+    def tries_memory(self) -> bool:
+        """Whether the next step tries a plan that may need more memory than there is."""
+        return self._counts and self.state is State.TRYING
 
     @property
     def settling(self) -> bool:
@@ -325,7 +356,7 @@ class Tuner:
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
         return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
 
-    def learn(self, plan: Plan, result: StepResult) -> None:
+    def learn(self, plan: Plan, result: StepResult, count: ByteCount | None = None) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this."""
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
@@ -335,11 +366,31 @@ class Tuner:
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
             self._adopt_exchanges()
+        if count is not None and state is State.MEASURING:
+            self._count(count)
         if state is State.TRYING:
             self._note_time(result.overlap.makespan)
         elif state is State.MEASURING and not warm:
             self._note_nodes(plan, result.overlap.spans)
         self.steps += 1
+
+    def _count(self, count: ByteCount) -> None:
+        """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
+        limit, held = parse_memory(self.options.memory), count.by_node()
+        limit = devices.obtainable(self._boundary.device) if limit == "auto" else limit
+        room = math.inf if limit is None else float(limit - count.before)
+        whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
+        fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
+
+        def tightest(dimension: Dimension, every: list[_Counted]) -> _Counted:
+            if dimension != "pp":
+                return min(every, key=itemgetter(0, 1))
+            rooms = {rank: room for one in every for rank, room in one[2].items()}
+            return 0.0, 0.0, rooms, {key: of for one in every for key, of in one[3].items()}
+
+        mine: _Counted = fit, -whole, {self.mesh.rank("pp"): room}, held
+        _, _, rooms, self._held = self._agreed_outside(self.mesh.combined(mine, tightest))
+        self._rooms = tuple(rooms[rank] for rank in sorted(rooms)) if limit is not None else ()
 
     def _adopt_exchanges(self) -> None:
         """Cut blocks at the exchanges that they have made by themselves."""
@@ -359,7 +410,7 @@ class Tuner:
         self._spans += (spans,)
         if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
             return
-        costs = self._agreed_outside(
+        measured = self._agreed_outside(
             measured_costs(
                 plan.ranks[self.mesh.rank("pp")],
                 chain.from_iterable(self._spans),
@@ -369,7 +420,16 @@ class Tuner:
                 transfers=self._boundary.timed(),
             )
         )
-        self._of_parts[self.parts] = costs, self.shapes
+        costs = replace(measured, bytes=self._held)
+        self._of_parts[self.parts] = self._of_modes[self._mode] = costs, self.shapes
+        if self._more_modes:
+            self._mode = self._more_modes.pop(0)
+            self._drop([[self._mode] * len(blocks) for blocks in self.shapes])
+            self.costs = None
+            return
+        if len(self._of_modes) > 1:
+            self._adopt(*self._with_recompute())
+            return
         if self._more_parts:
             self._cut_into(self._more_parts.pop(0))
             self.costs = None
@@ -389,8 +449,30 @@ class Tuner:
         if parts != self.parts:
             for stage in self.stages.values():
                 stage.cut_into(parts)
-            self.parts, self._warm = parts, 1
+            self.parts, self._warm, self._held = parts, 1, {}
             self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _drop(self, modes: Sequence[Sequence[Recompute]]) -> None:
+        """Compute activations of the blocks of each stage again as these modes say from the next step on."""
+        for number, stage in self.stages.items():
+            stage.drop(modes[number])
+        self._warm, self._held = 1, {}
+        self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _with_recompute(self) -> tuple[NodeCosts, list[Plan]]:
+        """Choose what each block computes again; return costs, and the plans for them.
+
+        Raises:
+            ValueError: No plan keeps within the limit.
+        """
+        found: list[tuple[NodeCosts, list[Plan]]] = []
+        for costs, shapes in planning.choices(self._of_modes):
+            plans = self._fitting(shapes, costs)
+            if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
+                found.append((costs, plans))
+        costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
+        self._drop([[block.recompute for block in blocks] for blocks in plans[0].shapes])
+        return costs, plans
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
         """Play by measured costs from the next step on; ``plans`` are the fastest for the present number."""
@@ -409,6 +491,16 @@ class Tuner:
             now.tried = sorted(map(Tried, now.turns, times), key=lambda one: one.seconds)
             now.keep(now.tried[0].plan)
 
+    def leave(self, plan: Plan) -> None:
+        """Try a plan no more, for which some rank had too little memory; without another play as while measuring."""
+        others = [other for other in self._now.turns if other is not plan]
+        self._now.keep(others[0] if others else self._measured_plan())
+        self._now.turns, self._now.seconds = others, []
+
+    def rejoin(self, mesh: Mesh, player: Player, boundary: Boundary) -> None:
+        """Go on over new groups."""
+        self.mesh, self._player, self._boundary = mesh, player, boundary
+
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
         self.outside_groups = groups
@@ -424,18 +516,54 @@ class Tuner:
 
     def _fastest(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
         """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
+        return self._fitting(shapes, costs) or self._least(shapes, costs)
+
+    def _fitting(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
+        """Return the same without any where none keeps within the limit."""
         program, placement, blocks = self.program, self.program.placement, self._counts_block
-        if not program.search_seconds:
-            return planning.fastest(program, shapes, costs, self.overlap, counts_block=blocks)
-        return found_orders(
-            placement,
-            program.microbatches,
-            shapes,
-            costs,
-            peak_activations=min(program.peak_activations) * placement.share,
-            seconds=program.search_seconds,
-            counts_block=blocks,
+        rooms, spared = self._rooms, tuple((1 - SPARE) * room for room in self._rooms)
+        if rooms and not costs.bytes:
+            raise ValueError("memory with costs that have no bytes; allowed: costs of an engine with it, or none")
+        kept = list[Plan]()
+        if program.search_seconds:
+            most = min(program.peak_activations)
+            for live in range(most, 0, -max(1, placement.stages // placement.ranks)) if rooms else (most,):
+                kept = found_orders(
+                    placement,
+                    program.microbatches,
+                    shapes,
+                    costs,
+                    peak_activations=live * placement.share,
+                    seconds=program.search_seconds,
+                    counts_block=blocks,
+                )
+                if kept := [plan for plan in kept if plan.fits(spared)]:
+                    return kept
+        for other in lighter(program) if rooms else (program,):
+            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=rooms)
+            rooms = spared
+            if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
+                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
+        return kept
+
+    def _least(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> NoReturn:
+        """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
+        program = one_by_one(self.program.microbatches, self.program.placement)
+        plan = planning.compile(program, shapes, costs, "serial", counts_block=self._counts_block)
+        over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
+        limit = parse_memory(self.options.memory)
+        enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""
+        other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
+        raise ValueError(
+            f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
+            f"rank {rank}; allowed: {enough}{other}smaller microbatches"
         )
+
+    def _measured_plan(self) -> Plan:
+        """Return the plan of the steps that measure: serial, under a limit of memory with one microbatch at a time."""
+        limited = self.options.memory is not None
+        program = one_by_one(self.program.microbatches, self.program.placement) if limited else self.program
+        return self._compiled(program, self.shapes, NodeCosts(), "serial")
 
     def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
         """Return the plan of the same step in which actions follow one another.
@@ -464,6 +592,26 @@ class Tuner:
         planning.check(plan)
         planning.check_rendezvous(plan)
         return plan
+
+
+_Counted = tuple[float, float, dict[Any, Any], dict[Any, Any]]
+"""Microbatches that fit, bytes of one (negative), room of each pipeline rank, and what its nodes hold."""
+
+
+def lighter(program: Program) -> Iterator[Program]:
+    """Yield one microbatch after another, and the program with fewer forwards to warm up and with all, lightest first.
+
+    >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
+    ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
+    """
+    placement, (name, _, extra) = program.placement, program.name.partition("+")
+    yield one_by_one(program.microbatches, placement)
+    if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
+        yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
+    for less in range(int(extra) if extra.isdecimal() else 0):
+        sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
+        yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)
+    yield program
 
 
 def worth_trying(plans: Sequence[Plan]) -> list[Plan]:

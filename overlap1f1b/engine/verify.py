@@ -90,7 +90,7 @@ class Verification:
         Raises:
             VerificationError: It differs, or two loops differ.
         """
-        undo, summed_outside = self._undo(), self._player.around is not None
+        undo, summed_outside = self.undo(), self._player.around is not None
         weights = self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
@@ -141,7 +141,8 @@ class Verification:
             for lane in lanes:
                 lane.recorder = recorder
 
-    def _undo(self) -> Undo:
+    def undo(self) -> Undo:
+        """Return what takes a step back that is played from now on."""
         stages = self._stages.values()
         states = [state for stage in stages for state in stage.attributes]
         places = {number: place for state in states for number, place in state.places.items()}

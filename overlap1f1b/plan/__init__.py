@@ -5,7 +5,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
-from overlap1f1b.plan.costs import CostKey, NodeCosts, cost_key
+from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.found import found_orders
 from overlap1f1b.plan.node import (
     RECOMPUTES,
@@ -24,6 +24,7 @@ from overlap1f1b.plan.node import (
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
+from overlap1f1b.plan.recompute import balanced, choices
 from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 
@@ -34,6 +35,7 @@ __all__ = [
     "BlockShape",
     "Chains",
     "CostKey",
+    "Held",
     "Label",
     "Node",
     "NodeCosts",
@@ -48,9 +50,11 @@ __all__ = [
     "StageShape",
     "StepRange",
     "awaited_by",
+    "balanced",
     "bound",
     "check",
     "check_rendezvous",
+    "choices",
     "compile",
     "cost_key",
     "exchanged_bytes",

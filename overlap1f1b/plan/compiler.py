@@ -58,9 +58,19 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
 
 
 def fastest(
-    program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False
+    program: Program,
+    shape: Shapes,
+    costs: NodeCosts,
+    overlap: Overlap,
+    *,
+    counts_block: bool = False,
+    rooms: Sequence[float] = (),
 ) -> list[Plan]:
-    """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first."""
+    """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first.
+
+    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
+    are left out.
+    """
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     overlap = parse_overlap(overlap)
@@ -73,7 +83,7 @@ def fastest(
             nodes = receiving_in_order(nodes, chains)
         spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
         end = max((span.end for rank in spans for span in rank), default=0.0)
-        return Plan(program, overlap, order, chains.shapes, nodes, end)
+        return Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
 
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []
@@ -87,7 +97,7 @@ def fastest(
                 yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
 
     best: dict[str, Plan] = {}
-    for plan in plans():
+    for plan in filter(lambda plan: plan.fits(rooms), plans()):
         if plan.order not in best or plan.predicted < best[plan.order].predicted:
             best[plan.order] = plan
     ordered = sorted(best.values(), key=lambda plan: plan.predicted)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
@@ -13,6 +14,20 @@ CostKey = tuple[Op, Kind, int, int, int, int]
 
 Cost = float | tuple[float, ...]
 """A time, or for an exchange the times on its links."""
+
+
+class Held(NamedTuple):
+    """Bytes of a node.
+
+    Args:
+        kept: Held more when it has ended than before it began; negative if it frees more than it leaves.
+        most: Held more at once while it runs.
+        first: Held more from its first microbatch on, such as a gradient that did not exist.
+    """
+
+    kept: float = 0.0
+    most: float = 0.0
+    first: float = 0.0
 
 
 def cost_key(node: Node) -> CostKey:
@@ -40,6 +55,8 @@ class NodeCosts:
             then each gets half of a link while the other runs.
         launch: Time that the host needs to launch a (sub-op, kind), for a device on which a thread only queues work; a
             missing one costs nothing. On a CPU the thread computes by itself, and there are none.
+        bytes: What nodes hold, by the same keys as ``by_node``; a missing one holds nothing. Empty if nobody has
+            counted.
 
     Raises:
         ValueError: A key is malformed, a cost is negative or infinite, or exchanges have different numbers of links.
@@ -49,6 +66,7 @@ class NodeCosts:
     by_node: Mapping[CostKey, Cost] = field(default_factory=dict)
     shared_links: bool = False
     launch: Mapping[tuple[Op, Kind], float] = field(default_factory=dict)
+    bytes: Mapping[CostKey, Held] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         links: set[int] = set()
@@ -76,6 +94,22 @@ class NodeCosts:
         if cost is None:
             cost = self.by_op.get((node.op, node.kind), 0.0)
         return cost if isinstance(cost, tuple) else (cost,)
+
+    def peak_bytes(self, ranks: Iterable[Iterable[Node]]) -> tuple[float, ...]:
+        """Return the most bytes that nodes of each rank hold at once in their order, beyond those before the first."""
+        return tuple(map(self._peak, ranks)) if self.bytes else ()
+
+    def _peak(self, nodes: Iterable[Node]) -> float:
+        level = peak = 0.0
+        begun: set[CostKey] = set()
+        for node in nodes:
+            kept, most, first = self.bytes.get(key := cost_key(node), _NOTHING)
+            if key not in begun:
+                begun.add(key)
+                level += first
+            peak = max(peak, level + most)
+            level += kept
+        return peak
 
     def in_parts(self, parts: int) -> NodeCosts:
         """Return the costs of nodes of calls of experts that are cut into ``parts``, without what smaller nodes cost.
@@ -115,6 +149,9 @@ class NodeCosts:
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)
+
+
+_NOTHING = Held()
 
 
 def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:

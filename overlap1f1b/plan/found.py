@@ -275,7 +275,7 @@ class _Search:
 
     def _plan(self, tried: Priorities) -> Plan:
         plan = plan_of(self._schedule(tried)[0], self.chains, self.microbatches)
-        return replace(plan, predicted=self._end(plan.ranks))
+        return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
 
     def _fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""

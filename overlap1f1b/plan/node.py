@@ -156,8 +156,13 @@ class BlockShape(NamedTuple):
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""
         if self.expert_calls or not exchanges:
             return self
-        # No part of such a block can be computed again by itself.
-        return self._replace(exchanges=exchanges, recompute="attention" if self.drops(Op.DENSE) else "none")
+        return self._replace(exchanges=exchanges).dropping(self.recompute)
+
+    def dropping(self, recompute: Recompute) -> BlockShape:
+        """Return the shape of the block if it drops these activations, as far as it can."""
+        if self.exchanges:  # no part of such a block can be computed again by itself
+            recompute = "attention" if Op.DENSE in _DROPPED[recompute] else "none"
+        return self._replace(recompute=recompute)
 
     @property
     def own(self) -> Op:

@@ -27,6 +27,8 @@ class Plan:
         shapes: Blocks of each stage.
         ranks: ``ranks[r]`` has every node of the step on rank ``r``, in issue order.
         predicted: Makespan by the costs of the compilation, in their unit.
+        peak_bytes: Most bytes that each pipeline rank holds at once, by these costs, beyond those before the step;
+            empty if they have none.
     """
 
     program: Program
@@ -35,6 +37,11 @@ class Plan:
     shapes: tuple[StageShape, ...]
     ranks: tuple[tuple[Node, ...], ...]
     predicted: float
+    peak_bytes: tuple[float, ...] = ()
+
+    def fits(self, rooms: Sequence[float]) -> bool:
+        """Return whether every pipeline rank keeps within its room, in bytes; by no rooms each does."""
+        return all(peak <= room for peak, room in zip(self.peak_bytes, rooms, strict=False))
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -69,9 +69,10 @@ class RunOptions:
     """Stages of a pipeline rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
     """Additional forwards before the first backward, for schedules that take them."""
-    memory: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
-    """Memory limit for auto: how many microbatches' activations a rank may hold at once, over its whole share of the
-    model."""
+    memory: Annotated[str | None, by_default("BYTES|FLOAT", "no limit; for auto see below")] = None
+    """Memory limit of a rank: bytes with a unit, such as 70GB, or auto, what a GPU has free. A number without a unit is
+    for the schedule auto: how many microbatches' activations a rank may hold at once, over its whole share of the
+    model; by default twice the pipeline ranks, at least 3."""
     microbatches: Annotated[int, Range(1)] = 8
     """Microbatches of a step."""
     batch: Annotated[int, Range(1)] = 16
@@ -129,8 +130,16 @@ class RunOptions:
             microbatches=self.microbatches,
             chunks=self.chunks,
             extra_warmup=self.extra_warmup,
-            peak_activations=self.memory,
+            peak_activations=self.live,
         )
+
+    @property
+    def live(self) -> float | None:
+        """Microbatches' activations of a limit of memory without a unit."""
+        try:
+            return None if self.memory is None else float(self.memory)
+        except ValueError:
+            return None
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,8 @@ def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tupl
 def engine_options(options: RunOptions) -> EngineOptions:
     """Return the options of every engine of a command."""
     named = ("recompute", "parts", "capacity", "overflow", "timeout")
-    return EngineOptions(**{name: getattr(options, name) for name in named})
+    memory = options.memory if options.live is None else None
+    return EngineOptions(memory=memory, **{name: getattr(options, name) for name in named})
 
 
 def workload(options: RunOptions, *names: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import nan
 from pathlib import Path
@@ -180,4 +180,5 @@ class PlanTimeline:
 def play_nodes(plan: Plan, costs: NodeCosts, *, counts_block: bool = False) -> PlanTimeline:
     """Return the timelines of a plan's nodes: compute, exchange, counts and transfers run side by side."""
     played = play_clocks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
+    plan = replace(plan, peak_bytes=costs.peak_bytes(plan.ranks))
     return PlanTimeline(plan, tuple(Timeline(tuple(spans), tuple(host)) for spans, host in played))

@@ -94,6 +94,11 @@ class Communicators:
         self._dropped = weakref.finalize(owner, _end, mesh, self._own)
         self._dropped.atexit = False
 
+    @property
+    def shares(self) -> bool:
+        """Whether the exchange may have other users."""
+        return self._given is not None
+
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
         exchange, mesh = self._given, self.mesh

@@ -27,6 +27,9 @@ RANGES, CAPTURE = torch.cuda.nvtx, torch.cuda.profiler.profile
 HOLD_CYCLES = 4_000_000
 """Cycles for which a measured node finds the device asleep: 2 to 3 ms, more than the host needs to launch it."""
 
+RESERVE = 0.05
+"""Part of a GPU's memory that is left for what the allocator does not count, and for gaps between tensors."""
+
 
 def of(device: torch.device) -> Any:
     """Return torch's module for a GPU; None for a CPU, where the thread itself computes."""
@@ -42,6 +45,13 @@ def settle(device: torch.device) -> None:
     """Wait until a device has computed everything."""
     if (gpu := of(device)) is not None:
         gpu.synchronize(device)
+
+
+def obtainable(device: torch.device) -> int:
+    """Return the bytes that tensors of this process may take in all on a GPU: what is free, and what they have."""
+    gpu = of(device)
+    free, total = gpu.mem_get_info(device)
+    return int(free + gpu.memory_reserved(device) - RESERVE * total)
 
 
 def sleep(device: torch.device, cycles: int) -> None:

@@ -514,6 +514,13 @@ class Cuda:
         here().write("sync")
 
     @staticmethod
+    def memory_allocated(device: Any) -> int:
+        return 0
+
+    max_memory_allocated = memory_allocated
+    reset_peak_memory_stats = memory_allocated
+
+    @staticmethod
     def _sleep(cycles: int) -> None:
         here().write("kernel", here().current.place, "sleep", [])
 

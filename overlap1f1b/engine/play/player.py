@@ -15,6 +15,7 @@ import torch
 from overlap1f1b.engine.graph.autograd import accumulate
 from overlap1f1b.engine.play.device import StepTimes
 from overlap1f1b.engine.play.filler import Filler
+from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.block import BlockRun
@@ -72,6 +73,7 @@ class Player:
         autocasts_backward: Whether autocast around a step applies to backwards, too. A backward that autograd walks
             has the dtypes of its forward already.
         recorder: Is told of every node.
+        count: Counts the bytes of a step, or None.
         position: Of the current node in the list; None before the first.
         flights: All that the last :meth:`play` sent and received.
         begun: Start of the last :meth:`play`, by ``time.perf_counter``.
@@ -112,6 +114,8 @@ class Player:
         self.compute: Compute = compute
         self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
+        self.count: ByteCount | None = None
+        self._notes = False
         self.position: int | None = None
         self.watch, self._fills = watch, fills and watch is None
         self._since = 0.0  # when the thread had nothing to await any more for the current node
@@ -131,6 +135,24 @@ class Player:
         self._held: set[Microbatch] = set()
         self.peak_activations = self.peak_held = 0
 
+    @contextmanager
+    def counting(self, count: ByteCount | None, *, notes: bool) -> Iterator[None]:
+        """Count the bytes of the steps in the body, with ``notes`` also what each node holds."""
+        with nullcontext() if count is None else count:
+            self.count, self._notes = count, notes
+            try:
+                yield
+            finally:
+                self.count, self._notes = None, False
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Most bytes so far in the body of :meth:`counting`; None outside."""
+        if self.count is None:
+            return None
+        self.count.read()
+        return self.count.peak
+
     def recorded_step(self) -> AbstractContextManager[None]:
         """Return the context of a step: it is recorded if there is a recorder."""
         return nullcontext() if self.recorder is None else self.recorder.step()
@@ -148,7 +170,7 @@ class Player:
         self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
-        fills = self._fills and self.around is None and self.before_launch is None
+        fills = self._fills and self.around is None and self.before_launch is None and not self._notes
         self._filler = filler = self._filling(nodes, microbatches, issue) if fills else None
         # 3. Every node in order; then the sends that nobody here waited for.
         try:
@@ -157,6 +179,8 @@ class Player:
                     raise LostRankError(self.failures.lost)
                 if filler is None or self.position not in filler.taken:
                     issue(node, microbatches)
+                    if self._notes and self.count is not None:
+                        self.count.note(node)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -201,6 +225,8 @@ class Player:
         # 2. Wait for the exchange or transfer before it, perhaps with other weight gradients.
         takes = node.op not in RECOMPUTES and node.kind is not Kind.W
         received = self._await_input(node, microbatch) if takes else {}
+        if self._notes and self.count is not None:
+            self.count.came(node, received)
         # 3. Compute.
         start, times = time.perf_counter(), self._times
         if times is not None and self.before_launch is not None:

@@ -280,6 +280,14 @@ class Stage:
         self.shape = tuple(shape._replace(parts=parts) if shape.expert_calls else shape for shape in self.shape)
         self._find_exchanges()
 
+    def drop(self, modes: Sequence[Recompute]) -> None:
+        """Compute activations of each block again as its mode says from the next step on, as far as it can."""
+        self.shape = tuple(
+            shape.dropping("none" if options_of(block).keeps else mode)
+            for block, shape, mode in zip(self.blocks, self.shape, modes, strict=True)
+        )
+        self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
+
     def state_of(self, block: int) -> ModuleAttributes | None:
         """Return what a block's forward keeps while it is suspended; None if it keeps nothing."""
         attributes = self.attributes[block]

@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.engine.options import TRIES, Parts
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
-from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
@@ -76,6 +76,10 @@ class Bench:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
+        if options.memory is not None and options.live is None and options.compute == "timed":
+            raise ValueError(
+                f"--memory {options.memory} with --compute timed, which computes no tensors; allowed: real"
+            )
         self.options, self.rank, self.say = options, rank, say
         self.model, self.played, self.loss_fn, self.block_weights = build(options, rank, options.program())
         batch = Corpus.load(options.text, sequence=options.sequence).batch(
@@ -341,12 +345,15 @@ class Bench:
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
             row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None, "tried": []}
+            row["predicted_peak_bytes"] = None
             if isinstance(player, Engine):
                 assert player.costs is not None
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
                 row["tried"] = [str(one) for one in player.tuner.tried]
-                row["predicted_ms"] = 1e3 * simulate(player.plan, player.costs).makespan
+                simulated = simulate(player.plan, player.costs)
+                row["predicted_ms"] = 1e3 * simulated.makespan
+                row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:
                 row["overlap"] = player.overlap
             engine = player if isinstance(player, Engine) else default

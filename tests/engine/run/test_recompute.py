@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import RECOMPUTES, Overlap, Recompute
-from overlap1f1b.running.bench.memory import peak_bytes
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange

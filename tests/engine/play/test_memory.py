@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from overlap1f1b.running.bench.memory import peak_bytes
+from overlap1f1b.engine.play.memory import peak_bytes
 
 CPU, KIB = torch.device("cpu"), 1024
 

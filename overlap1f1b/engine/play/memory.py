@@ -1,0 +1,129 @@
+"""The bytes of tensors: the most at once in a step, and what each node holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from overlap1f1b.plan import CostKey, Held, Node, Place, balanced, cost_key
+from overlap1f1b.transport import devices
+
+
+def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
+    """Return the most bytes of tensors at once during ``step``, beyond the bytes at its start."""
+    with ByteCount(device) as count:
+        step()
+    return count.peak
+
+
+class ByteCount(TorchDispatchMode):
+    """Counts bytes of tensors while it is entered, beyond those at its start.
+
+    On a GPU the allocator counts, when this thread launches. Elsewhere the arguments and results of this thread's
+    operators are counted at the end of each: it does not matter which thread frees a tensor, or has received it.
+
+    Attributes:
+        before: Bytes at the start.
+        peak: The most at once so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._gpu = device, devices.of(device)
+        self.before = self.peak = 0
+        self._bytes = self._most = 0
+        self._here: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._level = 0  # when the last node had ended
+        self._noted: dict[Node, Held] = {}
+
+    def __enter__(self) -> ByteCount:
+        if self._gpu is not None:
+            self._gpu.reset_peak_memory_stats(self._device)
+            self.before = self._gpu.memory_allocated(self._device)
+            return self
+        gc.collect()
+        self.meet(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+        self.before = self._bytes
+        self._here = {key: (storage, 0) for key, (storage, _) in self._here.items()}
+        self._bytes = self._most = 0
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._gpu is None:
+            super().__exit__(*error)
+        else:
+            devices.settle(self._device)
+            self.read()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.meet(leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
+        if self._bytes > self._most:  # perhaps a new peak: freed storages are not subtracted yet
+            self._forget()
+            self._most = max(self._most, self._bytes)
+            self.peak = max(self.peak, self._most)
+        return result
+
+    def meet(self, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of tensors that are not known yet."""
+        for tensor in list(tensors):
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)  # while it is held, no other storage gets its address
+                if reference.cdata not in self._here:
+                    self._here[reference.cdata] = reference, (size := storage.nbytes())
+                    self._bytes += size
+
+    def _forget(self) -> None:
+        for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
+            self._bytes -= self._here.pop(key)[1]
+
+    def read(self) -> tuple[int, int]:
+        """Return the bytes now, and the most since this was called before."""
+        if self._gpu is None:
+            self._forget()
+            now, most = self._bytes, max(self._most, self._bytes)
+            self._most = now
+        else:
+            now = self._gpu.memory_allocated(self._device) - self.before
+            most = self._gpu.max_memory_allocated(self._device) - self.before
+            self._gpu.reset_peak_memory_stats(self._device)
+        self.peak = max(self.peak, most)
+        return now, most
+
+    def note(self, node: Node) -> None:
+        """Note what a node has changed since the last one: it has ended, or its transfer has started."""
+        now, most = self.read()
+        kept, top, _ = self._noted.get(node, Held())
+        self._noted[node] = Held(kept + now - self._level, max(top, kept + most - self._level))
+        self._level = now
+
+    def came(self, node: Node, received: Mapping[Place, Any]) -> None:
+        """Note what the exchanges before a node have brought, which another thread has allocated, as held by them."""
+        for (op, call, part), brought in received.items() if self._gpu is None else ():
+            before, _ = self.read()
+            self.meet(leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
+            more, exchange = self.read()[0] - before, node._replace(op=op, call=call, part=part)
+            kept, top, _ = self._noted.get(exchange, Held())
+            self._noted[exchange] = Held(kept + more, max(top, kept + more))
+            self._level += more
+
+    def by_node(self) -> dict[CostKey, Held]:
+        """Return what nodes hold: of each the median over microbatches; what the first holds more is counted apart."""
+        every: dict[CostKey, list[Held]] = {}
+        for node, held in self._noted.items():
+            every.setdefault(cost_key(node), []).append(held)
+        found = {}
+        for key, (first, *others) in every.items():
+            kept, most = median(held.kept for held in others or [first]), max(held.most for held in others or [first])
+            found[key] = Held(kept, most, first.kept - kept)
+        return balanced(found)

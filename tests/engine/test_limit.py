@@ -1,0 +1,231 @@
+"""Limits of memory: plans that keep within them, ranks with less of it, and trials that find too little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine.options import parse_memory
+from overlap1f1b.engine.play.memory import ByteCount
+from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, lighter
+from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.plan import Node, NodeCosts, fastest
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.engines import COSTS, make
+from tests.ranks import Ranks
+
+CPU, M = torch.device("cpu"), 6
+PROGRAM = build_schedule("combined_1f1b", microbatches=M)
+LIMITS = (1.0, 1.3, 1.6, 2.0, 2.5)
+
+
+def transformer() -> MoETransformer:
+    return MoETransformer(MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8), seed=1)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    inputs, target = torch.randint(256, (2, 4 * M, 32), generator=torch.Generator().manual_seed(1))
+    return inputs, target
+
+
+def settled(engine: Engine, data: tuple[Tensor, Tensor]) -> Engine:
+    """Play steps until a plan is chosen."""
+    while engine.tuner.settling:
+        counted(engine, data)
+    return engine
+
+
+def counted(engine: Engine, data: tuple[Tensor, Tensor]) -> tuple[ByteCount, dict[str, Tensor]]:
+    """Play a step without earlier gradients; return its bytes and gradients."""
+    for parameter in engine.parameters():
+        parameter.grad = None
+    with ByteCount(CPU) as count:
+        engine.step(data[0], target=data[1])
+    return count, models.gradients(engine.model)  # type: ignore[arg-type]
+
+
+@cache
+def measured() -> tuple[NodeCosts, int]:
+    """Costs in which exchanges are as long as compute, with counted bytes; and the peak of a plain loop."""
+    model, data = transformer(), tokens()
+    engine = make(model, PROGRAM, memory="1TB")
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = None
+        engine.step(data[0], target=data[1])
+    assert engine.costs is not None
+    plain = build_schedule("sequential", microbatches=M)
+    count, _ = counted(make(model, plain, costs=COSTS, overlap="serial"), data)
+    return replace(COSTS, bytes=engine.costs.bytes), count.peak
+
+
+def test_the_peak_of_every_plan_is_predicted() -> None:
+    costs, _ = measured()
+    data = tokens()
+    for name, extra in (("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("afab", None)):
+        program = build_schedule(name, microbatches=M, extra_warmup=extra)
+        for plan in fastest(program, make(transformer(), program, costs=costs).shapes, costs, 3)[:2]:
+            count, _ = counted(make(transformer(), program, plan=plan, verify=False), data)
+            assert plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05), (program.name, plan.order)
+
+
+def test_the_plan_keeps_within_every_limit() -> None:
+    """It has the gradients of a plan without a limit, and holds more where that is faster."""
+    (costs, plain), data = measured(), tokens()
+    engine = make(transformer(), PROGRAM, costs=costs)
+    free, wanted = counted(engine, data)
+    predicted = [engine.plan.predicted]
+    for factor in reversed(LIMITS):
+        model = transformer()
+        with ByteCount(CPU) as count:  # of all tensors that there are before
+            pass
+        limit = int(count.before + factor * plain) + 1
+        engine = make(model, PROGRAM, costs=costs, memory=limit, verify=False)
+        count, found = counted(engine, data)
+        assert count.peak <= factor * plain + 1, (factor, engine.plan.order)
+        assert not models.equal(found, wanted)
+        # No other number of open actions or forwards to warm up that keeps within the limit is faster.
+        rooms = [(1 - SPARE) * factor * plain]
+        options: Any = {"counts_block": True, "rooms": rooms}
+        grid = [p.predicted for o in lighter(PROGRAM) for p in fastest(o, engine.shapes, costs, 3, **options)]
+        assert engine.plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor
+        predicted.append(engine.plan.predicted)
+    assert predicted == sorted(predicted)
+    assert predicted[-1] > predicted[0]
+    assert free.peak > plain
+
+
+def test_a_limit_that_nothing_keeps_says_what_would_do() -> None:
+    costs, _ = measured()
+    engine = make(transformer(), PROGRAM, costs=costs, memory="1KB")
+    with pytest.raises(ValueError, match=r"memory='1KB': one microbatch after another .* allowed: .*MB or more"):
+        _ = engine.plan
+    with pytest.raises(ValueError, match="memory with costs that have no bytes"):
+        _ = make(transformer(), PROGRAM, costs=COSTS, memory="1GB").plan
+
+
+def test_steps_that_measure_hold_one_microbatch_at_a_time() -> None:
+    limited, free = (make(transformer(), PROGRAM, memory=memory) for memory in ("1TB", None))
+    assert (limited.plan.program.name, free.plan.program.name) == ("sequential", PROGRAM.name)
+    with pytest.raises(ValueError, match="memory='auto' on cpu; allowed: on a GPU"):
+        make(transformer(), PROGRAM, memory="auto")
+
+
+def test_bytes_have_units() -> None:
+    assert [parse_memory(value) for value in (1000, "2 KB", "1.5KiB", "auto", None)] == [1000, 2000, 1536, "auto", None]
+    for value in (0, -1, True, "70 gigs", "GB", "0.1B"):
+        with pytest.raises(ValueError, match="allowed: bytes above 0"):
+            EngineOptions(memory=value)  # type: ignore[arg-type]
+
+
+def test_only_forwards_that_gain_are_made_early() -> None:
+    """Without an exchange to hide nothing is gained by several open microbatches."""
+    costs = replace(measured()[0], by_op=NodeCosts.uniform(attention=3, experts=4, dispatch=0.001).by_op)
+    engine = make(transformer(), PROGRAM, costs=costs, memory="1TB")
+    assert engine.plan.program.name == "sequential"
+
+
+def _less(rank: int, size: int) -> list[tuple[str, int]]:
+    """Plans of ranks along "ep" by the memory of the last one."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    data, found = models.batch(M, seed=rank), []
+    for more in (10**9, 150_000):
+        model = models.build(mesh.get_group("ep"))
+        with ByteCount(CPU) as count:
+            pass
+        room = more if rank == size - 1 else 10**9
+        engine = make(model, PROGRAM, mesh=mesh, memory=count.before + room, tries=0, timeout=30)
+        while engine.tuner.settling:
+            engine.step(data[0], target=data[1])
+        found.append((engine.plan.fingerprint, engine.plan.peak_bytes[0] <= more))
+    return found
+
+
+def test_a_rank_with_less_memory_decides(ranks2: Ranks) -> None:
+    one, other = ranks2.run(_less, timeout=100)
+    assert one == other
+    assert all(fits for _, fits in one)
+
+
+def test_blocks_recompute_where_a_limit_needs_it() -> None:
+    """Without recomputation nothing keeps within the limit; gradients stay as they are."""
+    data, peaks = tokens(), dict[str, int]()
+    for mode in ("none", "block"):
+        plain = make(transformer(), build_schedule("sequential", microbatches=M), costs=COSTS, recompute=mode)
+        count, wanted = counted(plain, data)
+        peaks[mode] = count.peak
+    model = transformer()
+    del plain
+    with ByteCount(CPU) as count:
+        pass
+    room = (peaks["none"] + peaks["block"]) // 2
+    engine = settled(make(model, PROGRAM, memory=count.before + room, recompute="auto", tries=0, verify=False), data)
+    count, found = counted(engine, data)
+    assert count.peak <= room
+    assert engine.plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05)
+    assert not models.equal(found, wanted)
+    modes = {block.recompute for blocks in engine.shapes for block in blocks}
+    assert "none" in modes
+    assert len(modes) > 1
+    with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
+        EngineOptions(recompute="auto")
+
+
+class Spoiled:
+    """What carries out compute nodes, and runs out of memory at one of a trial."""
+
+    def __init__(self, engine: Engine, at: int) -> None:
+        self.engine, self.inner, self.left = engine, engine.player.compute, at
+
+    def __call__(self, node: Node, *given: Any) -> None:
+        if self.engine.tuner.state is State.TRYING:
+            self.left -= 1
+            if not self.left:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.inner(node, *given)
+
+
+def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
+    """Problems where the last rank has too little memory in a trial."""
+    mesh = None if size == 1 else init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+    data, found, problems = models.batch(M, seed=0 if mesh is None else mesh.get_local_rank("ep")), [], []
+    program = build_schedule("combined_1f1b", ranks=pp, microbatches=M)
+    for at in (0, 40):
+        model = models.build(None if mesh is None else mesh.get_group("ep"))
+        with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
+            engine = make(model, program, mesh=mesh, memory="1TB", tries=2, timeout=30)
+            while engine.tuner.state is State.MEASURING:
+                engine.step(data[0], target=data[1])
+            turns, before = list(engine.tuner._now.turns), engine.failures
+            if at and rank == size - 1:
+                engine.player.compute = Spoiled(engine, at)
+            model.zero_grad()
+            engine.step(data[0], target=data[1])
+            found.append(models.gradients(model))
+            if at:
+                left = [plan.fingerprint for plan in turns if plan not in engine.tuner._now.turns]
+                problems += [] if left == [turns[0].fingerprint] else [f"left {len(left)} of {len(turns)}"]
+                problems += [] if mesh is None or engine.failures is not before else ["the old groups"]
+            while engine.tuner.settling:
+                engine.step(data[0], target=data[1])
+            engine.evaluate(data[0], target=data[1])
+        engine.close()
+    return problems + models.equal(*found)
+
+
+def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
+    assert _spoiled(0, 1, 1) == []
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_trial_without_memory_on_one_rank_is_left_by_all(ranks2: Ranks, pp: int) -> None:
+    assert ranks2.run(_spoiled, pp, timeout=100) == [[], []]
