@@ -64,9 +64,11 @@ def overlapped(
         if not isinstance(stage, PipelineStage) or stage.dw_builder is not None:
             what = "a dw_builder" if isinstance(stage, PipelineStage) else f"a stage of type {type(stage).__name__}"
             raise ValueError(f"a {type(schedule).__name__} with {what}; allowed: a PipelineStage without a dw_builder")
+    program = _program_of(schedule, len(stages))
+    given = replace(options or EngineOptions(), reduce=False)
+    make_engine = partial(Engine, program=program, mesh=mesh, options=given, exchange=exchange)
     parts = {stage.stage_index: stage.submod for stage in stages}
-    given = {"mesh": mesh, "options": replace(options or EngineOptions(), reduce=False), "exchange": exchange}
-    return Schedule(parts, _program_of(schedule, len(stages)), schedule._loss_fn, schedule, **given)
+    return Schedule(parts, program, schedule._loss_fn, make_engine, schedule)
 
 
 def _program_of(schedule: Any, chunks: int) -> Program:
@@ -94,9 +96,9 @@ class Schedule:
         parts: Modules of the stages that this rank holds, by the number of their stage.
         program: Schedule of the step.
         loss_fn: ``(output, target, **loss_kwargs) → scalar`` of one microbatch; None plays forwards alone.
+        make_engine: Makes the engine over the stages of this rank.
         like: torch's schedule, which says how batches are split, outputs joined and gradients scaled; None for its
             defaults, without a scale.
-        given: Further arguments of the engine.
 
     Attributes:
         result: Result of the last call; ``result.overlap.hidden_fraction`` says how much of the exchange was hidden.
@@ -107,19 +109,19 @@ class Schedule:
         parts: Mapping[int, nn.Module],
         program: Program,
         loss_fn: Callable[..., Any] | None,
+        make_engine: Callable[[Mapping[int, list[nn.Module]]], Engine],
         like: Any = None,
-        **given: Any,
     ) -> None:
         self.program, self.loss_fn = program, loss_fn
         self.result: StepResult | None = None
         self._parts = {number: Part(module) for number, module in parts.items()}
         self._last = program.placement.stages - 1
-        self._given, self._like, self._trains = given, like, loss_fn is not None
+        self._make_engine, self._like, self._trains = make_engine, like, loss_fn is not None
 
     @cached_property
     def engine(self) -> Engine:
         """The engine. All ranks must come to its first use, when the weights are there."""
-        return Engine(self._blocks(), self.program, **self._given)
+        return self._make_engine(self._blocks())
 
     def _blocks(self) -> dict[int, list[nn.Module]]:
         return {number: [part] for number, part in self._parts.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.schedule import Program, build_schedule
 
@@ -102,8 +102,10 @@ def pipelining_fn(
             "allowed: schedules that agree"
         )
 
-    held_parts = dict(zip(numbers, parts, strict=True))
-    return Schedule(held_parts, program, loss_fn, mesh=_mesh(parallel_dims), options=options), parts, first, last
+    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:  # which makes the mesh's groups
+        return Engine(stages, program, mesh=_mesh(parallel_dims), options=options)
+
+    return Schedule(dict(zip(numbers, parts, strict=True)), program, loss_fn, make_engine), parts, first, last
 
 
 _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config", "ac_config", "dump_folder")

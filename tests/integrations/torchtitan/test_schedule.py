@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine import EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.integrations.torchtitan import Schedule
 from overlap1f1b.schedule import build_schedule
+from tests.engines import make
 
 HIDDEN, VOCABULARY, MICROBATCHES = 12, 20, 3
 
@@ -75,7 +77,11 @@ class Bridge(torch.autograd.Function):
 
 def schedule_of(model: nn.Module, loss_fn: Any, **options: Any) -> Schedule:
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
-    return Schedule({0: model}, program, loss_fn, options=EngineOptions(**options))
+
+    def make_engine(stages: Mapping[int, list[nn.Module]]) -> Engine:
+        return make(stages, program, **options)
+
+    return Schedule({0: model}, program, loss_fn, make_engine)
 
 
 def given(count: int = MICROBATCHES) -> dict[str, Any]:
