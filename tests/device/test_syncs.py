@@ -38,7 +38,7 @@ states of generators are on the host. Ranks of tests are threads that share thes
 the states only where no other rank drew from them in the steps before."""
 STEP = {
     "engine/batch.py Microbatches.__init__": "the seed of the step, from the host's generator",
-    "transport/mesh.py Mesh.compared.<locals>.same": "a number that is on the host",
+    "transport/mesh.py Mesh.compared.<locals>.differ": "a number that is on the host",
     "transport/communicators.py Communicators.settle": "the end of the step: a lost rank would hang the next read",
 }
 EXACT = {
