@@ -80,9 +80,11 @@ def test_unknown_attribute() -> None:
         exec("from overlap1f1b import nothing")
 
 
-def test_version_is_the_projects() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert overlap1f1b.__version__ == project["version"]
+def test_the_version_stands_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "overlap1f1b.__version__"}
+    assert overlap1f1b.__version__ in (ROOT / "CITATION.cff").read_text()
 
 
 @pytest.mark.parametrize("floor", DOCUMENTED)
