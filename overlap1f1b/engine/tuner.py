@@ -240,14 +240,14 @@ class Tuner:
         if self.looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
             self._cut_plan = plan
             return
-        if plan.program != self.program or plan.shapes != self.shapes:
-            raise ValueError(
-                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
-                f"allowed: one of {self.program.name!r} with {self.program.microbatches} for {self.shapes}"
-            )
         self._set(plan, self._now)
 
     def _set(self, plan: Plan, of: Numbered) -> None:
+        if plan.program != of.program or plan.shapes != self.shapes:
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
+            )
         of.keep(self._checked(plan, self._costs))
         self.looks, of.tried, of.is_set = False, (), True
 

@@ -120,7 +120,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
             "hidden": number(row["hidden_fraction"], ".1%"),
             "predicted ms": number(row["predicted_ms"], ".0f"),
             "peak MiB": _mebibytes(row["peak_activation_bytes"]),
-            "predicted MiB": _mebibytes(row["predicted_peak_bytes"]),
+            "predicted MiB": _mebibytes(row.get("predicted_peak_bytes")),
         }
         if recomputes:
             cells["without"] = _mebibytes(row.get("peak_without_recompute_bytes"))

@@ -17,7 +17,7 @@ import torch
 
 from overlap1f1b.engine import DeviceOptions, Engine
 from overlap1f1b.engine.record.recorder import Recorder
-from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node
+from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node, row_bytes
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.devices import Watch, watch_of
@@ -147,7 +147,7 @@ def test_the_streams_know_when_an_exchange_ended() -> None:
 def test_costs_are_measured_over_the_loopback() -> None:
     measured = engine(2, LoopbackExchange(CPU, gbps=1e-3), 3)
     data = models.batch(2)
-    sizes = 2 * 7 * models.K * models.H * 4
+    sizes = 2 * 7 * row_bytes(models.H, models.K, 4, 4)
     for _ in range(2):
         measured.step(data[0], target=data[1])
     assert measured.costs is not None

@@ -211,7 +211,7 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
     status, _, err = Run("train", "--text", text, *STEPS, "--capacity", 0.25).wait()
     assert status == 2, err
     assert re.fullmatch(
-        r"overlap1f1b: error: \d+ rows of block 1 .* found no room under capacity=0.25: .*; "
+        r"overlap1f1b: error: \d+ choices of block 1 .* found no room under capacity=0.25: .*; "
         r"allowed: a larger --capacity, or --overflow rerun\n",
         err,
     )
