@@ -174,8 +174,7 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     assert engine.plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05)
     assert not models.equal(found, wanted)
     modes = {block.recompute for blocks in engine.shapes for block in blocks}
-    assert "none" in modes
-    assert len(modes) > 1
+    assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
     with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
         EngineOptions(recompute="auto")
 
