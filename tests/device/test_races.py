@@ -141,8 +141,9 @@ def _without_source(rows: Callable[..., Transfer[Any]]) -> Callable[..., Transfe
 class _Unwaited:
     """A mark or a work whose wait orders nothing."""
 
-    def __init__(self, mark: Any, event: Event) -> None:
-        self.begun, self.ended, self._event = getattr(mark, "begun", None), event, event
+    def __init__(self, mark: Any, ended: Any) -> None:
+        self.begun, self.ended = getattr(mark, "begun", None), ended
+        self._event: Event = getattr(ended, "event", ended)
 
     def wait(self, timeout: Any = None) -> None:
         _deliver(self._event)
