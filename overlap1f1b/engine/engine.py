@@ -204,10 +204,8 @@ class Engine:
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
             ep = self.mesh.exchanging
             for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
-                stage.exchange, stage.foreign.ranks = (
-                    self.exchange,
-                    [] if ep is None else dist.get_process_group_ranks(ep),
-                )
+                stage.exchange = self.exchange
+                stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _new_player(self, program: Program, watch: Watch | None) -> Player:
         # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor

@@ -539,9 +539,9 @@ class Tuner:
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
-        for other in lighter(program) if rooms else (program,):
-            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=rooms)
-            rooms = spared
+        for number, other in enumerate(lighter(program) if rooms else (program,)):
+            room = spared if number else rooms  # the lightest holds one microbatch at a time
+            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.moe import MoE, RouterConfig
@@ -98,4 +98,21 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
         before = 4 * microbatches * tokens * chosen * hidden * 4 / 2
         if not abs(sent / counted - 1) < 0.01 or not sent / before < share + 0.25:
             problems.append(f"{chosen} chosen: {sent} bytes, {counted} were counted, {before} for each choice")
+    return problems
+
+
+@over(2)
+def test_ranks_that_choose_other_numbers_of_experts_are_refused(rank: int, size: int) -> list[str]:
+    """Their rows have other widths, by which gloo would abort the process."""
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    for capacity in (None, 2.0):
+        moe = MoE(16, 8, RouterConfig(8, 1 + 3 * rank), group=mesh.get_group("ep"))
+        program = build_schedule("combined_1f1b", microbatches=2)
+        engine = make(nn.Sequential(nn.Linear(16, 16), moe), program, mesh=mesh, capacity=capacity, timeout=20)
+        x = torch.randn(8, 16)
+        try:
+            engine.step(x, target=x)
+            problems.append(f"capacity={capacity}: not refused")
+        except ValueError as error:
+            problems += [] if "[1, 4] experts a token" in str(error) else [str(error)]
     return problems

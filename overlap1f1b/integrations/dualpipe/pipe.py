@@ -94,9 +94,14 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, Tensor | Tensors | None]:
         """Run forward and backward of a batch; under ``torch.no_grad()`` the forward alone.
 
-        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs. Inputs
-        are split into ``num_chunks`` microbatches where a pipe begins, labels where one ends, and ignored elsewhere.
-        There ``criterion`` is ``(*outputs, *labels) → scalar``.
+        Gradients of each microbatch's loss are added to ``.grad``, unscaled; inputs that require one get theirs.
+
+        Args:
+            inputs: Arguments of the first stage's module, split into microbatches; ignored if none begin on this rank.
+            num_chunks: Number of microbatches of the step.
+            criterion: ``(*outputs, *labels) → scalar``, on ranks where microbatches end.
+            labels: Arguments of the criterion, split into the microbatches that end here; ignored if none end here.
+            return_outputs: Whether the outputs of the last stage are returned.
 
         Returns:
             The losses ``[microbatches that end here]`` and the outputs, joined along ``batch_dim``, or
@@ -109,11 +114,13 @@ class Pipeline(nn.Module):
         """
         if num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
-        program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
-        engine = self._engine or self._make_engine(program)
-        engine.microbatches = num_chunks
-        if self._whole is not None:
-            self._whole.turn_to(program)
+        engine = self._engine
+        if engine is None or engine.microbatches != num_chunks:
+            program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
+            engine = engine or self._make_engine(program)
+            engine.microbatches = num_chunks
+            if self._whole is not None:
+                self._whole.turn_to(program)
         if isinstance(labels, Iterable):
             labels = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)

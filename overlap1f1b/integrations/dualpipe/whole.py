@@ -78,13 +78,10 @@ class WholeModules:
         self._anchor = next(engine.parameters())
         engine.player.compute = self.compute
         engine.player.autocasts_backward = True  # modules may have backwards of their own, which products of them need
-        self._program: Program | None = None
 
     def turn_to(self, program: Program) -> None:
         """Play this program of the engine's from the next step on."""
-        if program == self._program:
-            return
-        rank, self._program = self._engine.rank, program
+        rank = self._engine.rank
         pairs = [slot for slot in program.ranks[rank] if isinstance(slot, Pair)] if self._overlapped else []
         self._backward_of: dict[MicrobatchKey, MicrobatchKey] = {
             (f.stage, f.microbatch): (b.stage, b.microbatch) for f, b in pairs

@@ -31,8 +31,15 @@ class ProcessGroups:
     >>> groups = ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep"))
 
     None means a group of one rank. Ranks of ``tp``, ``cp`` and ``dp`` play one plan, so that the collectives inside
-    their layers and for their gradients come in one order. The loss is multiplied by the ranks of ``cp``. Other
-    attributes of a collection are for ``finalize_model_grads_func``, which receives the collection.
+    their layers and for their gradients come in one order. Other attributes of a collection are for
+    ``finalize_model_grads_func``, which receives the collection.
+
+    Args:
+        pp: Ranks that hold the stages, in their order.
+        ep: Ranks that share the experts; the group that the model's ``GroupedExperts`` were given.
+        cp: Ranks that share a sequence; the loss is multiplied by their number.
+        tp: Ranks that share every layer.
+        dp: Ranks that hold the same parameters and other data.
     """
 
     pp: dist.ProcessGroup | None = None

@@ -79,20 +79,25 @@ def get_forward_backward_func(
 
     As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
     ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
-    The first call finds the exchanges of a chunk along "ep", the second measures the nodes; neither hides any.
+
+    A chunk is cut wherever it exchanges rows along "ep": in Megatron-Core's own MoE layers, in our
+    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges, the
+    second measures the nodes; neither hides any.
 
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
         vp_size: Number of chunks of a rank, if interleaved. If ``pp_size``, ``vp_size`` and ``pg_collection`` are all
             missing, Megatron-Core's ``parallel_state`` gives it, if it is initialised.
         schedule_pg_collection: What Megatron-LM's training loop passes, in the place of a missing ``pg_collection``.
-        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with these names. By default the
-            groups of Megatron-Core's ``parallel_state`` if this is initialised; else this rank alone.
+        pg_collection: Groups of this rank: :class:`ProcessGroups`, or any object with ``pp``, ``ep``, ``cp``, ``tp``
+            and ``dp``. By default the groups of Megatron-Core's ``parallel_state`` if this is initialised; else this
+            rank alone.
         schedule: One of ``SCHEDULES``, instead of this choice; or a program, one of ``PROGRAMS``. ``zb_v`` and
             ``dualpipev`` play two chunks a rank in a V: of P ranks, rank r holds stages r and 2P − 1 − r.
         options: How the engine plays; ``reduce`` and ``dynamic_shapes`` follow from Megatron-Core's config. Groups in
-            which layers communicate get its ``timeout``, too, and keep it. With a ``no_sync_func`` or a
-            ``grad_sync_func`` a step that is compared with a plain loop is played three times.
+            which layers communicate ("tp", "cp", "ep", and the experts' groups of ``pg_collection``) get its
+            ``timeout``, too, and keep it. With a ``no_sync_func`` or a ``grad_sync_func`` a step that is compared with
+            a plain loop is played three times.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
 
@@ -165,11 +170,32 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
-        Arguments and result are Megatron-Core's. Here is what is special: ``forward_step_func`` is suspended at each
-        exchange of rows, and other microbatches run in between, so it must read the model's state before the first MoE
-        layer; dropout draws from a stream of random numbers for each microbatch. ``adjust_tensor_shapes_fn`` is not
-        called, since ranks tell each other shapes, which may change from call to call only if ``seq_length``,
-        ``micro_batch_size`` or ``decoder_seq_length`` do, or with ``config.variable_seq_lengths``.
+        Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
+        at each exchange of rows, and other microbatches run in between. So it must read the model's state before the
+        first MoE layer. The only timer is ``forward-backward``, since forwards and backwards interleave.
+
+        Args:
+            forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once for each microbatch of
+                each chunk, in order. ``output`` is a tensor or a list of tensors, which the next chunk's
+                ``set_input_tensor`` receives; on the last stage ``loss_func`` is called with it, see :class:`Losses`.
+            data_iterator: First argument of ``forward_step_func``; if interleaved, a list of one for each chunk.
+            model: A chunk, or a list of chunks, with ``set_input_tensor([tensor, …])``, on the first stage ``[None]``.
+                Its ``config`` has Megatron-Core's fields; the fields of :class:`Config` have an effect.
+            num_microbatches: Number of microbatches, 1 or more; another from call to call has a plan at once.
+            seq_length: Tokens of a sequence. The sizes of tensors between stages may change from call to call only if
+                this or the next two change, or with ``config.variable_seq_lengths``.
+            micro_batch_size: Sequences of a microbatch.
+            decoder_seq_length: Tokens of a decoder's sequence.
+            forward_only: Whether to run no backward.
+            collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
+            first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
+            adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
+            p2p_communicator: Must be None; the engine has its own.
+            pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
+            force_all_reduce: Passed to ``finalize_model_grads_func``.
+
+        Returns:
+            On the last stage's rank, the report of ``loss_func`` for each microbatch in order; elsewhere nothing.
 
         Raises:
             ValueError: A value does not fit; the message names it.

@@ -140,9 +140,18 @@ class Schedule:
     ) -> Any:
         """Run forwards and backwards of all microbatches; add the gradients of the sum of their losses to ``.grad``.
 
-        Arguments are torch's. A batch is given whole, to be split, or as lists ``…_mbs`` with an entry a microbatch:
-        ``args`` on the rank with the first stage, ``kwargs`` on every rank, ``target`` on the rank with the last stage,
-        which fills ``losses`` and returns outputs ``[B, …]``. ``loss_kwargs`` go to the loss.
+        A batch is given whole, to be split, or as lists with an entry a microbatch.
+
+        Args:
+            args: Tensors ``[B, …]`` for the first stage, on the rank that holds it.
+            target: Labels ``[B, …]``, on the rank with the last stage.
+            losses: Is filled with the loss of each microbatch there, without a graph.
+            return_outputs: Whether to return the outputs of the last stage, ``[B, …]``, on the rank that holds it.
+            loss_kwargs: Keyword arguments of the loss.
+            arg_mbs: ``args`` of each microbatch.
+            kwarg_mbs: ``kwargs`` of each microbatch.
+            target_mbs: Labels of each microbatch.
+            kwargs: Keyword arguments of every stage.
 
         Raises:
             ValueError: Another number of microbatches than the program has, or something that a stage needs is missing.

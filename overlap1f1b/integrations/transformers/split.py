@@ -39,7 +39,14 @@ OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 
 
 class SplitModel(dict[int, LanguageModelStage]):
-    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`; ``model`` is the one split."""
+    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`.
+
+    Args:
+        model: The causal LM that was split.
+        stages: The stages of this rank.
+        placement: The rank of each stage.
+        mesh: The mesh that the model was split over.
+    """
 
     def __init__(
         self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None

@@ -156,8 +156,10 @@ def show(result: dict[str, Any], screen: Console, *, local: bool = False) -> Non
     ):
         if result["tokens_per_s"] is not None:
             table.add_row(name, text(result), text(compare) if compare else "")
-    if result["tokens_per_s"] is not None:
-        table.add_row("", f"medians of {result['timed_steps']} steps, the others measured nodes or tried plans")
+    if (timed := result["timed_steps"]) is not None:
+        others = result["steps"] - result["resumed_from"] - timed
+        why = f", without {others} that measured nodes or tried plans" if others else ""
+        table.add_row("", f"medians of {timed} steps{why}")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
     if compare:
         own, other = result["losses"][-len(compare["losses"]) :], compare["losses"]
