@@ -34,8 +34,8 @@ ON_A_CPU = {
     "engine/run/random.py _equal.<locals>.<genexpr>",
 }
 """Places where a GPU does not wait: it checks indices by itself, is told no numbers of choices and tokens, makes room
-for all rows that there may be, and skips choices that are none by itself; the models of tests loop over their experts, and
-the states of generators are on the host. Ranks of tests are threads that share these generators, so that a step
+for all rows that there may be, and skips choices that are none by itself; the models of tests loop over their experts,
+and the states of generators are on the host. Ranks of tests are threads that share these generators, so that a step
 compares the states only where no other rank drew from them in the steps before."""
 STEP = {
     "engine/batch.py Microbatches.__init__": "the seed of the step, from the host's generator",
