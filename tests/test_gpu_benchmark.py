@@ -63,7 +63,20 @@ def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]
     assert {name: entry["status"] for name, entry in sections.items()} == dict.fromkeys(
-        ("ceilings", "contention", "compiles", "checks", "kernels", "layer", "steps", "overhead", "trace", "nccl"), "ok"
+        (
+            "ceilings",
+            "contention",
+            "compiles",
+            "checks",
+            "kernels",
+            "layer",
+            "steps",
+            "overhead",
+            "memory",
+            "trace",
+            "nccl",
+        ),
+        "ok",
     ), sections
     assert len(sections["compiles"]["result"]["rows"]) == 5 * 12  # shapes, kernels
     assert not sections["compiles"]["result"]["skipped"]

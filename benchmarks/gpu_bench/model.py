@@ -75,21 +75,18 @@ def build(
     routing: Routing = "balanced",
     overhead: bool = False,
     small: bool = False,
-    wide: bool = False,
     kernels: Choice = "auto",
 ) -> Workload:
-    """Experts half as wide as the model, four a token: an exchange at the rate of a fast network card takes about as
-    long as the compute, so that both sides of equality can be measured by slowing it down. With ``overhead`` a model of
-    half this width and a quarter of the rows, whose operations are as short as their launches. With ``wide`` half as
-    many experts twice as wide, so that an exchange takes half as long as the compute."""
+    """Experts half as wide as the model, four a token. With ``overhead`` half this width and a quarter of the rows, so
+    that operations are as short as their launches."""
     if context.tiny or small:
         config = MoEConfig(vocabulary=32, layers=layers, hidden=16, heads=2, experts=4, intermediate=8, sequence=9)
         microbatches, batch = 3, 1
     else:
-        hidden, top_k = (2048, 2) if overhead else (4096, 2 if wide else 4)
+        hidden, top_k = (2048, 2) if overhead else (4096, 4)
         config = MoEConfig(
             vocabulary=4096, layers=layers, hidden=hidden, heads=hidden // 128, experts=16, top_k=top_k,
-            intermediate=4096 if wide else 2048, sequence=4096,
+            intermediate=2048, sequence=4096,
         )  # fmt: skip
         microbatches, batch = 8, 1 if overhead else 2
     config = replace(config, kernels=kernels, force_load_balance=routing == "balanced")

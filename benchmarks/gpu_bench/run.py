@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpu_bench import ceilings, checks, compiles, contention, kernels, layer, nccl, overhead, steps, trace
+from gpu_bench import ceilings, checks, compiles, contention, kernels, layer, memory, nccl, overhead, steps, trace
 from gpu_bench.context import Context, NoTimeError
 from gpu_bench.tables import markdown
 
@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
     "layer": (layer.run, 40),
     "steps": (steps.run, 210),
     "overhead": (overhead.run, 25),
+    "memory": (memory.run, 40),
     "trace": (trace.run, 15),
     "nccl": (nccl.run, 20),
 }

@@ -26,15 +26,15 @@ ROWS: tuple[tuple[str, int, Overlap], ...] = (
     ("combined_1f1b", 1, 2),
     ("combined_1f1b", 1, 3),  # the default
 )
-CASES: tuple[tuple[int, Routing, float, bool], ...] = (
-    (4, "real", 1.0, False),
-    (4, "balanced", 0.5, True),
-    (4, "balanced", 2.0, False),
-    (4, "balanced", 1.0, False),
-    (8, "real", 1.0, False),
+CASES: tuple[tuple[int, Routing, float], ...] = (
+    (4, "real", 1.0),
+    (4, "balanced", 2.0),
+    (4, "balanced", 0.5),
+    (4, "balanced", 1.0),
+    (8, "real", 1.0),
 )
-"""Layers, routing, exchange : compute, and whether experts are wide."""
-TINY: tuple[tuple[int, Routing, float, bool], ...] = ((2, "real", 1.0, False),)
+"""Layers, routing, exchange : compute."""
+TINY: tuple[tuple[int, Routing, float], ...] = ((2, "real", 1.0),)
 LAYER_S = 5.0  # a table may take as long for each layer, until one has been measured
 DEPTH = 4  # exchanges in flight when they are measured alone
 
@@ -45,13 +45,13 @@ def run(context: Context) -> dict[str, Any]:
     if context.cuda:  # of torch's attentions the one that has a deterministic backward
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
-    for layers, routing, ratio, wide in TINY if context.tiny else CASES:
+    for layers, routing, ratio in TINY if context.tiny else CASES:
         name = f"{layers} layers, {routing}, {ratio:g}"
         if context.left < layers * found["layer_s"]:
             found["skipped"].append(f"{name}: no time left")
             continue
         try:
-            measure(context, found, layers, routing, ratio, wide=wide)
+            measure(context, found, layers, routing, ratio)
         except Exception as error:  # one that does not fit in memory leaves the others
             found["problems"].append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
             context.keep(found)
@@ -59,15 +59,16 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def measure(
-    context: Context, found: dict[str, Any], layers: int, routing: Routing, wanted: float, *, wide: bool
-) -> None:
+def measure(context: Context, found: dict[str, Any], layers: int, routing: Routing, wanted: float) -> None:
     """One model: what it computes and exchanges, at a ratio, or the least that the loopback can reach."""
     begun = time.monotonic()
-    work = build(context, layers, routing=routing, wide=wide)
-    full = LoopbackExchange(context.device)
-    sent = Alone(context, work, full).bytes_sent
+    work = build(context, layers, routing=routing)
     serial = Steps(context, work, ROWS[0], LocalExchange())
+    full = LoopbackExchange(context.device)
+    Steps(
+        context, work, ROWS[0], full, plan=serial.engine.plan
+    ).step()  # with a plan nothing is measured, or sent again
+    sent = full.bytes_sent
     compute = Steps(context, work, ROWS[0], LocalExchange(), plan=serial.engine.plan)
     compute_s = median(compute.step()[0] for _ in range(3))
     full_gbps = full.full_rate((16 if context.tiny else 256) << 20)
@@ -76,7 +77,7 @@ def measure(
     table = {
         "layers": layers, "routing": routing, "ratio": ratio, "gbps": exchange.gbps or full_gbps,
         "bytes": sent, "workload": work.options,
-    } | rows(context, work, exchange)  # fmt: skip
+    } | rows(context, work, exchange, sent)  # fmt: skip
     found["tables"].append(table)
     found["problems"] += [
         f"{layers} layers, {routing}, {ratio:.2f}: gradients of {row['name']} differ"
@@ -87,7 +88,7 @@ def measure(
     context.keep(found)
 
 
-def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[str, Any]:
+def rows(context: Context, work: Workload, exchange: LoopbackExchange, sent: int) -> dict[str, Any]:
     """Compute only, exchange only and every program, in turns."""
     measuring = Steps(context, work, ROWS[0], exchange)
     while (costs := measuring.engine.costs) is None:
@@ -101,7 +102,7 @@ def rows(context: Context, work: Workload, exchange: LoopbackExchange) -> dict[s
         row["predicted_ms"] = 1e3 * program.engine.plan.predicted
     for program in programs:
         program.grads = []
-    alone = Alone(context, work, exchange)
+    alone = Alone(context, work, exchange, sent)
     seconds: dict[str, list[float]] = {"compute_only": [], "exchange_only": []}
     for turn in range((1 if context.quick else 3) + 1):  # the first warms up
         took = {"compute_only": compute.step()[0], "exchange_only": alone.run()}
@@ -144,6 +145,7 @@ class Steps:
         *,
         costs: NodeCosts | None = None,
         plan: Plan | None = None,
+        **options: Any,
     ) -> None:
         name, warmup, overlap = row
         program = build_schedule(
@@ -159,7 +161,9 @@ class Steps:
             program,
             loss_fn=loss_fn,
             exchange=exchange,
-            options=EngineOptions(overlap=overlap, costs=costs, plan=plan, tries=0, verify=False, timeout=60),
+            options=EngineOptions(
+                overlap=overlap, costs=costs, plan=plan, tries=0, verify=False, timeout=60, **options
+            ),
         )
 
     def step(self) -> tuple[float, Any]:
@@ -201,18 +205,13 @@ class Steps:
 
 
 class Alone:
-    """The exchanges of a step, one behind the other, nothing else."""
+    """The exchanges of a step that sends these bytes, one behind the other, nothing else."""
 
-    def __init__(self, context: Context, work: Workload, exchange: LoopbackExchange) -> None:
-        config, tokens = work.model.config, work.tokens // work.microbatches
+    def __init__(self, context: Context, work: Workload, exchange: LoopbackExchange, sent: int) -> None:
         self.context, self.exchange = context, exchange
-        self.count = 4 * config.layers * work.microbatches  # dispatch and combine, forward and backward
-        self.rows = context.randn(tokens * config.top_k, config.hidden)
-
-    @property
-    def bytes_sent(self) -> int:
-        """In all."""
-        return self.count * self.rows.numel() * self.rows.element_size()
+        self.count = 4 * work.model.config.layers * work.microbatches  # dispatch and combine, forward and backward
+        tokens = work.tokens // work.microbatches
+        self.rows = context.randn(tokens, round(sent / self.count / tokens / context.dtype.itemsize))
 
     def run(self) -> float:
         """Seconds from the first launch to the last byte."""

@@ -156,6 +156,17 @@ def _overhead(result: dict[str, Any]) -> list[str]:
     return [table(result["rows"], columns)]
 
 
+def _memory(result: dict[str, Any]) -> list[str]:
+    columns = {
+        "limit, recompute": lambda row: f"{row['limit']:g}, {row['recompute']}",
+        "predicted": lambda row: f"{row['predicted']:.2f}",
+        "held": lambda row: f"{row['held']:.2f}",
+        "step ms": lambda row: f"{row['step_ms']:.1f}",
+        "program": lambda row: f"`{row['program']} · {row['order']}`",
+    }
+    return [f"In plain loops, each {_gibibytes(result['plain_bytes'])} GiB:", table(result["rows"], columns)]
+
+
 def _contention(result: dict[str, Any]) -> list[str]:
     columns = {
         "product, blocks that spin": lambda row: f"{row['product']}, {row['blocks']}",
@@ -185,6 +196,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "layer": _layer,
     "steps": _steps,
     "overhead": _overhead,
+    "memory": _memory,
     "trace": _trace,
     "nccl": _nccl,
 }

@@ -133,15 +133,6 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
             yield from _tensors_in(part)
 
 
-def calls(stages: Mapping[int, Stage]) -> Facts:
-    """Return the sizes with which experts were called, which are equal on all ranks."""
-    return {
-        f"call {call} of experts in {stage.names[block]} of stage {number}": text
-        for number, stage in stages.items()
-        for (block, call), text in stage.calls.items()
-    }
-
-
 def parameters_of(stages: Mapping[int, Stage]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
     """Yield name, block, the parameter, and whether it is an expert's."""
     for number, stage in stages.items():

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.agreement import (
-    calls,
     check_tensor_group,
     described,
     different_batches,
@@ -203,8 +202,10 @@ class Engine:
                 )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
             ep = self.mesh.exchanging
-            for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
+            for stage in self.stages.values():
                 stage.exchange = self.exchange
+                stage.agree = lambda sizes: self.mesh.agree(sizes, over=("dp", "ep", "cp", "tp"))
+                # Blocks may exchange rows by themselves: the first step shows where.
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 
     def _new_player(self, program: Program, watch: Watch | None) -> Player:
@@ -406,13 +407,11 @@ class Engine:
                 else:
                     with self.player.recorded_step():
                         played = play_nodes(plan)
-            # 3. All ranks have scaled alike, and called experts alike.
+            # 3. All ranks have scaled alike.
             if differ()[1]:  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
-            if first:
-                self.mesh.agree(calls(self.stages))
-                if self._compares:
-                    check_tensor_group(self.stages, self.mesh)
+            if first and self._compares:
+                check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
             tuner.learn(plan, played.result, count if notes else None)
         return played

@@ -107,45 +107,31 @@ class Route(Splits):
 
     @property
     def told(self) -> Tensor:
-        """The counts, and on a CPU columns of K and T: gloo aborts the process if ranks expect rows of other sizes."""
-        if self.order is None or not self.counts.is_cpu:
+        """The counts, and for rows of equal sizes on a CPU a column of T: gloo aborts the process if sizes differ."""
+        if not self.padded or not self.counts.is_cpu:
             return self.counts
-        sizes = self.counts.new_tensor([[self.top_k, self.tokens]])
-        return torch.cat([self.counts, sizes.expand(self.ranks, 2)], 1)
+        return torch.cat([self.counts, self.counts.new_full((self.ranks, 1), self.tokens)], 1)
 
     def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
         """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
 
         Raises:
-            ValueError: Ranks choose other numbers of experts, or under a capacity have other numbers of tokens; or
-                ``indices`` name an unknown expert.
+            ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
         """
         if self.padded:
             if counts.is_cpu:
-                self._checked(counts)
+                self.check_tokens(counts[:, -1].tolist())
             return
         host, self.host = self.host, None
         sent, received = (self.counts, counts) if host is None else host.read(timeout, failed)
         if self.ranks == 1:
             self.send = self.receive = [self.tokens]
             return
-        sent, received = (self._checked(told.view(self.ranks, -1)) for told in (sent, received))
-        of_ranks, self._counted = sent.tolist(), received.tolist()
+        of_ranks, self._counted = sent.tolist(), received.view(self.ranks, -1).tolist()
         self.send, self.receive = ([rows for rows, *_ in every] for every in (of_ranks, self._counted))
         self.choices = sum(sum(of_experts) for _, *of_experts in self._counted)
         if sum(map(sum, of_ranks)) - sum(self.send) != self.tokens * self.top_k:  # it would be lost silently
             raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.experts - 1}")
-
-    def _checked(self, told: Tensor) -> Tensor:
-        """Return what all ranks have told without the columns of K and T, which must fit if they are there."""
-        if told.shape[1] == self.counts.shape[1]:
-            return told
-        choices, tokens = told[:, -2:].t().tolist()
-        if len(set(choices)) > 1:
-            raise ValueError(f"{choices} experts a token on the ranks that share the experts; allowed: equally many")
-        if self.padded:
-            self.check_tokens(tokens)
-        return told[:, :-2]
 
     def check_tokens(self, every: Sequence[int]) -> None:
         """Raise ValueError if ranks have other numbers of tokens: they would wait for rows that nobody sends."""

@@ -307,18 +307,19 @@ class Mesh:
         lines += [self.along(name) for name in DIMENSIONS[1:] if not (expert and name in self.experts_over)]
         return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
 
-    def agree(self, facts: Mapping[str, object], besides: str = "") -> None:
+    def agree(self, facts: Mapping[str, object], besides: str = "", *, over: Sequence[Dimension] = DIMENSIONS) -> None:
         """Compare values by name, over all ranks that have a value of that name.
 
         Args:
             facts: Values by their names.
             besides: Words for the message: what else would be allowed.
+            over: Dimensions along which ranks call this.
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.
             LostRankError: A rank failed, or did not answer within the limit.
         """
-        for dimension in reversed(DIMENSIONS):
+        for dimension in reversed(over):
             if dimension in self._control:
                 self._compare(self.along(dimension), self.gathered(dimension, dict(facts)), besides)
 

@@ -28,15 +28,14 @@ OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "un
 ON_A_CPU = {
     "moe/route.py _check",
     "moe/route.py Route.__init__",
-    "moe/route.py Route._checked",
     "kernels/combine.py sum_rows",
     "kernels/grouped_mm.py ExpertRows.__getitem__",
     "engine/run/random.py _equal.<locals>.<genexpr>",
 }
-"""Places where a GPU does not wait: it checks indices by itself, is told no numbers of choices and tokens, makes room
-for all rows that there may be, and skips choices that are none by itself; the models of tests loop over their experts,
-and the states of generators are on the host. Ranks of tests are threads that share these generators, so that a step
-compares the states only where no other rank drew from them in the steps before."""
+"""Places where a GPU does not wait: it checks indices by itself, makes room for all rows that there may be, and skips
+choices that are none by itself; the models of tests loop over their experts, and the states of generators are on the
+host. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
+rank drew from them in the steps before."""
 STEP = {
     "engine/batch.py Microbatches.__init__": "the seed of the step, from the host's generator",
     "transport/mesh.py Mesh.compared.<locals>.differ": "a number that is on the host",

@@ -13,15 +13,15 @@ from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
 
 
-def gaps(R: int, M: int, E: int, padding: int = 0) -> Slots:
+def gaps(R: int, M: int, E: int, padding: int = 0, device: str = DEVICE) -> Slots:
     """Places of choices of which some are none; the last rows may be padding."""
-    chosen = torch.randint(E + 1, (R, M), device=DEVICE, dtype=torch.int16)
+    chosen = torch.randint(E + 1, (R, M), device=device, dtype=torch.int16)
     return place_slots(chosen, E, min(int((chosen > 0).sum()) + padding, R * M))
 
 
 @pytest.mark.parametrize(("R", "M", "E", "H"), [(0, 2, 3, 4), (1, 1, 1, 1), (7, 2, 5, 3), (9, 3, 8, 30)])
 def test_against_loops(R: int, M: int, E: int, H: int) -> None:
-    slots = gaps(R, M, E)
+    slots = gaps(R, M, E, device="cpu")
     rows, weights = torch.randn(len(slots.order), H), torch.rand(len(slots.order))
     expected = torch.zeros(R, H)
     for spot, row in enumerate(slots.inverse.tolist()):

@@ -95,8 +95,9 @@ class Stage:
         """Called with the route of every call of experts, its block and its microbatch, under a capacity."""
         self.adds_to_main = not reduce_experts
         """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
-        self.calls: dict[tuple[int, int], str] = {}
-        """Sizes with which experts were called, as text, by (block, call): equal on all ranks."""
+        self.agree: Callable[[Mapping[str, object]], None] | None = None
+        """Called with the sizes of each call of experts before its first exchange, which must be equal on all ranks."""
+        self._agreed: set[tuple[int, int]] = set()  # blocks and calls
         self.first_rows: dict[tuple[int, int], Tensor] | None = None
         """``[≤ 64, H]``, the first rows that went to experts, by (block, call); None if nobody asks for them."""
         self.blocks = blocks_of(blocks)
@@ -299,9 +300,10 @@ class Stage:
             return
         if self.on_route is not None:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
-        if (block, number) not in self.calls:
-            dtype = str(call.tensors[0].dtype)[6:]
-            self.calls[block, number] = f"{route.top_k} experts a token, hidden {route.hidden}, {dtype}"
+        if self.agree is not None and (block, number) not in self._agreed:
+            self._agreed.add((block, number))
+            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}"
+            self.agree({f"call {number} of experts in {self.names[block]} of stage {self.number}": sizes})
         if self.first_rows is not None and (block, number) not in self.first_rows:
             self.first_rows[block, number] = call.tensors[0].detach()[:64, : route.hidden].clone()
 
