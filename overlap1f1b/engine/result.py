@@ -65,6 +65,25 @@ class StepResult:
         shares = losses.new_tensor(self.shares)
         return (losses * shares).sum() / shares.sum()
 
+    def metrics(self, tokens: int | None = None) -> dict[str, float]:
+        """Return this rank's figures of the step by name, as loggers of runs take them; waits for the device.
+
+        >>> wandb.log(result.metrics(tokens=inputs.numel()), step=step)
+
+        ``loss`` where the last stage is held; ``step_ms`` from the first node's start to the last one's end, and with
+        the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
+        what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``; ``peak_bytes`` if they were counted.
+        """
+        overlap = self.overlap
+        found = {"loss": float(self.loss.detach())} if self.losses else {}
+        found["step_ms"] = 1e3 * overlap.makespan
+        if tokens is not None and overlap.makespan:
+            found["tokens_per_s"] = tokens / overlap.makespan
+        if overlap.exchange:
+            found |= {"hidden_fraction": overlap.hidden_fraction, "exposed_ms": 1e3 * overlap.exposed}
+            found |= {f"exposed_ms/{name}": 1e3 * of.exposed for name, of in overlap.by_exchange().items()}
+        return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
+
 
 class PlayedStep(NamedTuple):
     """A step that was played: its result, and its microbatches with their outputs and input gradients."""

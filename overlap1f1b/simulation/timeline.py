@@ -85,6 +85,15 @@ class Timeline:
         """The exchange: time in which one or more, counts and reductions included, are in flight."""
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
+    def by_exchange(self) -> dict[str, OverlapFigures]:
+        """Return the figures of each sub-op and direction that is an exchange, by its name, as ``dispatch.f``."""
+        exchanges = [span for span in self.spans if span.node.resource in (Resource.EXCHANGE, Resource.CONTROL)]
+        compute = self.busy(Resource.COMPUTE)
+        return {
+            name: OverlapFigures.of(union((s.start, s.end) for s in exchanges if s.node.name == name), compute)
+            for name in dict.fromkeys(span.node.name for span in exchanges)
+        }
+
     @property
     def exchange(self) -> float:
         """Time in which at least one exchange, counts included, is in flight."""

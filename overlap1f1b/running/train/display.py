@@ -85,7 +85,7 @@ def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[
         def show(number: int, step: Step, held_out: float | None) -> None:
             values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
             values |= {"tokens_per_s": tokens / step.seconds}
-            values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed}
+            values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed} | step.by_exchange
             for name, value in values.items():
                 if value is not None:
                     writer.add_scalar(name, value, number)

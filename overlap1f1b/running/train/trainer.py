@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Step:
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
     measuring: bool  # whether the engine played the step serially, to measure nodes
     trying: bool = False  # whether the engine tried a plan in it
+    by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
 
 class Trainer:
@@ -108,6 +109,7 @@ class Trainer:
         # A single rank sends rows only to itself.
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
         every = self.engine.mesh.every(overlap).values()
+        metrics = result.metrics() if rank.group is not None else {}
         return Step(
             loss=loss,
             grad_norm=norm,
@@ -116,6 +118,7 @@ class Trainer:
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
             measuring=measuring,
             trying=settling and not measuring,
+            by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )
 
     def evaluate(self) -> float:
