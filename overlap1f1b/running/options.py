@@ -18,6 +18,8 @@ from overlap1f1b.terminal.output import check_files, check_folder
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 from overlap1f1b.transport.versions import check_torch
 
+DEFAULT_LINK = 0.03
+"""GB/s at which the default model exchanges about as long as it computes on two cores."""
 WAIT = Range(most=1_000_000, above=True)
 """Limits of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
 
@@ -148,11 +150,9 @@ class TrainOptions(RunOptions):
 
     For example
 
-      overlap1f1b train                                    # two local ranks, the standard library's sources
+      overlap1f1b train                                    # two local ranks, an imitated link, sequential beside it
 
       overlap1f1b train --text my/notes --steps 500 --checkpoint runs/notes
-
-      overlap1f1b train --compare                          # the same steps with sequential beside it
 
       overlap1f1b train --pp 2 --ep 2 --schedule dualpipev --microbatches 8
 
@@ -165,8 +165,11 @@ class TrainOptions(RunOptions):
     """Microbatches of a step."""
     batch: Annotated[int, Range(1)] = 8
     """Sequences of a step on each rank, divided evenly into microbatches."""
-    steps: Annotated[int, Range(1)] = 150
+    steps: Annotated[int, Range(1)] = 60
     """Optimizer steps."""
+    link: Annotated[float | None, by_default("GB/S", f"{DEFAULT_LINK} between local CPU ranks"), Range()] = None
+    """Rate of an imitated link between local ranks on CPUs, where bytes cost almost nothing otherwise: rows arrive when
+    they would have come over it. 0 imitates none."""
     lr: Annotated[float, ABOVE_0] = 2e-3
     """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
     weight_decay: Annotated[float, Range()] = 0.1
@@ -184,7 +187,13 @@ class TrainOptions(RunOptions):
     tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
     compare: bool = False
-    """Train the same steps with the schedule sequential too, and show both."""
+    """Train the same steps with the schedule sequential too, and show both. So it is without --checkpoint and --link,
+    too, if rows are exchanged."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether the same steps are trained with the schedule sequential, too."""
+        return self.compare or (self.checkpoint is None and self.link is None and self.ep > 1)
 
 
 @dataclass(frozen=True)

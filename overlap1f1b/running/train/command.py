@@ -32,7 +32,7 @@ def train(options: TrainOptions, rank: Rank) -> None:
     if rank.rank == 0:
         result = run.result()
         here = int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
-        show(result, screen, local=here and rank.device.type == "cpu")
+        show(result, screen, link=run.trainer.link, local=here and rank.device.type == "cpu")
         write_json(options.json, result)
 
 
@@ -47,7 +47,7 @@ class _Run:
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
         self.reference: Trainer | None = None
-        if options.compare:
+        if options.compares:
             sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
         self._introduce()
@@ -67,7 +67,8 @@ class _Run:
             f"text: {self.corpus}",
             f"model: {trainer.model.total / 1e6:.1f} M parameters, {trainer.model.description}",
             f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
-            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}",
+            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}"
+            + (f", a link of {trainer.link:g} GB/s imitated between them" if trainer.link else ""),
         )
 
     def _step(self, index: int) -> Step:

@@ -19,10 +19,11 @@ from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
 
 LINES = 15  # per run without a bar
-LOCAL = """These ranks share one machine, where bytes cost almost nothing: no speed-up is to be expected.
-next: overlap1f1b bench --wire balanced --compute timed    # a link that costs as much as compute (root)
-      overlap1f1b train --compare                          # the same steps, serial beside them: equal losses
-      overlap1f1b profile train                            # what was hidden and what was not, and why"""
+LINK = """These ranks share one machine: the link between them is imitated, at {link:g} GB/s in each direction."""
+LOCAL = """These ranks share one machine, where bytes cost almost nothing: no speed-up is to be expected."""
+NEXT = """next: overlap1f1b profile train                           # what was hidden, what was not, a picture
+      overlap1f1b bench --wire balanced --compute timed   # a real link that costs as much as compute (root)
+      overlap1f1b train --checkpoint FOLDER --steps 500   # a longer training, which can be resumed"""
 RECENT = 20  # steps over which speed and hidden share are averaged
 
 
@@ -133,10 +134,10 @@ def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, s
     }
 
 
-def show(result: dict[str, Any], screen: Console, *, local: bool = False) -> None:
+def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = False) -> None:
     """Print the summary; for a comparison also the losses of both programs, and a column for each.
 
-    ``local`` says that all ranks are processors of one machine.
+    ``local`` says that all ranks are processors of one machine, ``link`` the rate of the imitated one in GB/s, or 0.
     """
     compare = result["compare"]
     headings = ("", result["workload"]["program"], "sequential")
@@ -175,7 +176,7 @@ def show(result: dict[str, Any], screen: Console, *, local: bool = False) -> Non
         equal = "equal at every step" if unequal is None else f"NOT equal from step {unequal} on"
         screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
     if local and result["hidden_fraction"] is not None:
-        print_lines(screen, LOCAL)
+        print_lines(screen, f"{LINK.format(link=link) if link else LOCAL}\n{NEXT}")
 
 
 def marks(count: int, most: int = 10) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
-from overlap1f1b.running.options import TrainOptions
+from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.workload import build, engine_options, fed
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import OverlapFigures
 from overlap1f1b.terminal.output import refused
+from overlap1f1b.transport.exchange import own_exchange
 
 BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
@@ -61,7 +64,9 @@ class Trainer:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
         given = replace(engine_options(options), block_weights=weights, overlap=overlap, verify=options.verify)
-        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given)
+        self.link = link_of(options, rank)
+        exchange = PacedExchange(own_exchange(rank.group), self.link) if self.link else None
+        self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given, exchange=exchange)
         held = {block for stage in self.engine.stages.values() for block in stage.blocks}
         # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}
@@ -157,6 +162,19 @@ class Trainer:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
         of_text = {"sequence": self.options.sequence, "seed": self.options.seed, "text": self.corpus.digest}
         return self.model.identity | of_text
+
+
+def link_of(options: TrainOptions, rank: Rank) -> float:
+    """Return the rate of the link to imitate, in GB/s; 0 for none: by default between ranks on one machine's CPUs.
+
+    Raises:
+        ValueError: A rate for ranks on GPUs, or for a single rank.
+    """
+    here = rank.device.type == "cpu" and rank.group is not None
+    if options.link and not here:
+        raise ValueError(f"--link {options.link:g} on {rank.size} rank(s), {rank.device.type}; allowed: ranks on CPUs")
+    local = here and int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
+    return (DEFAULT_LINK if local else 0.0) if options.link is None else options.link
 
 
 WARMUP = 0.1  # share of the steps
