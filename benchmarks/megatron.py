@@ -9,7 +9,8 @@ Rows, one after the other in every round:
 1. Megatron-Core's ``forward_backward_no_pipelining``: nothing overlaps. Gloo's all-to-all sends in both directions one
    after the other, which takes twice as long as both at once.
 2. The same, whose all-to-alls are our exchange, in both directions at once: what overlap alone has to beat.
-3. ``integrations.megatron.get_forward_backward_func`` in its place, on the same chunk.
+3. ``integrations.megatron.get_forward_backward_func`` in its place, on the same chunk; with ``dispatcher="rows"``, in
+   one part and in two; and with the layers' own dispatchers.
 4. Our own ``MoETransformer`` with ``GroupedExperts``, of the same sizes and weights.
 
 Both models have the same weights, read the same text and choose the same experts, so they exchange the same rows.
@@ -236,7 +237,8 @@ class MegatronBench:
         )
         play = partial(engine.step, self.inputs, target=self.target)
         self.ours = Row("our layers", str(OVERLAPS[-1]), self.model, play, engine)
-        self.rows = [self.own, self.duplex, *self.drop_ins, self.ours]
+        self.by_rows = [self._drop_in(OVERLAPS[-1], parts=parts) for parts in (1, 2)]
+        self.rows = [self.own, self.duplex, *self.by_rows, *self.drop_ins, self.ours]
 
     def _row(self, name: str, overlap: str, function: Callable[..., Any]) -> Row:
         """Return a row on Megatron-Core's model."""
@@ -261,13 +263,19 @@ class MegatronBench:
 
         return Row(name, overlap, self.chunk, play)
 
-    def _drop_in(self, overlap: Overlap, exchange: Any = None) -> Row:
-        """Return a row of our function on Megatron-Core's model; its engine is known after the first step."""
+    def _drop_in(self, overlap: Overlap, exchange: Any = None, parts: int = 0) -> Row:
+        """Return a row of our function on Megatron-Core's model; its engine is known after the first step.
+
+        With ``parts`` our exchange is in the place of the layers' dispatchers.
+        """
         function = get_forward_backward_func(
-            schedule=COMBINED_NO_PIPELINING, options=EngineOptions(overlap=overlap, timeout=self.options.timeout)
+            schedule=COMBINED_NO_PIPELINING,
+            options=EngineOptions(overlap=overlap, timeout=self.options.timeout, parts=parts or 1),
+            dispatcher="rows" if parts else "own",
         )
         function._exchange = self.recording if exchange is None else exchange
-        row = self._row("drop-in", str(overlap), function)
+        name = "drop-in" + (", one row a token" if parts else "") + (f", {parts} parts" if parts > 1 else "")
+        row = self._row(name, str(overlap), function)
         play = row.function
 
         def with_result() -> StepResult | None:
@@ -312,9 +320,9 @@ class MegatronBench:
     def _measure_nodes(self) -> None:
         """Give all engines costs: the drop-ins play the same nodes, so one of them measures for all."""
         *others, first = self.drop_ins
-        for row in (first, self.ours):
+        for row in (first, self.ours, *self.by_rows):
             self.report(f"measuring nodes of {row.key}")
-            for _ in range(MEASURING):
+            for _ in range(MEASURING + (row in self.by_rows)):
                 self.step(row)
         assert first.engine is not None
         for row in others:
@@ -356,7 +364,10 @@ class MegatronBench:
         """Return a row that computes in the order of another, whose exchanges are answered at once."""
         engine = row.engine
         assert engine is not None
-        answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received)
+        self.recording.keeps = True
+        self.step(row)
+        received, carried = self.recording.counts_received, self.recording.carried()
+        answers = AnsweringExchange(self.real.ranks, self.real.rank, received, carried)
         if row is self.ours:
             twin = Engine(
                 self.model,
@@ -461,10 +472,11 @@ class MegatronBench:
     ) -> dict[str, Any]:
         bound = bounds["bound"] = max(bounds["compute_only"], bounds["exchange_only"])
         bounds["our_layers_bound"] = max(bounds["our_layers_compute_only"], bounds["our_layers_exchange_only"])
+        rows_bound = max(bounds["compute_only"], bounds["our_layers_exchange_only"])  # the same rows travel
         steps = {key: median(sample.seconds) for key, sample in samples.items()}
         rows = []
         for row in self.rows:
-            below = bounds["our_layers_bound"] if row is self.ours else bound
+            below = rows_bound if row in self.by_rows else bounds["our_layers_bound"] if row is self.ours else bound
             predicted = None
             if row.engine is not None and row.engine.costs is not None:
                 predicted = 1e3 * simulate(row.engine.plan, row.engine.costs).makespan

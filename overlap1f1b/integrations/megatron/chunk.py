@@ -26,6 +26,7 @@ from overlap1f1b.integrations.megatron.dispatchers import (
     overlapped_of,
     repeats,
 )
+from overlap1f1b.integrations.megatron.rows import LayerExperts, by_rows, layers_of
 from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
@@ -35,13 +36,20 @@ from overlap1f1b.transport.suspend import Forward
 class Chunk(MicrobatchBlock):
     """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
-    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts. ``passes_last_input`` appends
-    its last input (in a decoder: the encoder's output) to its output. MoE layers of Megatron-Core's own may suspend it
-    if it ``suspends``.
+    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts, ``by_rows`` by our exchange.
+    ``passes_last_input`` appends its last input (in a decoder: the encoder's output) to its output. MoE layers of
+    Megatron-Core's own may suspend it if it ``suspends``.
     """
 
     def __init__(
-        self, model: nn.Module, *, stage: int, last: bool, exchanges: bool, passes_last_input: bool = False
+        self,
+        model: nn.Module,
+        *,
+        stage: int,
+        last: bool,
+        exchanges: bool,
+        by_rows: bool = False,
+        passes_last_input: bool = False,
     ) -> None:
         super().__init__()
         self.set_input_tensor = attribute_of(model, "set_input_tensor")
@@ -59,8 +67,10 @@ class Chunk(MicrobatchBlock):
                 "or a finalize_model_grads_func that sums gradients"
             )
         self.step: ChunkStep | None = None
-        self._dispatchers = dispatchers_of(model) if exchanges else []
-        self.suspends = bool(self._dispatchers)
+        self._layers = layers_of(model) if exchanges and by_rows else []
+        self.experts = nn.ModuleList([LayerExperts(layer) for layer in self._layers])
+        self._dispatchers = dispatchers_of(model) if exchanges and not self._layers else []
+        self.suspends = bool(self._dispatchers or self._layers)
         self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
@@ -76,6 +86,7 @@ class Chunk(MicrobatchBlock):
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         changed = (
             exchanging(self._dispatchers),
+            by_rows(self._layers, self.experts),
             on_one_stream(self._overlapped, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),

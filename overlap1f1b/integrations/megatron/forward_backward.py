@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
@@ -54,6 +54,7 @@ SCHEDULES = {
 PROGRAMS = tuple(name for name in (*FIXED, AUTO) if name != "dualpipe")
 """Programs that are played under any chunks; ``dualpipe`` would need each chunk twice."""
 
+Dispatcher = Literal["own", "rows"]
 CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 
@@ -67,6 +68,7 @@ def get_forward_backward_func(
     schedule: str | None = None,
     options: EngineOptions | None = None,
     split_rank: int | None = None,
+    dispatcher: Dispatcher = "own",
 ) -> ForwardBackward:
     """Return the function that runs the forwards and backwards of a step. Keep it: plans and costs end with it.
 
@@ -100,10 +102,15 @@ def get_forward_backward_func(
             a plain loop is played three times.
         split_rank: First pipeline rank of the decoder in an encoder-decoder model. From there on, the last input of a
             chunk (the encoder's output) is appended to its output.
+        dispatcher: What exchanges the rows of Megatron-Core's own MoE layers: ``"own"``, the layer's; or ``"rows"``,
+            ours, which sends a token once to each rank, and has ``parts`` and ``capacity``. Results then differ by
+            rounding, since the experts' rank adds the results of a token first.
 
     Raises:
-        ValueError: The sizes do not fit the groups, or the schedule is unknown.
+        ValueError: The sizes do not fit the groups, or the schedule or the dispatcher is unknown.
     """
+    if dispatcher not in get_args(Dispatcher):
+        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
     if "MultiModuleProcessGroupCollection" in class_names(schedule_pg_collection):
         raise ValueError(
             "schedule_pg_collection of type MultiModuleProcessGroupCollection; "
@@ -131,7 +138,7 @@ def get_forward_backward_func(
         raise ValueError(
             f"split_rank={split_rank} with {schedule} over {held} ranks; allowed: 1 to {held - 1} without interleaving"
         )
-    return ForwardBackward(schedule, groups, vp_size, options or EngineOptions(), split_rank, program)
+    return ForwardBackward(schedule, groups, vp_size, options or EngineOptions(), split_rank, program, dispatcher)
 
 
 @dataclass(eq=False, repr=False)
@@ -144,6 +151,7 @@ class ForwardBackward:
     options: EngineOptions
     split_rank: int | None
     program: str | None
+    dispatcher: Dispatcher
 
     def __post_init__(self) -> None:
         self.__name__ = self.name  # as of a function
@@ -296,7 +304,12 @@ class ForwardBackward:
             if len(models) > 1:
                 _check_place(model, program, stage)
             chunk = Chunk(
-                model, stage=stage, last=last, exchanges=ep is not None, passes_last_input=passes and not last
+                model,
+                stage=stage,
+                last=last,
+                exchanges=ep is not None,
+                by_rows=self.dispatcher == "rows",
+                passes_last_input=passes and not last,
             )
             holds_experts = any(isinstance(module, Experts) for module in model.modules())
             if chunk.suspends or chunk.delays or holds_experts:

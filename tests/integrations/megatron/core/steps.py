@@ -38,8 +38,11 @@ def serial_step(case: Case) -> list[Step]:
     return _train(case, own_func(), delayed=False)
 
 
-def our_step(case: Case, overlap: Overlap, *, verify: bool = True) -> list[Step]:
-    """Train for the same steps by this project's function, with its schedule that opens several forwards at once."""
+def our_step(case: Case, overlap: Overlap, *, verify: bool = True, rows: bool = False, **options: Any) -> list[Step]:
+    """Train for the same steps by this project's function, with its schedule that opens several forwards at once.
+
+    With ``rows`` our exchange is in the place of the dispatchers.
+    """
     schedule = (
         case.program or None
         if case.chosen or case.program
@@ -49,7 +52,9 @@ def our_step(case: Case, overlap: Overlap, *, verify: bool = True) -> list[Step]
     )
     costs = None if case.measures else COSTS
     function = get_forward_backward_func(
-        schedule=schedule, options=EngineOptions(overlap=overlap, costs=costs, verify=verify, timeout=30)
+        schedule=schedule,
+        options=EngineOptions(overlap=overlap, costs=costs, verify=verify, timeout=30, **options),
+        dispatcher="rows" if rows else "own",
     )
     assert function.program == case.program
     if case.chosen:

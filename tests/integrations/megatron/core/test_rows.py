@@ -1,0 +1,92 @@
+"""Megatron-Core's MoE layers with our exchange: their own losses and gradients, rounded otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap1f1b.plan import Overlap
+from overlap1f1b.transport.exchange import PeerExchange
+from tests.integrations.megatron.core import models, shim
+from tests.integrations.megatron.core.cases import AUX, BIAS, BLOCKS, CASES, DDP, EIGHT, MTP, SHARED, Case, selective
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+ROWS: dict[str, Case] = {
+    "eight experts, shared experts, aux loss": Case({**EIGHT, **SHARED, **AUX}, quick=True, measures=True),
+    "expert bias, MTP, DDP": Case({**EIGHT, **BIAS, **MTP}, ddp=DDP),
+    "allgather, sinkhorn, one expert a token": Case(
+        {"moe_token_dispatcher_type": "allgather", "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
+    ),
+    "MoE layers recomputed": Case({**EIGHT, **selective("moe")}, quick=True),
+    "layers recomputed, delayed": Case({**EIGHT, **BLOCKS}, linears="te grouped", microbatches=4),
+    "ep 4, fused": Case(EIGHT, ep=4, fused=True),
+    "pp 2, vp 2, tied": Case(EIGHT, layers=4, pp=2, vp=2, microbatches=4, tied=True, quick=True),
+    "zb_h1": Case(EIGHT, pp=2, microbatches=4, program="zb_h1"),
+}  # fmt: skip
+
+
+def _apart(expected: list[Any], found: list[Any]) -> list[str]:
+    """Return a line on each gradient that differs by more than 1e-5 of the largest, and on losses."""
+    lines = []
+    for one, other in zip(expected, found, strict=True):
+        if not torch.allclose(torch.tensor(one.losses), torch.tensor(other.losses), rtol=1e-5, atol=1e-7):
+            lines.append(f"losses {one.losses}, {other.losses}")
+        assert one.grads.keys() == other.grads.keys()
+        size = max(float(grad.abs().max()) for grad in one.grads.values() if grad is not None)
+        for name, grad in one.grads.items():
+            mine: Tensor | None = other.grads[name]
+            if (grad is None) != (mine is None) or (grad is not None and (grad - mine).abs().max() > 1e-5 * size):
+                lines.append(f"{name} differs")
+    return lines
+
+
+def _differences(rank: int, size: int, name: str) -> list[str]:
+    shim.apply()
+    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
+
+    case, sent = ROWS[name], list[int]()
+    send = PeerExchange.rows
+
+    def counting(self: Any, source: Tensor, *args: Any) -> Any:
+        sent.append(len(source))
+        return send(self, source, *args)
+
+    with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp), patch.object(PeerExchange, "rows", counting):
+        ours = our_step(case, 3, rows=True)
+        lines = [f"pairs: {line}" for line in unlike(our_step(case, "pairs", rows=True), ours)]
+        lines += [f"parts: {line}" for line in _apart(ours, our_step(case, 3, rows=True, parts=2))]
+        if case.quick and case.pp == 1:
+            lines += [f"capacity: {line}" for line in _apart(ours, our_step(case, 3, rows=True, capacity=4.0))]
+        whole = _apart(serial_step(case), ours)
+    most = models.SEQUENCE * models.BATCH * case.ep  # a row for each token and rank
+    return [*lines, *whole, *([] if sent and max(sent) <= most else [f"{max(sent, default=0)} rows at once"])][:3]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if c.quick else pytest.mark.wide) for n, c in ROWS.items()])
+def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
+    """Bit-equal between orders; against Megatron-Core's own dispatcher and schedule 1e-5 of the largest gradient."""
+    size = ROWS[name].ranks
+    assert megatron(size).run(_differences, name) == [[]] * size
+
+
+def _refused(rank: int, size: int, name: str, overlap: Overlap) -> str:
+    shim.apply()
+    from tests.integrations.megatron.core.steps import our_step
+
+    case = CASES[name]
+    with models.init_parallel(ep=case.ep), pytest.raises(ValueError, match="with dispatcher='rows'") as raised:
+        our_step(case, overlap, rows=True)
+    return str(raised.value)
+
+
+def test_what_a_dispatcher_would_do_otherwise_is_refused(megatron: Callable[[int], Ranks]) -> None:
+    for said in megatron(2).run(_refused, "capacity, padded, MoE layers recomputed", 3):
+        assert said == "moe_expert_capacity_factor=1.0 with dispatcher='rows'; allowed: None"
