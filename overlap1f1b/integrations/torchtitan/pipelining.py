@@ -7,16 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.integrations.torchtitan.rows import exchange_by_rows
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.schedule import Program, build_schedule
 
+Dispatcher = Literal["own", "rows"]
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {
         "1F1B": "combined_1f1b",
@@ -44,6 +46,7 @@ def pipelining_fn(
     schedule: str | None = None,
     extra_warmup: int | None = None,
     options: EngineOptions | None = None,
+    dispatcher: Dispatcher = "own",
     **others: Any,
 ) -> tuple[Schedule, list[nn.Module], bool, bool]:
     """Cut a model into the parts of this rank; return a schedule that the engine plays, the parts, and what they hold.
@@ -61,6 +64,8 @@ def pipelining_fn(
         options: How the engine plays; ``experts_over`` follows from torchtitan's mesh. ``recompute`` is in place of
             ``ac_config``. With ``"none"`` it is ``"block"`` if there is an ``ac_config`` and ranks share experts, since
             torchtitan's would exchange rows a second time; else torchtitan's own is applied.
+        dispatcher: What exchanges the rows: ``"own"``, torchtitan's; or ``"rows"``, in place of its all-to-all
+            dispatcher ours, which sends a token once to each rank, and has ``parts`` and ``capacity``.
         others: Further arguments of torchtitan's, for ``split``.
 
     Returns:
@@ -72,6 +77,8 @@ def pipelining_fn(
             microbatches that does not fit it.
     """
     _check(parallel_dims, training, parallelism, compile_config)
+    if dispatcher not in get_args(Dispatcher):
+        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
     over = ("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
     options = replace(EngineOptions() if options is None else options, experts_over=over)
     if options.recompute == "none" and ac_config is not None and parallel_dims.ep > 1:
@@ -92,6 +99,8 @@ def pipelining_fn(
     else:
         given = {name: value for name, value in given.items() if name in _OF_PARALLELIZE}
         parts, first, last, numbers = [others["parallelize_fn"](model, **given)], True, True, [0]
+    for part in parts if dispatcher == "rows" else ():
+        exchange_by_rows(part)
     program = program_of(len(parts))
     rank = parallel_dims.get_mesh("pp").get_local_rank() if parallel_dims.pp > 1 else 0
     held = [stage for _, stage in program.placement.places(rank)]

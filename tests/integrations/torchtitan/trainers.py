@@ -42,7 +42,7 @@ def train(rank: int, size: int, cases: Sequence[dict[str, Any]]) -> list[dict[st
 
 def ours_of(given: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of ``pipelining_fn``: options of the engine stand in one object."""
-    apart = {name: given[name] for name in ("schedule", "extra_warmup", "split") if name in given}
+    apart = {name: given[name] for name in ("schedule", "extra_warmup", "split", "dispatcher") if name in given}
     options = o1.EngineOptions(**{name: value for name, value in given.items() if name not in apart})
     return {**apart, "options": options}
 
