@@ -14,7 +14,7 @@ from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = (ROOT, ROOT / "overlap1f1b", ROOT / "benchmarks" / "results")
 LINK = re.compile(r'\]\(([^)\s]+)\)|src="([^"]+)"')
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png)|[\w./-]+/)`")
