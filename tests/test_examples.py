@@ -83,6 +83,16 @@ def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
     assert over_two == {step: pytest.approx(alone[step], abs=2e-3) for step in range(10, 20)}
 
 
+def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    assert program is not None
+    assert len(program[1].splitlines()) < 50
+    (script := tmp_path / "train.py").write_text(program[1])
+    for ranks, hidden in ((1, "nan%"), (2, r"\d+%")):
+        lines = re.findall(rf"^step (\d+) loss \d\.\d+ hidden {hidden}$", forked(script, ranks=ranks), re.MULTILINE)
+        assert list(map(int, lines)) == list(range(20))
+
+
 def config(folder: Path) -> Path:
     """A tiny model, with weights."""
     pytest.importorskip("transformers")
