@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = (ROOT, ROOT / "overlap1f1b", ROOT / "benchmarks" / "results")
 LINK = re.compile(r'\]\(([^)\s]+)\)|src="([^"]+)"')
-FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png|ipynb|sh)|[\w./-]+/)`")
+FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png|ipynb|sh|Dockerfile)|[\w./-]+/)`")
 
 
 def anchors(page: Path) -> set[str]:
