@@ -99,7 +99,7 @@ def test_the_lines_of_a_report_that_a_page_explains_are_those_of_the_program() -
         if sum(len(text) for text in texts) > 40:
             known.append("".join(texts).removeprefix(".+").removeprefix("\\ "))
     page = (ROOT / "docs" / "not-faster.md").read_text()
-    quoted = re.findall(r"^(?:try: (.*)|((?:In part:|Yes:|Nothing was|The host bounds).*))$", page, re.MULTILINE)
+    quoted = re.findall(r"^> (?:try: (.*)|((?:In part:|Yes:|Nothing was|The host bounds).*))$", page, re.MULTILINE)
     assert len(quoted) > 10
     for line in map("".join, quoted):
         assert any(re.fullmatch(pattern, line) for pattern in known), line
