@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,16 @@ from typing import Any
 import pytest
 
 import overlap1f1b as o1
+from overlap1f1b.integrations.megatron.config import REFUSED, REFUSED_IF_SUSPENDED
+from overlap1f1b.integrations.transformers.arguments import _REFUSED
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = (ROOT, ROOT / "overlap1f1b", ROOT / "benchmarks" / "results")
 LINK = re.compile(r'\]\(([^)\s]+)\)|src="([^"]+)"')
-FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png)|[\w./-]+/)`")
+FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png|ipynb|sh|Dockerfile)|[\w./-]+/)`")
 
 
 def anchors(page: Path) -> set[str]:
@@ -86,3 +89,26 @@ def test_the_page_of_a_new_dispatcher_runs(ranks2: Ranks) -> None:
     for ops, equal in ranks2.run(_play_the_page):
         assert [ops.count(op) for op in ("dispatch.f", "combine.f", "combine.b", "dispatch.b")] == [2] * 4
         assert equal == [True, True]
+
+
+def test_the_lines_of_a_report_that_a_page_explains_are_those_of_the_program() -> None:
+    """Sentences of a verdict and its advice, with any numbers."""
+    tree = ast.parse((ROOT / "overlap1f1b" / "profiling" / "verdict.py").read_text())
+    known = []
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        texts = [re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".+" for part in parts]
+        if sum(len(text) for text in texts) > 40:
+            known.append("".join(texts).removeprefix(".+").removeprefix("\\ "))
+    page = (ROOT / "docs" / "not-faster.md").read_text()
+    quoted = re.findall(r"^> (?:try: (.*)|((?:In part:|Yes:|Nothing was|The host bounds).*))$", page, re.MULTILINE)
+    assert len(quoted) > 10
+    for line in map("".join, quoted):
+        assert any(re.fullmatch(pattern, line) for pattern in known), line
+
+
+def test_the_pages_name_every_option_that_is_refused() -> None:
+    refused = {"coming-from.md": REFUSED | REFUSED_IF_SUSPENDED, "integrations/trainer.md": _REFUSED}
+    for page, options in refused.items():
+        words = (ROOT / "docs" / page).read_text().replace("-", "_")
+        assert [option for option in options if option not in words] == []

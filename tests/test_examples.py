@@ -83,6 +83,41 @@ def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
     assert over_two == {step: pytest.approx(alone[step], abs=2e-3) for step in range(10, 20)}
 
 
+def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
+    assert program is not None
+    assert len(program[1].splitlines()) < 50
+    (script := tmp_path / "train.py").write_text(program[1])
+    for ranks, hidden in ((1, "nan%"), (2, r"\d+%")):
+        lines = re.findall(rf"^step (\d+) loss \d\.\d+ hidden {hidden}$", forked(script, ranks=ranks), re.MULTILINE)
+        assert list(map(int, lines)) == list(range(20))
+
+
+@pytest.mark.slow
+def test_two_nodes_under_stand_ins_of_slurm(tmp_path: Path) -> None:
+    """One agent of torchrun for each of two nodes, both on this machine, with one rank each."""
+    stand_ins = {
+        "scontrol": "echo localhost",
+        "srun": 'shift; "$@" & first=$!; "$@" & wait $! && wait $first',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    environ = dict(
+        os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo",
+        SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", RANKS="1", PORT=str(port),
+    )  # fmt: skip
+    command = [EXAMPLES / "slurm.sh", EXAMPLES / "train_own.py", "--pp", "2"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = losses(done.stdout)
+    assert list(found) == list(range(20))
+    assert found[19] < found[0] / 4
+
+
 def config(folder: Path) -> Path:
     """A tiny model, with weights."""
     pytest.importorskip("transformers")

@@ -73,8 +73,8 @@ class RunOptions:
     """Additional forwards before the first backward, for schedules that take them."""
     memory: Annotated[str | None, by_default("BYTES|FLOAT", "no limit; for auto see below")] = None
     """Memory limit of a rank: bytes with a unit, such as 70GB, or auto, what a GPU has free. A number without a unit is
-    for the schedule auto: how many microbatches' activations a rank may hold at once, over its whole share of the
-    model; by default twice the pipeline ranks, at least 3."""
+    for the schedule auto: how many microbatches' activations a rank may hold at once; one microbatch in half of a
+    rank's layers counts 0.5. By default twice the pipeline ranks, at least 3."""
     microbatches: Annotated[int, Range(1)] = 8
     """Microbatches of a step."""
     batch: Annotated[int, Range(1)] = 16

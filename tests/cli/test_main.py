@@ -83,6 +83,15 @@ def test_the_version_is_that_of_the_package(capsys: Capture) -> None:
     assert capsys.readouterr().out == f"overlap1f1b {version('overlap1f1b')}\n"
 
 
+def test_a_shell_can_complete_verbs_and_options(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--tyro-print-completion", "bash"])
+    assert not ended.value.code
+    script = capsys.readouterr().out
+    assert "complete -F" in script
+    assert all(word in script for word in ("doctor", "--microbatches", "--width", "--compare"))
+
+
 @pytest.mark.parametrize("words", ["--help", "-h", "", "plan --help", "train --ranks x --help", "bench --help"])
 def test_help_stays(capsys: Capture, words: str) -> None:
     with pytest.raises(SystemExit) as ended:
