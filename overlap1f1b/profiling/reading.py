@@ -15,7 +15,7 @@ from typing import IO, Any
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
-from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.plan.ranges import FORMAT, VERSION, About
 from overlap1f1b.profiling.chrome import add_events
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording
@@ -79,6 +79,8 @@ def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings
             left_out.append(str(error))
     if not found:
         raise ValueError(left_out[0])
+    abouts = {(r.path.parent, r.rank): r.about for r in found if r.source == "records"}  # nsys's file has none
+    found = [replace(r, about=abouts.get((r.path.parent, r.rank), r.about)) for r in found]
     traced = {(r.path.parent, r.rank) for r in found if r.source != "records"}
     return _set([r for r in found if r.source != "records" or (r.path.parent, r.rank) not in traced], left_out)
 
@@ -130,11 +132,12 @@ class _Place(Struct):
     world_size: int | None = None
 
 
-class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo"}):
+class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo", "about": "overlap1f1b"}):
     format: Any = None
     version: Any = None
     events: list[Raw] | None = None
     place: _Place | None = None  # torch.profiler writes it if there is a process group
+    about: About | None = None
 
 
 def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recording:
@@ -151,7 +154,9 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
         if len(content.events) > MOST_EVENTS:
             raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
         place = content.place or _Place()
-        capture = Capture(path, "torch.profiler", rank=place.rank, world=place.world_size)
+        capture = Capture(
+            path, "torch.profiler", rank=place.rank, world=place.world_size, about=content.about or About()
+        )
         add_events(capture, content.events, seen)
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None

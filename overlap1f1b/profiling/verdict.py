@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from overlap1f1b.plan import About
 from overlap1f1b.profiling.figures import Figures
 
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
@@ -14,15 +15,17 @@ WORTH = 0.05
 def verdict(sums: Figures) -> str:
     """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
 
-    A second sentence follows if the host bounds the steps.
+    More sentences follow if ranks wait for late peers, and if the host bounds the steps.
     """
-    starved = sums.share(sums.starved)
-    if starved < WORTH:
-        return _of_exchange(sums)
-    return (
-        f"{_of_exchange(sums)} The host bounds the step: for {starved:.0%} of it the device had nothing to compute but "
-        "what the host was still launching."
-    )
+    sentences, starved, late = [_of_exchange(sums)], sums.share(sums.starved), sums.share(sums.late or 0)
+    if late >= WORTH:
+        sentences.append(f"For {late:.0%} of a step ranks waited for a late peer, not for the network.")
+    if starved >= WORTH:
+        sentences.append(
+            f"The host bounds the step: for {starved:.0%} of it the device had nothing to compute but what the host "
+            "was still launching."
+        )
+    return " ".join(sentences)
 
 
 def _of_exchange(sums: Figures) -> str:
@@ -51,13 +54,23 @@ def _where(sums: Figures) -> str:
     return f", {', '.join(parts)}" if parts else ""
 
 
-def advice(sums: Figures) -> list[str]:
-    """Return advice, the largest loss first; empty if no loss is large enough."""
+def advice(sums: Figures, about: About | None = None) -> list[str]:
+    """Return advice, the largest loss first; empty if no loss is large enough.
+
+    ``about`` says what was asked for, and what the engine chose and why.
+    """
     tips: list[tuple[float, str]] = []
     overlap, idle = sums.overlap, sums.idle
-    exposed = sums.share(overlap.exposed)
+    late = sums.share(sums.late or 0)
+    exposed = sums.share(overlap.exposed) - late
     if exposed >= WORTH and overlap.hidden_fraction < WELL:
-        tips.append((exposed, _against_exposure(sums)))
+        tips.append((exposed, _against_exposure(sums, about or About())))
+    if late >= WORTH:
+        text = (
+            f"ranks wait for a late peer for {late:.0%} of a step: give all ranks equal work (capacity, balanced "
+            "routing) and processors of their own; the rank that waits least is the late one"
+        )
+        tips.append((late, text))
     if (bubble := sums.share(idle["pipeline_bubble"])) >= WORTH:
         text = (
             f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
@@ -79,11 +92,17 @@ def advice(sums: Figures) -> list[str]:
     return [text for _, text in sorted(tips, key=lambda tip: -tip[0])]
 
 
-def _against_exposure(sums: Figures) -> str:
+def _against_exposure(sums: Figures, about: About) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
     if opened == 1:
-        return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
+        chosen = (
+            f"overlap={about.overlap} was asked for, and the engine chose {about.choice}; overlap gains where bytes "
+            "cost more (a slower link, larger rows), or where ranks do not share processors"
+        )
+        asked = about.overlap not in ("", "serial", "1")
+        tried = chosen if asked else "overlap=3, or overlap='pairs' with combined_1f1b"
+        return f"one action was open at a time: {tried}"
     if sums.device and overlap.hidden_fraction <= NONE:
         return (
             "exchange and compute never ran at once: see what overlap1f1b doctor says of connections and streams, and "

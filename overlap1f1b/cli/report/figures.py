@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, longest, verdict
+from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, late_peers, longest, verdict
 from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
@@ -25,12 +26,15 @@ _COMPARED = {
 }
 _OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
 _IDLE = {"exposed_exchange": "for exchange", "pipeline_bubble": "for the pipeline", "host_late": "for the host"}
+_LATE = ("rank", "exposed", "late peer")
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
     """Return the JSON of one run."""
-    ranks = {recording: figures_of(recording) for recording in recordings.ranks}
+    late = late_peers(recordings.ranks)
+    ranks = {recording: figures_of(recording, late) for recording in recordings.ranks}
+    about = max((recording.about for recording in recordings.ranks), key=lambda about: about.date)
     every = Figures.sum(ranks.values())
     sentence = verdict(every)
     return {
@@ -38,7 +42,8 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
         "all": _json_of(every),
         "longest_exposed": [span._asdict() for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
-        "advice": advice(every),
+        "advice": advice(every, about),
+        "about": {name: value for name, value in asdict(about).items() if name != "bytes"},
         "partial": recordings.partial,
         "missing_ranks": list(recordings.missing),
         "left_out": list(recordings.left_out),
@@ -97,6 +102,7 @@ def _json_of(of: Figures) -> dict[str, Any]:
         "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
         "idle_ms": {name: ms(time) for name, time in of.idle.items()},
+        "late_peer_ms": None if of.late is None else ms(of.late),
         "starved_ms": ms(of.starved),
     }
 
@@ -132,6 +138,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         _per_rank(content),
         _parts(content, "by_sub_op", "sub-op", {}),
         _parts(content, "by_phase", "phase", _PHASES),
+        _late(content),
         _predicted(content),
         _longest(content["longest_exposed"]),
     ]
@@ -226,7 +233,19 @@ def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[st
         [Cell(names.get(name, name)), *(_cell(part, ("all", key, name), figure) for figure in _OVERLAP)]
         for name, part in parts.items()
     ]
-    return Table("", (heading, *_OVERLAP.values()), rows)
+    return Table(f"Milliseconds of a step by {heading}", (heading, *_OVERLAP.values()), rows)
+
+
+def _late(content: Mapping[str, Any]) -> Table:
+    if content["all"]["late_peer_ms"] is None:
+        return Table("", (), [])
+    every = [(str(rank["rank"]), ("ranks", place), rank) for place, rank in enumerate(content["ranks"])]
+    rows = [
+        [Cell(name), _cell(figures, path, "exposed_ms"), _cell(figures, path, "late_peer_ms")]
+        for name, path, figures in [*every, ("mean", ("all",), content["all"])]
+    ]
+    rows = middle_left_out(rows, lambda gap: [Cell(gap), Cell(""), Cell("")])
+    return Table("Waits for late peers, ms of a step", _LATE, rows)
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
@@ -236,7 +255,7 @@ def _predicted(content: Mapping[str, Any]) -> Table:
         for place, rank in enumerate(content["ranks"])
         if "predicted" in rank
     ]
-    return Table("Predicted from the times of its nodes", ("rank", *keys.values()), rows)
+    return Table("Predicted from the times of its nodes, milliseconds", ("rank", *keys.values()), rows)
 
 
 def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
@@ -247,7 +266,7 @@ def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
         texts = (_PHASES.get(span["phase"], ""), span["waited_for"], some(span["in_flight"], 2), span["next"])
         numbers = [Cell(str(span[key]), (*path, key)) for key in ("rank", "step")]
         rows.append([_cell(span, path, "exposed_ms"), *numbers, _cell(span, path, "start_ms"), *map(Cell, texts)])
-    return Table("Longest times of exposed exchange", headings, rows)
+    return Table("Longest times of exposed exchange, milliseconds", headings, rows)
 
 
 def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> Cell:

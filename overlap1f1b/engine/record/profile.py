@@ -97,6 +97,7 @@ class Profile:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             content = json.loads(path.read_bytes())
+        content["overlap1f1b"] = self.recorder.about
         content["traceEvents"] += added(content["traceEvents"], self.recorder.steps)
         with gzip.open(trace, "wt", compresslevel=4) as file:
             json.dump(content, file)
