@@ -78,16 +78,15 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     """
     arrivals = [_arrivals(recording, step) for recording, step in steps]
     starts = [Lanes(recording, step).window[0] for recording, step in steps]
-    found: dict[int, float] = {0: -starts[0]}
-    while len(found) < len(steps):
-        pairs = ((known, new) for known in found for new in range(len(steps)) if new not in found)
-        linked = next(((k, n, gap) for k, n in pairs if (gap := _gap(arrivals[k], arrivals[n])) is not None), None)
-        if linked is None:
-            new = next(new for new in range(len(steps)) if new not in found)
-            found[new] = -starts[new]
-        else:
-            known, new, gap = linked
-            found[new] = found[known] + gap
+    found: dict[int, float] = {}
+    for first in range(len(steps)):
+        linked = [] if first in found else [first]
+        found.setdefault(first, -starts[first])
+        for known in linked:
+            for new in range(len(steps)):
+                if new not in found and (gap := _gap(arrivals[known], arrivals[new])) is not None:
+                    found[new] = found[known] + gap
+                    linked.append(new)
     return [found[place] for place in range(len(steps))]
 
 

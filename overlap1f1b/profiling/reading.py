@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import IO, Any
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
+from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.plan.ranges import FORMAT, VERSION, About
 from overlap1f1b.profiling.chrome import add_events
+from overlap1f1b.profiling.clocks import late_peers
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording
+from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording, StepRecord
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import quoted, shortened
@@ -47,6 +50,11 @@ class Recordings:
     ranks: tuple[Recording, ...]
     missing: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def late(self) -> dict[StepRecord, Intervals]:
+        """Waits for late peers, see :func:`late_peers`."""
+        return late_peers(self.ranks)
 
     @property
     def partial(self) -> bool:

@@ -62,10 +62,9 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
     say(f"{READ}, now the drawings")
     title = _title(recordings)
-    named = f"{title}, step {content.get('drawn_step')}"
+    _write(bars, output, f"{title}, step {content.get('drawn_step')}", screen)
     if output.html is not None:
-        write_page(content, recordings.ranks, predicted, output.html, title=title, screen=screen)
-    _write(bars, output, named, screen)
+        write_page(content, recordings, predicted, output.html, title=title, screen=screen)
     write_json(output.json, content)
     _show(content, title, screen)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, late_peers, longest, verdict
+from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, longest, verdict
 from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
@@ -32,8 +32,7 @@ _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
     """Return the JSON of one run."""
-    late = late_peers(recordings.ranks)
-    ranks = {recording: figures_of(recording, late) for recording in recordings.ranks}
+    ranks = {recording: figures_of(recording, recordings.late) for recording in recordings.ranks}
     about = max((recording.about for recording in recordings.ranks), key=lambda about: about.date)
     every = Figures.sum(ranks.values())
     sentence = verdict(every)

@@ -15,7 +15,7 @@ from rich.console import Console
 from overlap1f1b.cli.draw import STYLES, tracks_of_bars
 from overlap1f1b.cli.report.figures import Cell, Table, tables_of
 from overlap1f1b.plan.intervals import Intervals
-from overlap1f1b.profiling import Bar, Lanes, Recording, aligned, bars_of, late_peers
+from overlap1f1b.profiling import Bar, Lanes, Recordings, aligned, bars_of
 from overlap1f1b.simulation.drawing import LETTERS
 from overlap1f1b.terminal.output import writing
 
@@ -25,7 +25,7 @@ _UNIT = 1e-4
 
 def write_page(
     content: Mapping[str, Any],
-    ranks: Sequence[Recording],
+    recordings: Recordings,
     predicted: Sequence[Bar],
     path: Path,
     *,
@@ -34,7 +34,7 @@ def write_page(
 ) -> None:
     """Write the page, and tell the screen; ``predicted`` are bars of the drawn step alone."""
     here = files(__package__)
-    data = json.dumps(_data(content, ranks, predicted), separators=(",", ":")).replace("</", r"<\/")
+    data = json.dumps(_data(content, recordings, predicted), separators=(",", ":")).replace("</", r"<\/")
     page = Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
         verdict=escape(content["verdict"]),
@@ -48,10 +48,10 @@ def write_page(
         file.write_text(page, encoding="utf-8")
 
 
-def _data(content: Mapping[str, Any], ranks: Sequence[Recording], predicted: Sequence[Bar]) -> dict[str, Any]:
+def _data(content: Mapping[str, Any], recordings: Recordings, predicted: Sequence[Bar]) -> dict[str, Any]:
     """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
     names: dict[tuple[str, str, str], int] = {}
-    steps, late = {}, late_peers(ranks)
+    ranks, steps = recordings.ranks, {}
     for number in sorted({step.number for recording in ranks for step in recording.steps}):
         bars = [*bars_of(ranks, number), *(predicted if number == content["drawn_step"] else ())]
         tracks = []
@@ -70,7 +70,7 @@ def _data(content: Mapping[str, Any], ranks: Sequence[Recording], predicted: Seq
             marks[str(recording.rank)] = {
                 "begin": _units(lanes.window[0] + by),
                 "exposed": _flat(lanes.exposed, by),
-                "late": _flat(late.get(step, ()), by),
+                "late": _flat(recordings.late.get(step, []), by),
                 "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
             }
         steps[number] = {"tracks": tracks, "ranks": marks}
@@ -88,7 +88,7 @@ def _units(nanoseconds: float) -> int:
     return round(nanoseconds / 1e6 / _UNIT)
 
 
-def _flat(intervals: Intervals | tuple[()], by: float) -> list[int]:
+def _flat(intervals: Intervals, by: float) -> list[int]:
     return [_units(time + by) for interval in intervals for time in interval]
 
 
