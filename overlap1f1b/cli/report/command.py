@@ -16,11 +16,12 @@ from overlap1f1b.cli.report.figures import (
     content_of,
     print_table,
     print_verdict,
+    remarks,
     sentence_of,
     tables_of,
 )
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
-from overlap1f1b.cli.report.page import remarks, write_page
+from overlap1f1b.cli.report.page import write_page
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace

@@ -39,30 +39,78 @@ const PARTS = [ // of a step, in the order of a bar
   ["idle for the host", data.styles.other.colour],
 ];
 
+function add(place, kind, text, look = "") {
+  const item = place.appendChild(document.createElement(kind));
+  item.textContent = text;
+  item.className = look;
+  return item;
+}
+
 function legend(place, entries) {
   for (const [text, look] of entries) {
-    const item = place.appendChild(document.createElement("span"));
-    const swatch = item.appendChild(document.createElement("span"));
-    swatch.className = "swatch";
-    swatch.style.background = background(look);
+    const item = add(place, "span", "");
+    add(item, "span", "", "swatch").style.background = background(look);
     item.append(text);
   }
 }
 
-function ranks() {
-  const most = Math.max(...data.ranks.map(rank => rank.parts.reduce((sum, part) => sum + part, 0)));
-  for (const rank of data.ranks) {
-    const whole = rank.parts.reduce((sum, part) => sum + part, 0);
-    at("ranks").appendChild(document.createElement("span")).textContent = "rank " + rank.rank;
-    const bar = at("ranks").appendChild(document.createElement("div"));
-    bar.className = "bar";
-    rank.parts.forEach((part, number) => {
-      const piece = bar.appendChild(document.createElement("span"));
-      piece.style.width = (100 * part) / most + "%";
+function ranks() { // a bar of each rank's step
+  const most = Math.max(...data.content.ranks.map(rank => rank.step_ms));
+  for (const rank of data.content.ranks) {
+    const late = rank.late_peer_ms || 0, idle = rank.idle_ms, hidden = rank.hidden_ms;
+    const sizes = [rank.compute_ms - hidden, hidden, idle.exposed_exchange - late, late, idle.pipeline_bubble, idle.host_late];
+    add(at("ranks"), "span", "rank " + rank.rank);
+    const bar = add(at("ranks"), "div", "", "bar");
+    sizes.forEach((size, number) => {
+      const piece = add(bar, "span", "");
+      piece.style.width = (100 * size) / most + "%";
       piece.style.background = background(PARTS[number][1]);
-      piece.title = PARTS[number][0] + ": " + time(part) + ", " + ((100 * part) / whole).toFixed(1) + " % of a step";
+      piece.title = PARTS[number][0] + ": " + time(size) + ", " + ((100 * size) / rank.step_ms).toFixed(1) + " % of a step";
     });
-    at("ranks").appendChild(document.createElement("span")).textContent = time(whole);
+    add(at("ranks"), "span", time(rank.step_ms));
+  }
+}
+
+function texts() { // of the report's JSON: the verdict, what the run was, remarks, advice
+  const { verdict, ranks, about, advice, notes, drawn_step: drawn } = data.content, steps = ranks[0].steps;
+  const mesh = Object.entries(ranks[0].mesh).map(([name, [, size]]) => name + " " + size).join(" × ");
+  const facts = [data.title, mesh];
+  if (about.schedule) {
+    facts.push(about.schedule + ", overlap " + about.overlap, about.microbatches + " microbatches", about.model);
+    facts.push("plan: " + about.choice, about.date);
+  }
+  if (steps > 1) facts.push("bars and tables are means over " + steps + " steps, the timeline shows one");
+  at("verdict").textContent = verdict;
+  add(at("remarks"), "p", facts.filter(text => text).join(" · "), "dim");
+  for (const text of data.remarks) add(at("remarks"), "p", text, "partial");
+  for (const text of [...notes, ...advice.map(text => "Try: " + text + ".")]) add(at("remarks"), "p", text);
+  const letters = Object.entries(data.letters).filter(([op]) => !op.startsWith("recompute_"));
+  at("codes").textContent = "Codes: " + letters.map(([op, letter]) => letter + " " + op).join(", ") +
+    "; a small letter is the backward of the same sub-op, w its weight gradient, r its recomputation; the number is " +
+    "the microbatch, one in front the stage, ' the second pipe. ew0: the experts' weight gradient of microbatch 0. " +
+    "A second row of a lane, such as exchange (2), has what travels at the same time.";
+}
+
+function tables() { // a figure has its keys in the report's JSON
+  for (const [title, headings, rows] of data.tables) {
+    const table = add(add(at("tables"), "div", "", "wide"), "table", "");
+    add(table, "caption", title);
+    for (const [kind, cells] of [["th", headings.map((text, i) => [text, rows[0][i][1]])], ...rows.map(row => ["td", row])]) {
+      const line = add(table, "tr", "");
+      for (const [text, path] of cells) {
+        const cell = add(line, kind, text, path.length ? "" : "text");
+        if (kind === "td" && path.length) cell.dataset.path = path.join("/");
+        if (path[0] === "longest_exposed" && kind === "td") line.dataset.longest = path[1];
+      }
+    }
+  }
+  for (const row of document.querySelectorAll("tr[data-longest]")) {
+    const span = data.content.longest_exposed[row.dataset.longest];
+    row.className = "link";
+    row.tabIndex = 0;
+    row.title = "show it in the timeline";
+    row.onclick = () => go(span);
+    row.onkeydown = ({ key }) => key === "Enter" && go(span);
   }
 }
 
@@ -297,17 +345,11 @@ at("step").onchange = () => {
 };
 at("chosen").oninput = () => show(step.number);
 for (const number of Object.keys(data.steps)) at("step").add(new Option(number));
-for (const cell of document.querySelectorAll('td[data-path^="longest_exposed/"][data-path$="/exposed_ms"]')) {
-  const row = cell.parentElement, span = data.longest[cell.dataset.path.split("/")[1]];
-  row.className = "link";
-  row.tabIndex = 0;
-  row.title = "show it in the timeline";
-  row.onclick = () => go(span);
-  row.onkeydown = ({ key }) => key === "Enter" && go(span);
-}
+texts();
+tables();
 ranks();
 legend(at("parts"), PARTS);
-show(data.drawn);
+show(data.content.drawn_step);
 move(0, step.end);
 const used = new Set(step.tracks.flatMap(track => track.bars.map(bar => bar.style)));
 legend(at("legend"), [

@@ -159,13 +159,16 @@ def test_dark_and_light(page: dict[str, Any], browser: Any) -> None:
     assert found == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
 
 
-def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path) -> None:
+def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path, browser: Any) -> None:
     run = write_run(tmp_path / "<run> & co", simulated("1f1b", "serial"))
-    (run / "rank1.json").unlink()
+    (run / "rank1.json").write_text("</script>")
     page = tmp_path / "report.html"
     assert report(capsys, run, "--html", page).status == 0
     text = page.read_text()
     assert "http" not in text
     assert '<link rel="stylesheet"' not in text
-    assert '<p class="partial">no file of rank 1: figures are of the other ranks alone</p>' in text
-    assert "<h1>Of some ranks only: No: " in text
+    browser.get(page.as_uri())
+    said = [line.text for line in browser.find_elements("css selector", ".partial")]
+    assert said[0] == "no file of rank 1: figures are of the other ranks alone"
+    assert said[1].startswith(f"left out: {run}/rank1.json: ")
+    assert browser.find_element("tag name", "h1").text.startswith("Of some ranks only: No: ")
