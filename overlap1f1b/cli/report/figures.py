@@ -260,7 +260,7 @@ def _late(content: Mapping[str, Any]) -> Table:
         for name, path, figures in [*every, ("mean", ("all",), content["all"])]
     ]
     rows = middle_left_out(rows, lambda gap: [Cell(gap), Cell(""), Cell("")])
-    return Table("Waits for late peers, ms of a step", _LATE, rows)
+    return Table("Waits for late peers, ms", _LATE, rows)
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
