@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,18 +14,10 @@ from overlap1f1b.profiling.figures import Lanes
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, StepRecord
 
 
-class Aligned(NamedTuple):
-    """A step of a rank; ``by`` nanoseconds are added to its times so that all ranks have one clock."""
-
-    recording: Recording
-    step: StepRecord
-    by: float
-
-
-def aligned(ranks: Sequence[Recording], number: int) -> list[Aligned]:
-    """Return one step of all ranks that have it."""
+def aligned(ranks: Sequence[Recording], number: int) -> list[tuple[Recording, StepRecord, float]]:
+    """Return one step of all ranks that have it, and the nanoseconds to add to its times for one clock of all ranks."""
     steps = [(recording, step) for recording in ranks for step in recording.steps if step.number == number]
-    return [Aligned(*step, by) for step, by in zip(steps, offsets(steps) if steps else (), strict=True)]
+    return [(*step, by) for step, by in zip(steps, offsets(steps), strict=True)]
 
 
 def late_peers(ranks: Sequence[Recording]) -> dict[StepRecord, Intervals]:

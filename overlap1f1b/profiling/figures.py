@@ -60,17 +60,17 @@ class Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
         late = [part.late for part in parts if part.late is not None]
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("steps", "time", "compute", "queued", "starved")
+        }
         return cls(
-            steps=sum(part.steps for part in parts),
-            time=sum(part.time for part in parts),
-            compute=sum(part.compute for part in parts),
+            **sums,
             overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
             idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
             open_actions=max(part.open_actions for part in parts),
-            queued=sum(part.queued for part in parts),
-            starved=sum(part.starved for part in parts),
             device=any(part.device for part in parts),
             late=sum(late) if late else None,
         )

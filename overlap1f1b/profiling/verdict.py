@@ -59,37 +59,34 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
 
     ``about`` says what was asked for, and what the engine chose and why.
     """
-    tips: list[tuple[float, str]] = []
-    overlap, idle = sums.overlap, sums.idle
-    late = sums.share(sums.late or 0)
-    exposed = sums.share(overlap.exposed) - late
-    if exposed >= WORTH and overlap.hidden_fraction < WELL:
-        tips.append((exposed, _against_exposure(sums, about or About())))
-    if late >= WORTH:
-        text = (
+    overlap, idle, late = sums.overlap, sums.idle, sums.share(sums.late or 0)
+    exposed = sums.share(overlap.exposed) - late if overlap.hidden_fraction < WELL else 0
+    bubble, host = sums.share(idle["pipeline_bubble"]), sums.share(max(idle["host_late"], sums.starved))
+    held = sums.share(sums.queued) if overlap.exposed else 0
+    tips = (
+        (exposed, _against_exposure(sums, about or About())),
+        (
+            late,
             f"ranks wait for a late peer for {late:.0%} of a step: give all ranks equal work (capacity, balanced "
-            "routing) and processors of their own; the rank that waits least is the late one"
-        )
-        tips.append((late, text))
-    if (bubble := sums.share(idle["pipeline_bubble"])) >= WORTH:
-        text = (
+            "routing) and processors of their own; the rank that waits least is the late one",
+        ),
+        (
+            bubble,
             f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
-            "dualpipev, zb_v); overlap1f1b plan --search compares them"
-        )
-        tips.append((bubble, text))
-    if (late := sums.share(max(idle["host_late"], sums.starved))) >= WORTH:
-        text = (
-            f"the host issues late for {late:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
-            "GPU no calls that synchronise in the model's forward"
-        )
-        tips.append((late, text))
-    if (held := sums.share(sums.queued)) >= WORTH and overlap.exposed:
-        text = (
-            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the exchange "
-            "stream"
-        )
-        tips.append((held, text))
-    return [text for _, text in sorted(tips, key=lambda tip: -tip[0])]
+            "dualpipev, zb_v); overlap1f1b plan --search compares them",
+        ),
+        (
+            host,
+            f"the host issues late for {host:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
+            "GPU no calls that synchronise in the model's forward",
+        ),
+        (
+            held,
+            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the "
+            "exchange stream",
+        ),
+    )
+    return [text for share, text in sorted(tips, key=lambda tip: -tip[0]) if share >= WORTH]
 
 
 def _against_exposure(sums: Figures, about: About) -> str:

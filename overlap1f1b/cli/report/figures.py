@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ _COMPARED = {
 }
 _OVERLAP = {"exchange_ms": "exchange", "hidden_ms": "hidden", "exposed_ms": "exposed", "hidden_fraction": "share"}
 _IDLE = {"exposed_exchange": "for exchange", "pipeline_bubble": "for the pipeline", "host_late": "for the host"}
-_LATE = ("rank", "exposed", "late peer")
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 
@@ -132,11 +131,15 @@ def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
     }
 
 
+Path = tuple[str | int, ...]
+"""Keys of a figure in the JSON."""
+
+
 class Cell(NamedTuple):
     """A figure as text, with its keys in the JSON."""
 
     text: str
-    path: tuple[str | int, ...] = ()
+    path: Path = ()
 
 
 class Table(NamedTuple):
@@ -227,19 +230,21 @@ def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
     print_lines(screen, *(f"try: {text}" for text in content["advice"]))
 
 
+def _by_rank(content: Mapping[str, Any], cells: Callable[[Mapping[str, Any], Path], list[Cell]]) -> list[list[Cell]]:
+    """Return a row with these cells for each rank, of many for the first and last ones, and for their mean."""
+    ranks = content["ranks"]
+    rows = [[Cell(str(rank["rank"])), *cells(rank, ("ranks", place))] for place, rank in enumerate(ranks)]
+    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(rows[0]) - 1)])
+    return rows if len(ranks) == 1 else [*rows, [Cell("mean"), *cells(content["all"], ("all",))]]
+
+
 def _per_rank(content: Mapping[str, Any]) -> Table:
+    def cells(of: Mapping[str, Any], path: Path) -> list[Cell]:
+        found = [_cell(of, path, key) for key in ("step_ms", "compute_ms", *_OVERLAP)]
+        return found + [_cell(of["idle_ms"], (*path, "idle_ms"), key) for key in _IDLE]
+
     headings = ("rank", "step", "compute", *_OVERLAP.values(), *(f"idle {text}" for text in _IDLE.values()))
-    rows = [_figures(rank, ("ranks", place), str(rank["rank"])) for place, rank in enumerate(content["ranks"])]
-    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(headings) - 1)])
-    if len(content["ranks"]) > 1:
-        rows.append(_figures(content["all"], ("all",), "mean"))
-    return Table("Milliseconds of a step", headings, rows)
-
-
-def _figures(figures: Mapping[str, Any], path: tuple[str | int, ...], name: str) -> list[Cell]:
-    cells = [Cell(name), _cell(figures, path, "step_ms"), _cell(figures, path, "compute_ms")]
-    cells += [_cell(figures, path, key) for key in _OVERLAP]
-    return cells + [_cell(figures["idle_ms"], (*path, "idle_ms"), key) for key in _IDLE]
+    return Table("Milliseconds of a step", headings, _by_rank(content, cells))
 
 
 def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[str, str]) -> Table:
@@ -252,15 +257,10 @@ def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[st
 
 
 def _late(content: Mapping[str, Any]) -> Table:
-    if content["all"]["late_peer_ms"] is None:
-        return Table("", (), [])
-    every = [(str(rank["rank"]), ("ranks", place), rank) for place, rank in enumerate(content["ranks"])]
-    rows = [
-        [Cell(name), _cell(figures, path, "exposed_ms"), _cell(figures, path, "late_peer_ms")]
-        for name, path, figures in [*every, ("mean", ("all",), content["all"])]
-    ]
-    rows = middle_left_out(rows, lambda gap: [Cell(gap), Cell(""), Cell("")])
-    return Table("Waits for late peers, ms", _LATE, rows)
+    keys = {"exposed_ms": "exposed", "late_peer_ms": "late peer"}
+    rows = _by_rank(content, lambda of, path: [_cell(of, path, key) for key in keys])
+    shown = content["all"]["late_peer_ms"] is not None
+    return Table("Waits for late peers, ms", ("rank", *keys.values()), rows if shown else [])
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
@@ -284,7 +284,7 @@ def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Longest times of exposed exchange, milliseconds", headings, rows)
 
 
-def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> Cell:
+def _cell(figures: Mapping[str, Any], path: Path, key: str) -> Cell:
     return Cell(figure(key, figures[key]), (*path, key))
 
 
