@@ -1,10 +1,10 @@
 """Time and memory of `overlap1f1b report` for a rank of a million events, of every kind of file.
 
-    python benchmarks/report_scale.py [EVENTS]
+    python benchmarks/report_scale.py [EVENTS | --page]
 
 The trace is that of a step on a GPU: for every ten kernels a range, and for every kernel its launch, its operator and
 the arrow between them, as torch.profiler writes them. Each report is a process of its own; prints its seconds, those of
-the processor, and the most memory that it held.
+the processor, and the most memory that it held. With --page: the HTML page of 64 ranks × 10 steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, NamedTuple
+
+from overlap1f1b.cli.main import main as main_of
+from overlap1f1b.plan import BlockShape, NodeCosts, Resource, compile
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.simulation import play_nodes
 
 EVENTS = 1_000_000
 KERNELS_PER_NODE = 10
@@ -136,7 +141,30 @@ def write_record(path: Path, events: int) -> None:
     path.write_text(json.dumps(content))
 
 
+def page() -> None:
+    """Write records of 4 pipeline ranks × 16 that share experts, and their page."""
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=4, counts=0.5, send=1, aggregate=1)
+    program = build_schedule("combined_1f1b", ranks=4, microbatches=16)
+    timeline = play_nodes(compile(program, (BlockShape(1),) * 4, costs, 3), costs)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, rank in enumerate(timeline.ranks):
+            kinds = ["node" if span.node.resource is Resource.COMPUTE else "flight" for span in rank.spans]
+            pairs = zip(kinds, rank.spans, strict=True)
+            spans = [[kind, str(span.node), span.start / 1e3, span.end / 1e3] for kind, span in pairs]
+            steps = [{"step": step, "seconds": timeline.makespan / 1e3, "spans": spans} for step in range(10)]
+            for expert in range(16):
+                place = {"rank": 16 * number + expert, "mesh": {"pp": [number, 4], "ep": [expert, 16]}}
+                content = {"format": "overlap1f1b-spans", "version": 1, **place, "steps": steps}
+                Path(folder, f"rank{place['rank']}.json").write_text(json.dumps(content))
+        target, begin = Path(folder, "report.html"), process_time()
+        main_of(["report", folder, "--html", str(target)])
+        print(f"page: {target.stat().st_size / 1e6:.1f} MB, {process_time() - begin:.0f} s of processor")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--page"]:
+        page()
+        return
     events = int(sys.argv[1]) if len(sys.argv) > 1 else EVENTS
     with tempfile.TemporaryDirectory() as folder:
         files = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -169,13 +170,20 @@ SLOW_MS = 5.0
 SLOW_GBPS = 1.0
 
 
+_MEASURE = """import runpy, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the rank without a traceback, also during imports
+runpy.run_module("overlap1f1b.cli.doctor", run_name="__main__")"""
+
+
 def link(timeout: float) -> Finding:
     """Measure latency and bandwidth between two ranks of this machine, both directions at once."""
     name = "link between ranks"
     with tempfile.TemporaryDirectory(prefix="overlap1f1b-") as folder:
         found = Path(folder) / "link.json"
-        command = (sys.executable, "-m", "overlap1f1b.cli.doctor")
+        command = (sys.executable, "-c", _MEASURE)
         status = run_ranks([str(found), str(timeout)], 2, command=command, limit_s=timeout)
+        if status == 128 + signal.SIGINT:  # Ctrl-C: no fault of the link
+            raise KeyboardInterrupt
         ended = {"error": f"a rank ended with status {status}"}
         measured: dict[str, Any] = json.loads(found.read_text()) if found.exists() else ended
     if "error" in measured:

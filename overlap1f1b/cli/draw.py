@@ -34,16 +34,20 @@ class Style(NamedTuple):
 
 
 STYLES = {
-    "F": Style("#4c8bf5", "white on blue", "forward"),
-    "B": Style("#34a853", "black on green", "backward"),
-    "I": Style("#7cc576", "black on bright_green", "input gradient"),
-    "W": Style("#f4b400", "black on yellow", "weight gradient"),
-    "pair": Style("#9c6ade", "white on magenta", "fused pair"),
-    "exchange": Style("#e8710a", "black on bright_red", "exchange"),
-    "peer": Style("#8d8d8d", "black on bright_black", "transfer between ranks"),
-    "other": Style("#b8b8b8", "", "outside all ranges"),
+    "F": Style("#6189f3", "white on blue", "forward"),
+    "B": Style("#11a25e", "black on green", "backward"),
+    "I": Style("#87f89a", "black on bright_green", "input gradient"),
+    "W": Style("#79981b", "black on yellow", "weight gradient"),
+    "pair": Style("#d1baff", "white on magenta", "fused pair"),
+    "exchange": Style("#ffd024", "black on bright_red", "exchange"),
+    "peer": Style("#7f8d98", "black on bright_black", "transfer between ranks"),
+    "other": Style("#dfdfdf", "", "outside all ranges"),
 }
-"""All styles of cells, in the order of a legend."""
+"""All styles of cells, in the order of a legend.
+
+Any two lie 30 or more apart in CIELAB, with normal sight, protanopia or deuteranopia (Machado's matrices of 2009); dark
+text on each has a contrast of 4.6 or more.
+"""
 
 
 class Cell(NamedTuple):

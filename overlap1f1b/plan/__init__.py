@@ -23,7 +23,7 @@ from overlap1f1b.plan.node import (
     segments_of,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
-from overlap1f1b.plan.ranges import ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
+from overlap1f1b.plan.ranges import About, ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import balanced, choices
 from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
@@ -31,6 +31,7 @@ from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 __all__ = [
     "RECOMPUTES",
     "RESOURCE_OF",
+    "About",
     "ActionRange",
     "BlockShape",
     "Chains",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from overlap1f1b.plan.node import Node, Op
@@ -52,6 +53,29 @@ class Label(NamedTuple):
 
     def __str__(self) -> str:
         return f"{PREFIX}rank {self.rank}:" + ",".join(f" {name} {at}/{size}" for name, (at, size) in self.mesh.items())
+
+
+@dataclass(frozen=True)
+class About:
+    """What a profile says of its run, in a record as ``about`` and in a Chrome trace as ``overlap1f1b``.
+
+    Args:
+        schedule: Name of the program.
+        overlap: The setting that was asked for.
+        choice: Name of the plan that was played, and the times by which the engine chose it.
+        microbatches: Number in a step.
+        model: Its size.
+        date: When it was written, as ISO 8601.
+        bytes: Bytes that leave the rank in an exchange or transfer, by step and node.
+    """
+
+    schedule: str = ""
+    overlap: str = ""
+    choice: str = ""
+    microbatches: int = 0
+    model: str = ""
+    date: str = ""
+    bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class StepRange(NamedTuple):

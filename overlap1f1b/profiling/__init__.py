@@ -1,6 +1,7 @@
 """Floor ``profiling``: how much of the exchange a run hid, from its traces and records. Needs no torch."""
 
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
+from overlap1f1b.profiling.clocks import aligned
 from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, figures_of, longest
 from overlap1f1b.profiling.predicted import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
@@ -16,6 +17,7 @@ __all__ = [
     "Recordings",
     "StepRecord",
     "advice",
+    "aligned",
     "arrows",
     "bars_of",
     "figures_of",

@@ -1,19 +1,16 @@
-"""The bars of a step for every kind of picture, with the clocks of all ranks aligned."""
+"""The bars of a step for every kind of picture, on one clock."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
-from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan import RECOMPUTES, Node, Op
 from overlap1f1b.plan.clock import destination
 from overlap1f1b.plan.intervals import union
-from overlap1f1b.profiling.figures import Lanes
-from overlap1f1b.profiling.recording import EXCHANGES, Recording, Spans, StepRecord, What, lane_of
+from overlap1f1b.profiling.clocks import aligned, sharing
+from overlap1f1b.profiling.recording import Recording, Spans, What, lane_of
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import Timeline
 from overlap1f1b.simulation.drawing import LANES, staged, style_of, text_of
@@ -51,10 +48,9 @@ def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
 
     A node's kernels make one bar, from the first to the last.
     """
-    steps = [(recording, step) for recording in ranks for step in recording.steps if step.number == number]
     bars = []
-    for (recording, step), by in zip(steps, offsets(steps) if steps else (), strict=True):
-        process, group = f"rank {recording.rank}", (MEASURED, *_sharing("pp", recording))
+    for recording, step, by in aligned(ranks, number):
+        process, group = f"rank {recording.rank}", (MEASURED, *sharing("pp", recording))
         several = staged(what for what in recording.names if isinstance(what, Node))
         for spans, computes in ((step.compute, True), (step.flights, False)):
             for what, start, end in _drawn(recording, spans):
@@ -69,7 +65,7 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
     bars = []
     for recording in ranks:
         timeline = timelines[recording.rank or 0]
-        several, group = staged(span.node for span in timeline.spans), (PREDICTED, *_sharing("pp", recording))
+        several, group = staged(span.node for span in timeline.spans), (PREDICTED, *sharing("pp", recording))
         for node, start, end in timeline.spans:
             if end > start:
                 lane = LANES[node.resource]
@@ -97,11 +93,6 @@ def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
     return travelled + [(send, received[key]) for key, send in sends if key in received]
 
 
-def _sharing(dimension: str, recording: Recording) -> tuple[object, ...]:
-    """Return the mesh position in all other dimensions; the ranks that share it send to each other along this one."""
-    return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != dimension))
-
-
 def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
     """Return text and style."""
     if isinstance(what, Node):
@@ -122,50 +113,3 @@ def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, fl
         else:
             these = ((begun, ended + finest) for _, begun, ended in spans[spans.what == index])
             yield from ((what, first, last - finest) for first, last in union(these))
-
-
-Arrivals = Mapping[object, int]
-
-
-def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
-    """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
-
-    Ranks that share experts receive the rows of an exchange at about the same time, and a transfer ends on its sender
-    and on its receiver at about the same time. The difference of two clocks is the median over these events. A rank
-    that has none in common with another rank is assumed to begin with the first.
-    """
-    arrivals = [_arrivals(recording, step) for recording, step in steps]
-    starts = [Lanes(recording, step).window[0] for recording, step in steps]
-    found: dict[int, float] = {0: -starts[0]}
-    while len(found) < len(steps):
-        pairs = ((known, new) for known in found for new in range(len(steps)) if new not in found)
-        linked = next(((k, n, gap) for k, n in pairs if (gap := _gap(arrivals[k], arrivals[n])) is not None), None)
-        if linked is None:
-            new = next(new for new in range(len(steps)) if new not in found)
-            found[new] = -starts[new]
-        else:
-            known, new, gap = linked
-            found[new] = found[known] + gap
-    return [found[place] for place in range(len(steps))]
-
-
-def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
-    """Return the arrival time of each transfer that other ranks have too."""
-    arrived: dict[object, int] = {}
-    over_experts, over_stages = _sharing("ep", recording), _sharing("pp", recording)
-    for what, _, end in step.flights.whole:
-        node = recording.names[what]
-        if not isinstance(node, Node) or node.op is Op.REDUCE:
-            continue
-        if node.resource in EXCHANGES:
-            arrived[node, over_experts] = end
-        elif node.resource is Resource.PEER:
-            key = destination(node) if node.op is Op.SEND else node.chain
-            arrived[key, over_stages] = end
-    return arrived
-
-
-def _gap(known: Arrivals, new: Arrivals) -> int | None:
-    """Return how far the first clock is ahead of the second; None if nothing is in common."""
-    gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
-    return int(np.floor(median(gaps))) if gaps else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
 from typing import NamedTuple
@@ -38,6 +38,8 @@ class Figures:
         starved: Time in which a device had nothing to compute but what the host was still launching, with and without
             an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
         device: Whether compute means the kernels of a device.
+        late: Exposed time in which ranks waited for a late peer; None if no file shows it, see
+            :func:`~overlap1f1b.profiling.clocks.late_peers`.
     """
 
     steps: int
@@ -51,23 +53,26 @@ class Figures:
     queued: float
     starved: float
     device: bool
+    late: float | None = None
 
     @classmethod
     def sum(cls, parts: Iterable[Figures]) -> Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
+        late = [part.late for part in parts if part.late is not None]
+        sums = {
+            name: sum(getattr(part, name) for part in parts)
+            for name in ("steps", "time", "compute", "queued", "starved")
+        }
         return cls(
-            steps=sum(part.steps for part in parts),
-            time=sum(part.time for part in parts),
-            compute=sum(part.compute for part in parts),
+            **sums,
             overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
             idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
             open_actions=max(part.open_actions for part in parts),
-            queued=sum(part.queued for part in parts),
-            starved=sum(part.starved for part in parts),
             device=any(part.device for part in parts),
+            late=sum(late) if late else None,
         )
 
     def per_step_ms(self, time: float) -> float:
@@ -84,9 +89,10 @@ def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFig
     return {name: OverlapFigures.sum(part[name] for part in parts if name in part) for name in names}
 
 
-def figures_of(recording: Recording) -> Figures:
-    """Return the figures of a rank over its steps."""
-    return Figures.sum(Lanes(recording, step).figures for step in recording.steps)
+def figures_of(recording: Recording, late: Mapping[StepRecord, Intervals] | None = None) -> Figures:
+    """Return the figures of a rank over its steps; ``late`` has their waits for late peers, where files show them."""
+    waits = {step: length(waits) for step, waits in (late or {}).items()}
+    return Figures.sum(replace(Lanes(recording, step).figures, late=waits.get(step)) for step in recording.steps)
 
 
 class Lanes:

@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import IO, Any
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
-from overlap1f1b.plan.ranges import FORMAT, VERSION
+from overlap1f1b.plan.intervals import Intervals
+from overlap1f1b.plan.ranges import FORMAT, VERSION, About
 from overlap1f1b.profiling.chrome import add_events
+from overlap1f1b.profiling.clocks import late_peers
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording
+from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording, StepRecord
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import quoted, shortened
@@ -47,6 +50,11 @@ class Recordings:
     ranks: tuple[Recording, ...]
     missing: tuple[int, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def late(self) -> dict[StepRecord, Intervals]:
+        """Waits for late peers, see :func:`late_peers`."""
+        return late_peers(self.ranks)
 
     @property
     def partial(self) -> bool:
@@ -79,6 +87,8 @@ def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings
             left_out.append(str(error))
     if not found:
         raise ValueError(left_out[0])
+    abouts = {(r.path.parent, r.rank): r.about for r in found if r.source == "records"}  # nsys's file has none
+    found = [replace(r, about=abouts.get((r.path.parent, r.rank), r.about)) for r in found]
     traced = {(r.path.parent, r.rank) for r in found if r.source != "records"}
     return _set([r for r in found if r.source != "records" or (r.path.parent, r.rank) not in traced], left_out)
 
@@ -130,11 +140,12 @@ class _Place(Struct):
     world_size: int | None = None
 
 
-class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo"}):
+class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo", "about": "overlap1f1b"}):
     format: Any = None
     version: Any = None
     events: list[Raw] | None = None
     place: _Place | None = None  # torch.profiler writes it if there is a process group
+    about: About | None = None
 
 
 def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recording:
@@ -151,7 +162,9 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
         if len(content.events) > MOST_EVENTS:
             raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
         place = content.place or _Place()
-        capture = Capture(path, "torch.profiler", rank=place.rank, world=place.world_size)
+        capture = Capture(
+            path, "torch.profiler", rank=place.rank, world=place.world_size, about=content.about or About()
+        )
         add_events(capture, content.events, seen)
     except RecursionError:
         raise ValueError(f"{path}: it is nested too deeply; {_ALLOWED}") from None

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import Node, Resource
+from overlap1f1b.plan import About, Node, Resource
 from overlap1f1b.plan.intervals import Intervals, union
 
 Column = NDArray[np.int64]
@@ -131,6 +131,7 @@ class Recording:
         device: Whether compute means a GPU's kernels, not the nodes of the issuing thread.
         by: Whether ranges or, without ranges, streams tell compute from exchange.
         notes: Notes for the reader of the figures, one line each.
+        about: What the engine said of the run.
     """
 
     path: Path
@@ -143,6 +144,7 @@ class Recording:
     device: bool = False
     by: Literal["range", "stream"] = "range"
     notes: tuple[str, ...] = ()
+    about: About = field(default_factory=About)
 
     def on(self, spans: Spans, *resources: Resource) -> Spans:
         """Return the spans of some resources; streams without ranges count as exchange."""
@@ -178,6 +180,7 @@ class Capture:
         kernels: Rows of correlation, stream, start, end: kernels and copies on the device.
         rank: Number from the profiler, or None; a label among the ranges has precedence.
         world: Number of ranks from the profiler, or None.
+        about: What the engine said of the run.
     """
 
     path: Path
@@ -188,6 +191,7 @@ class Capture:
     kernels: array[int] = field(default_factory=_integers)
     rank: int | None = None
     world: int | None = None
+    about: About = field(default_factory=About)
 
     def add_range(self, name: str, thread: int, start: int, end: int) -> None:
         """Note a range."""

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import DecodeError, Struct
 from msgspec.json import decode
 
-from overlap1f1b.plan import Node, Resource
+from overlap1f1b.plan import About, Node, Resource
 from overlap1f1b.plan.ranges import parse_node
 from overlap1f1b.profiling.recording import MOST_EVENTS, Recording, Spans, StepRecord
 from overlap1f1b.schedule.values import quoted, shortened
@@ -35,6 +35,7 @@ class _Record(Struct):
     rank: int
     mesh: dict[str, tuple[int, int]]
     steps: list[_Step]
+    about: About = About()
 
 
 def read_record(path: Path, text: bytes) -> Recording:
@@ -55,7 +56,9 @@ def read_record(path: Path, text: bytes) -> Recording:
         steps.append(_step(path, step, steps[-1].end if steps else 0, index, names))
     world = prod(size for _, size in record.mesh.values())
     device = any(kind == "device" for step in record.steps for kind, *_ in step.spans)
-    return Recording(path, record.rank, record.mesh, world, tuple(names), tuple(steps), "records", device=device)
+    return Recording(
+        path, record.rank, record.mesh, world, tuple(names), tuple(steps), "records", device, about=record.about
+    )
 
 
 def _node(path: Path, text: str) -> Node:

@@ -121,6 +121,7 @@ class _Builder:
             device=self.device,
             by="range" if self.by_range else "stream",
             notes=tuple(self.notes),
+            about=capture.about,
         )
 
     def _steps(self) -> list[StepRecord]:

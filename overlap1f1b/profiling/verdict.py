@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from overlap1f1b.plan import About
 from overlap1f1b.profiling.figures import Figures
 
 _NAMES = {"warm_up": "warm-up", "steady": "steady phase", "cool_down": "cool-down"}
@@ -14,15 +15,17 @@ WORTH = 0.05
 def verdict(sums: Figures) -> str:
     """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
 
-    A second sentence follows if the host bounds the steps.
+    More sentences follow if ranks wait for late peers, and if the host bounds the steps.
     """
-    starved = sums.share(sums.starved)
-    if starved < WORTH:
-        return _of_exchange(sums)
-    return (
-        f"{_of_exchange(sums)} The host bounds the step: for {starved:.0%} of it the device had nothing to compute but "
-        "what the host was still launching."
-    )
+    sentences, starved, late = [_of_exchange(sums)], sums.share(sums.starved), sums.share(sums.late or 0)
+    if late >= WORTH:
+        sentences.append(f"For {late:.0%} of a step ranks waited for a late peer, not for the network.")
+    if starved >= WORTH:
+        sentences.append(
+            f"The host bounds the step: for {starved:.0%} of it the device had nothing to compute but what the host "
+            "was still launching."
+        )
+    return " ".join(sentences)
 
 
 def _of_exchange(sums: Figures) -> str:
@@ -51,39 +54,52 @@ def _where(sums: Figures) -> str:
     return f", {', '.join(parts)}" if parts else ""
 
 
-def advice(sums: Figures) -> list[str]:
-    """Return advice, the largest loss first; empty if no loss is large enough."""
-    tips: list[tuple[float, str]] = []
-    overlap, idle = sums.overlap, sums.idle
-    exposed = sums.share(overlap.exposed)
-    if exposed >= WORTH and overlap.hidden_fraction < WELL:
-        tips.append((exposed, _against_exposure(sums)))
-    if (bubble := sums.share(idle["pipeline_bubble"])) >= WORTH:
-        text = (
+def advice(sums: Figures, about: About | None = None) -> list[str]:
+    """Return advice, the largest loss first; empty if no loss is large enough.
+
+    ``about`` says what was asked for, and what the engine chose and why.
+    """
+    overlap, idle, late = sums.overlap, sums.idle, sums.share(sums.late or 0)
+    exposed = sums.share(overlap.exposed) - late if overlap.hidden_fraction < WELL else 0
+    bubble, host = sums.share(idle["pipeline_bubble"]), sums.share(max(idle["host_late"], sums.starved))
+    held = sums.share(sums.queued) if overlap.exposed else 0
+    tips = (
+        (exposed, _against_exposure(sums, about or About())),
+        (
+            late,
+            f"ranks wait for a late peer for {late:.0%} of a step: give all ranks equal work (capacity, balanced "
+            "routing) and processors of their own; the rank that waits least is the late one",
+        ),
+        (
+            bubble,
             f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
-            "dualpipev, zb_v); overlap1f1b plan --search compares them"
-        )
-        tips.append((bubble, text))
-    if (late := sums.share(max(idle["host_late"], sums.starved))) >= WORTH:
-        text = (
-            f"the host issues late for {late:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
-            "GPU no calls that synchronise in the model's forward"
-        )
-        tips.append((late, text))
-    if (held := sums.share(sums.queued)) >= WORTH and overlap.exposed:
-        text = (
-            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the exchange "
-            "stream"
-        )
-        tips.append((held, text))
-    return [text for _, text in sorted(tips, key=lambda tip: -tip[0])]
+            "dualpipev, zb_v); overlap1f1b plan --search compares them",
+        ),
+        (
+            host,
+            f"the host issues late for {host:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
+            "GPU no calls that synchronise in the model's forward",
+        ),
+        (
+            held,
+            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the "
+            "exchange stream",
+        ),
+    )
+    return [text for share, text in sorted(tips, key=lambda tip: -tip[0]) if share >= WORTH]
 
 
-def _against_exposure(sums: Figures) -> str:
+def _against_exposure(sums: Figures, about: About) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
     if opened == 1:
-        return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
+        chosen = (
+            f"overlap={about.overlap} was asked for, and the engine chose {about.choice}; overlap gains where bytes "
+            "cost more (a slower link, larger rows), or where ranks do not share processors"
+        )
+        asked = about.overlap not in ("", "serial", "1")
+        tried = chosen if asked else "overlap=3, or overlap='pairs' with combined_1f1b"
+        return f"one action was open at a time: {tried}"
     if sums.device and overlap.hidden_fraction <= NONE:
         return (
             "exchange and compute never ran at once: see what overlap1f1b doctor says of connections and streams, and "

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -59,8 +60,10 @@ def check_folder(folder: Path, option: str = "--checkpoint") -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{option} {folder}: {there} is a file; allowed: a folder, which may be new")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder")
+    try:
+        TemporaryDirectory(dir=there).cleanup()  # permissions do not say it: root, a read-only disk, /proc
+    except OSError:
+        raise ValueError(f"{option} {folder}: {there} cannot be written; allowed: a writable folder") from None
 
 
 def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] = ()) -> None:

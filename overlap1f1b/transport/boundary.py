@@ -302,7 +302,8 @@ class Boundary:
         source = sources if header is None else [*sources, header]
         if not works:
             return Transfer(None, sends=headers, source=source)
-        return Transfer(None, sends=works, led=headers, source=source)  # the peer reads the header first
+        size = sum(tensor.nbytes for tensor in source)
+        return Transfer(None, sends=works, led=headers, source=source, sent=size)  # the peer reads the header first
 
     def _sendable(self, tensor: Tensor) -> Tensor:
         """Return memory of a dtype that the link's backend sends: NCCL has no int16 and no complex numbers."""

@@ -43,6 +43,7 @@ class Transfer(Generic[T_co]):
         mark: End of the transfer on a stream, if it has no works.
         host: Copies of the sent and the received counts on their way to the host, for a transfer of counts.
         led: Works that have ended when one of ``sends`` has; gloo's need a wait all the same.
+        sent: Bytes that leave this rank; 0 if nobody has said.
     """
 
     result: T_co
@@ -53,6 +54,7 @@ class Transfer(Generic[T_co]):
     mark: Mark | None = None
     host: HostCopy | None = None
     led: Sequence[dist.Work] = ()
+    sent: int = 0
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
         """Wait for the result and return it; on a GPU the current stream waits.
@@ -256,7 +258,7 @@ class PeerExchange(Exchange):
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
         expected.result.split(list(receive))[self.rank].copy_(parts[self.rank])
-        return Transfer(expected.result, expected.receives, works, source)
+        return Transfer(expected.result, expected.receives, works, source, sent=source.nbytes - parts[self.rank].nbytes)
 
 
 class CollectiveExchange(Exchange):
@@ -343,13 +345,15 @@ class CollectiveExchange(Exchange):
     ) -> Transfer[Tensor]:
         """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
         exchange = partial(_all_to_all, group=self._groups[lane], splits=splits)
+        rows = splits[1] or [1] * self.ranks
+        sent = source.nbytes * (sum(rows) - rows[self.rank]) // max(1, sum(rows))
         streams = self._streams_of(source)
         if streams is None:
             work = exchange(result, source, at_once=False)
             assert work is not None
-            return Transfer(result, [work], source=source)
+            return Transfer(result, [work], source=source, sent=sent)
         # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
-        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after))
+        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after), sent=sent)
 
     def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
         if self._streams is None and devices.of(tensor.device) is not None:

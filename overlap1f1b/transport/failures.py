@@ -156,7 +156,7 @@ class Failures:
     def explain(self, error: BaseException) -> None:
         """Add to an error caused by another rank: the first cause, or else the ranks that are silent or have ended.
 
-        The first cause stands at the beginning of a :class:`LostRankError`, else in a note.
+        The first cause, or who is silent, stands at the beginning of a :class:`LostRankError`, else in a note.
         """
         if self._store is None or not is_loss(error):
             return
@@ -165,18 +165,23 @@ class Failures:
         while (cause := self.read()) is None and time.monotonic() < deadline and len(words) < len(self.labels):
             time.sleep(ROLL_CALL_POLL_S)
             words = self._words(words)
+
+        def put_first(text: str) -> None:
+            if isinstance(error, LostRankError):
+                error.args = (f"{text}; here: {error}",)
+            else:
+                error.add_note(text)
+
         if cause is not None:
-            if cause not in said and isinstance(error, LostRankError):
-                error.args = (f"the first to fail: {cause}; here: {error}",)
-            elif cause not in said:
-                error.add_note(f"the first to fail: {cause}")
+            if cause not in said:
+                put_first(f"the first to fail: {cause}")
         elif self._store.gone:
             error.add_note(f"{self._without_a_store()} gives no word")
         else:
             silent = [label for rank, label in self.labels.items() if rank not in words and rank != self._rank]
             if silent:
-                text = f"no word, within {ROLL_CALL_S:g} s, from {', '.join(silent)}: killed, stopped, ended or busy"
-                error.add_note(text)
+                why = "killed, stopped, ended or busy, or it never began this step"
+                put_first(f"no word, within {ROLL_CALL_S:g} s, from {', '.join(silent)}: {why}")
             for rank, word in words.items():
                 if word.startswith("ended"):
                     error.add_note(f"{self.labels[rank]} has {word}")

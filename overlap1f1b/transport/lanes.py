@@ -58,11 +58,13 @@ class Flight(Generic[T]):
         read: Time at which the thread knew the counts that it carried; seconds of ``time.perf_counter``.
         begun: Start by the device's clock, on a device that the thread does not wait for.
         ended: End by the device's clock, on such a device.
+        sent: Bytes that leave this rank; 0 if the transfer does not say.
     """
 
     departed_at = arrived_at = read = 0.0
     begun: Any = None
     ended: Any = None
+    sent = 0
     _transfer: Transfer[T] | None = None
     _result: T | None = None
     _error: BaseException | None = None
@@ -151,7 +153,7 @@ class Flight(Generic[T]):
         """Start the transfer. An error is kept for the thread that waits for the result."""
         try:
             transfer = post()
-            self.departed_at = time.perf_counter()
+            self.departed_at, self.sent = time.perf_counter(), transfer.sent
             if self.lane.stamp is not None and transfer.mark is None:
                 self.begun = self.lane.stamp()
             if transfer.at_once and self._arrived is None:

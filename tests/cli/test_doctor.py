@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -81,6 +84,24 @@ def test_a_limit_that_is_too_short_is_named_first() -> None:
     assert re.search("timed? ?out|by peer|broken pipe", found.value, re.IGNORECASE)  # whichever rank is first
     assert "/" not in found.value
     assert found.advice.startswith("allow more than --timeout 0.001; unset GLOO_SOCKET_IFNAME or ")
+
+
+def test_ctrl_c_is_no_fault_of_the_link() -> None:
+    """A terminal sends it to all processes; here while the ranks import torch."""
+    process = subprocess.Popen(
+        [*COMMAND, "doctor"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        while not any(rank.memory_info().rss > 50e6 for rank in psutil.Process(process.pid).children()):
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None
+        assert (process.stdout.read().strip(), process.wait(30)) == ("", 130)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import make
 from tests.ranks import RankError, Ranks, run
@@ -105,6 +106,26 @@ def _of_each_culprit(tmp_path: Path, culprits: Sequence[int], *args: Any) -> dic
 
 def struck(folder: Path) -> float:
     return float((folder / "struck").read_text())
+
+
+def _step_once(rank: int, size: int) -> str:
+    """Rank 1 goes to its checkpoint, its evaluation or its bed; rank 0 steps again."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    program = build_schedule("combined_1f1b", ranks=1, microbatches=2)
+    engine = make(models.build(mesh.get_group("ep"), layers=1), program, mesh=mesh, overlap=3, timeout=3.0)
+    inputs, target = models.batch(2, seed=rank)
+    engine.step(inputs, target=target)
+    if rank:
+        time.sleep(9)
+        return ""
+    with pytest.raises(LostRankError) as caught:
+        engine.step(inputs, target=target)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_steps_is_named(ranks2: Ranks) -> None:
+    message, _ = ranks2.run(_step_once)
+    assert message.startswith("no word, within 2 s, from rank ep 1: killed, stopped, ended or busy, or it never began")
 
 
 def _while_measured(rank: int, size: int, folder: str) -> float:

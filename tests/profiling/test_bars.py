@@ -8,7 +8,7 @@ import pytest
 
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.profiling import arrows, bars_of, predict, predicted_bars, read
-from overlap1f1b.profiling.bars import offsets
+from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, write_chrome

@@ -28,8 +28,15 @@ def test_json_to_a_file_and_alone_to_standard_output(tmp_path: Path, capsys: pyt
 
 def locked(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As a folder without permission is, also for root."""
-    access = os.access
+    access, mkdir = os.access, os.mkdir
+
+    def made(at: str, mode: int = 0o777) -> None:
+        if Path(at).parent == path:
+            raise PermissionError(at)
+        mkdir(at, mode)
+
     monkeypatch.setattr("os.access", lambda at, mode: Path(at) != path and access(at, mode))
+    monkeypatch.setattr("os.mkdir", made)
     return path
 
 

@@ -61,6 +61,8 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
         control = exchange.expect_counts(counts, 100 + tag) if announced else None
         assert (ahead is not None) == (control is not None) == (announced and kind not in ("collective", "streams"))
         flying.append((exchange.counts(counts, 100 + tag, control), exchange.rows(source, send, receive, tag, ahead)))
+        leaving = source[: sum(send) - send[rank]].nbytes
+        assert (flying[-1][0].sent, flying[-1][1].sent) == (counts[2:].nbytes, leaving)
     for tag, (control, rows) in enumerate(flying):
         wanted = torch.cat([part(source, rank, sizes(size, tag)[source][rank], tag) for source in range(size)])
         right.append(torch.equal(rows.finish(), wanted))

@@ -16,11 +16,12 @@ from overlap1f1b.cli.report.figures import (
     content_of,
     print_table,
     print_verdict,
+    remarks,
     sentence_of,
     tables_of,
 )
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
-from overlap1f1b.cli.report.page import remarks, write_page
+from overlap1f1b.cli.report.page import write_page
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
@@ -46,13 +47,15 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
         recordings = read(*files, progress=progress)
     content = content_of(recordings)
     bars: list[Bar] = []
+    predicted: list[Bar] = []
     if output.predicted or any(getattr(output, name) is not None for name in PICTURES):
         step = _drawn_step(recordings.ranks, output.step)
         bars = bars_of(recordings.ranks, step)
         if output.predicted:
             timelines = predict(recordings.ranks, step)
             add_predicted(content, timelines, step)
-            bars += predicted_bars(recordings.ranks, timelines)
+            predicted = predicted_bars(recordings.ranks, timelines)
+            bars += predicted
         if not bars:
             raise ValueError(f"step {step} has nothing to draw; allowed: a step with spans")
         content["drawn_step"] = step
@@ -60,7 +63,9 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
         raise ValueError(f"--step {output.step} alone; allowed: with --{', --'.join(PICTURES)} or --predicted")
     say(f"{READ}, now the drawings")
     title = _title(recordings)
-    _write(content, bars, output, title, screen)
+    _write(bars, output, f"{title}, step {content.get('drawn_step')}", screen)
+    if output.html is not None:
+        write_page(content, recordings, predicted, output.html, title=title, screen=screen)
     write_json(output.json, content)
     _show(content, title, screen)
 
@@ -87,14 +92,11 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
     return max(set.intersection(*numbers) or every) if wanted is None else wanted
 
 
-def _write(content: Mapping[str, Any], bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
-    named = f"{title}, step {content.get('drawn_step')}"
-    if output.html is not None:  # first what needs a package that may be missing
-        write_page(content, bars, output.html, title=named, screen=screen)
+def _write(bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
     for option, path in (("png", output.png), ("svg", output.svg)):
         if path is not None:
             unit = "ms from the start of the step"
-            paint(tracks_of_bars(bars), path, screen, title=named, option=option, unit=unit)
+            paint(tracks_of_bars(bars), path, screen, title=title, option=option, unit=unit)
     if output.trace is not None:
         flows = [(source.event, target.event) for source, target in arrows(bars)]
         with writing("trace", output.trace, screen) as file:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -30,7 +31,8 @@ _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
     """Return the JSON of one run."""
-    ranks = {recording: figures_of(recording) for recording in recordings.ranks}
+    ranks = {recording: figures_of(recording, recordings.late) for recording in recordings.ranks}
+    about = max((recording.about for recording in recordings.ranks), key=lambda about: about.date)
     every = Figures.sum(ranks.values())
     sentence = verdict(every)
     return {
@@ -38,12 +40,29 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
         "all": _json_of(every),
         "longest_exposed": [span._asdict() for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
-        "advice": advice(every),
+        "advice": advice(every, about),
+        "about": {name: value for name, value in asdict(about).items() if name != "bytes"},
         "partial": recordings.partial,
         "missing_ranks": list(recordings.missing),
         "left_out": list(recordings.left_out),
         "notes": [f"rank {recording.rank}: {note}" for recording in recordings.ranks for note in recording.notes],
     }
+
+
+def remarks(content: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why figures are partial, one line each."""
+    missing = _runs(content["missing_ranks"])
+    lines = [f"no file of rank {missing}: figures are of the other ranks alone"] if missing else []
+    return lines + [f"left out: {text}" for text in content["left_out"]]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Return numbers as runs, such as ``0, 2 to 511``: thousands of ranks may have no file."""
+    there = set(numbers)
+    begins = [number for number in numbers if number - 1 not in there]
+    ends = [number for number in numbers if number + 1 not in there]
+    pairs = zip(begins, ends, strict=True)
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)
 
 
 def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:
@@ -97,6 +116,7 @@ def _json_of(of: Figures) -> dict[str, Any]:
         "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
         "idle_ms": {name: ms(time) for name, time in of.idle.items()},
+        "late_peer_ms": None if of.late is None else ms(of.late),
         "starved_ms": ms(of.starved),
     }
 
@@ -111,11 +131,15 @@ def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
     }
 
 
+Path = tuple[str | int, ...]
+"""Keys of a figure in the JSON."""
+
+
 class Cell(NamedTuple):
     """A figure as text, with its keys in the JSON."""
 
     text: str
-    path: tuple[str | int, ...] = ()
+    path: Path = ()
 
 
 class Table(NamedTuple):
@@ -132,6 +156,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         _per_rank(content),
         _parts(content, "by_sub_op", "sub-op", {}),
         _parts(content, "by_phase", "phase", _PHASES),
+        _late(content),
         _predicted(content),
         _longest(content["longest_exposed"]),
     ]
@@ -205,19 +230,21 @@ def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
     print_lines(screen, *(f"try: {text}" for text in content["advice"]))
 
 
+def _by_rank(content: Mapping[str, Any], cells: Callable[[Mapping[str, Any], Path], list[Cell]]) -> list[list[Cell]]:
+    """Return a row with these cells for each rank, of many for the first and last ones, and for their mean."""
+    ranks = content["ranks"]
+    rows = [[Cell(str(rank["rank"])), *cells(rank, ("ranks", place))] for place, rank in enumerate(ranks)]
+    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(rows[0]) - 1)])
+    return rows if len(ranks) == 1 else [*rows, [Cell("mean"), *cells(content["all"], ("all",))]]
+
+
 def _per_rank(content: Mapping[str, Any]) -> Table:
+    def cells(of: Mapping[str, Any], path: Path) -> list[Cell]:
+        found = [_cell(of, path, key) for key in ("step_ms", "compute_ms", *_OVERLAP)]
+        return found + [_cell(of["idle_ms"], (*path, "idle_ms"), key) for key in _IDLE]
+
     headings = ("rank", "step", "compute", *_OVERLAP.values(), *(f"idle {text}" for text in _IDLE.values()))
-    rows = [_figures(rank, ("ranks", place), str(rank["rank"])) for place, rank in enumerate(content["ranks"])]
-    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(headings) - 1)])
-    if len(content["ranks"]) > 1:
-        rows.append(_figures(content["all"], ("all",), "mean"))
-    return Table("Milliseconds of a step", headings, rows)
-
-
-def _figures(figures: Mapping[str, Any], path: tuple[str | int, ...], name: str) -> list[Cell]:
-    cells = [Cell(name), _cell(figures, path, "step_ms"), _cell(figures, path, "compute_ms")]
-    cells += [_cell(figures, path, key) for key in _OVERLAP]
-    return cells + [_cell(figures["idle_ms"], (*path, "idle_ms"), key) for key in _IDLE]
+    return Table("Milliseconds of a step", headings, _by_rank(content, cells))
 
 
 def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[str, str]) -> Table:
@@ -226,7 +253,14 @@ def _parts(content: Mapping[str, Any], key: str, heading: str, names: Mapping[st
         [Cell(names.get(name, name)), *(_cell(part, ("all", key, name), figure) for figure in _OVERLAP)]
         for name, part in parts.items()
     ]
-    return Table("", (heading, *_OVERLAP.values()), rows)
+    return Table(f"Milliseconds of a step by {heading}", (heading, *_OVERLAP.values()), rows)
+
+
+def _late(content: Mapping[str, Any]) -> Table:
+    keys = {"exposed_ms": "exposed", "late_peer_ms": "late peer"}
+    rows = _by_rank(content, lambda of, path: [_cell(of, path, key) for key in keys])
+    shown = content["all"]["late_peer_ms"] is not None
+    return Table("Waits for late peers, ms", ("rank", *keys.values()), rows if shown else [])
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
@@ -236,7 +270,7 @@ def _predicted(content: Mapping[str, Any]) -> Table:
         for place, rank in enumerate(content["ranks"])
         if "predicted" in rank
     ]
-    return Table("Predicted from the times of its nodes", ("rank", *keys.values()), rows)
+    return Table("Predicted from the times of its nodes, milliseconds", ("rank", *keys.values()), rows)
 
 
 def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
@@ -247,10 +281,10 @@ def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
         texts = (_PHASES.get(span["phase"], ""), span["waited_for"], some(span["in_flight"], 2), span["next"])
         numbers = [Cell(str(span[key]), (*path, key)) for key in ("rank", "step")]
         rows.append([_cell(span, path, "exposed_ms"), *numbers, _cell(span, path, "start_ms"), *map(Cell, texts)])
-    return Table("Longest times of exposed exchange", headings, rows)
+    return Table("Longest times of exposed exchange, milliseconds", headings, rows)
 
 
-def _cell(figures: Mapping[str, Any], path: tuple[str | int, ...], key: str) -> Cell:
+def _cell(figures: Mapping[str, Any], path: Path, key: str) -> Cell:
     return Cell(figure(key, figures[key]), (*path, key))
 
 

@@ -23,12 +23,11 @@ class OutputOptions:
     svg: Annotated[Path | None, by_default("FILE")] = None
     """Draw the step into this SVG file (needs matplotlib as well)."""
     html: Annotated[Path | None, by_default("FILE")] = None
-    """Write one HTML page with the step, which can be zoomed, and the tables (needs plotly: pip install
-    'overlap1f1b[plot]')."""
+    """Write one HTML page with all steps, which can be zoomed, and the tables; it needs no other file."""
     trace: Annotated[Path | None, by_default("FILE")] = None
     """Write a Chrome trace of the step, for Perfetto, with an arrow from every exchange to its consumer."""
     step: Annotated[int | None, by_default("INT", "the last that all ranks have")] = None
-    """Number of the step that is drawn."""
+    """Number of the step that is drawn; the HTML page begins with it."""
     predicted: tyro.conf.FlagCreatePairsOff[bool] = False
     """Simulate the step from the measured times of its nodes, and show the simulation beside it."""
     json: Annotated[str | None, by_default("FILE")] = None

@@ -1,145 +1,86 @@
-"""The report as one HTML file: a step that can be zoomed, with the tables beside it."""
+"""The report as one HTML file: steps that can be zoomed, with the tables below. It needs no other file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from rich.console import Console
 
-from overlap1f1b.cli.draw import MOST_TEXTS, STYLES, tracks_of_bars
-from overlap1f1b.cli.report.figures import Cell, Table, tables_of
-from overlap1f1b.profiling import Bar
+from overlap1f1b.cli.draw import STYLES, tracks_of_bars
+from overlap1f1b.cli.report.figures import remarks, tables_of
+from overlap1f1b.plan.intervals import Intervals
+from overlap1f1b.profiling import Bar, Lanes, Recordings, aligned, bars_of
+from overlap1f1b.simulation.drawing import LETTERS
 from overlap1f1b.terminal.output import writing
 
-_PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>$title</title>
-<link rel="icon" href="data:,">
-<style>
-body { font: 14px/1.45 system-ui, sans-serif; margin: 1.5rem; color: #1f2328; }
-h1 { font-size: 1.2rem; margin: 0 0 .3rem; }
-main { display: flex; flex-wrap: wrap; gap: 1.5rem; align-items: flex-start; }
-#picture { flex: 3 1 44rem; min-width: 0; }
-#tables { order: 1; flex: 1 1 26rem; min-width: 0; overflow-x: auto; }
-table { border-collapse: collapse; margin: 0 0 1.2rem; font-variant-numeric: tabular-nums; font-size: 12.5px; }
-caption { text-align: left; font-weight: 600; padding-bottom: .2rem; }
-th, td { padding: .12rem .5rem; text-align: right; white-space: nowrap; }
-th { border-bottom: 1px solid #d0d7de; font-weight: 500; }
-.text { text-align: left; }
-.partial { background: #fff3cd; padding: .4rem .6rem; }
-</style>
-</head>
-<body>
-<h1>$verdict</h1>
-$remarks
-<main>
-<section id="tables">$tables</section>
-<section id="picture">$picture</section>
-</main>
-</body>
-</html>
-""")
-_TRACK = 26
-"""Height of a track in pixels."""
+_UNIT_NS = 100
+"""Nanoseconds of a unit of time in the page; page.js has the same."""
 
 
-def write_page(content: Mapping[str, Any], bars: Sequence[Bar], path: Path, *, title: str, screen: Console) -> None:
-    """Write the page, and tell the screen."""
-    page = _PAGE.substitute(
+def write_page(
+    content: Mapping[str, Any],
+    recordings: Recordings,
+    predicted: Sequence[Bar],
+    path: Path,
+    *,
+    title: str,
+    screen: Console,
+) -> None:
+    """Write the page, and tell the screen; ``predicted`` are bars of the drawn step alone."""
+    data = {
+        "title": title,
+        "content": content,
+        "remarks": remarks(content),
+        "tables": tables_of(content),
+        "styles": {key: style._asdict() for key, style in STYLES.items()},
+        "letters": LETTERS,
+        **_timelines(recordings, predicted, content["drawn_step"]),
+    }
+    here = files(__package__)
+    page = Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
-        verdict=escape(content["verdict"]),
-        remarks=_remarks(content),
-        picture=_picture(bars, title),
-        tables="\n".join(map(_table, tables_of(content))),
+        data=json.dumps(data, separators=(",", ":")).replace("<", r"\u003c"),
+        script=here.joinpath("page.js").read_text(encoding="utf-8"),
     )
     with writing("html", path, screen) as file:
         file.write_text(page, encoding="utf-8")
 
 
-def _picture(bars: Sequence[Bar], title: str) -> str:
-    """Return the timeline as a part of a page, with plotly.js inside."""
-    try:
-        from plotly import graph_objects as go
-    except ImportError:
-        raise ValueError("--html needs plotly; pip install 'overlap1f1b[plot]'") from None
-    tracks = tracks_of_bars(bars)
-    figure = go.Figure()
-    for key, style in STYLES.items():
-        placed = [(name, cell) for name, cells in tracks for cell in cells if cell.style == key]
-        if not placed:
-            continue
-        figure.add_bar(
-            orientation="h",
-            name=style.label,
-            base=[cell.start for _, cell in placed],
-            x=[cell.end - cell.start for _, cell in placed],
-            y=[name for name, _ in placed],
-            text=[cell.text for _, cell in placed] if len(bars) <= MOST_TEXTS else None,
-            customdata=[[cell.what, cell.start, cell.end] for _, cell in placed],
-            hovertemplate="%{customdata[0]}<br>%{customdata[1]:.3f} to %{customdata[2]:.3f} ms<br>%{x:.3f} ms",
-            marker={"color": style.colour, "line": {"width": 0.5, "color": "white"}},
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-        )
-    names = [name for name, _ in tracks]
-    figure.update_layout(
-        title={"text": escape(title), "font": {"size": 14}},
-        barmode="overlay",
-        bargap=0.15,
-        height=160 + _TRACK * len(tracks),
-        margin={"l": 10, "r": 10, "t": 50, "b": 40},
-        legend={"orientation": "h", "y": -0.1, "yanchor": "top"},
-        plot_bgcolor="white",
-        dragmode="pan",
-        uniformtext={"minsize": 7, "mode": "hide"},
-    )
-    figure.update_xaxes(title="ms from the start of the step", gridcolor="#eaeef2")
-    figure.update_yaxes(
-        categoryorder="array", categoryarray=names[::-1], fixedrange=True, automargin=True, tickmode="linear"
-    )
-    config = {"scrollZoom": True, "displaylogo": False, "responsive": True}
-    return str(figure.to_html(full_html=False, include_plotlyjs=True, div_id="timeline", config=config))
+def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:
+    """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
+    names: dict[tuple[str, str, str], int] = {}
+    ranks, steps = recordings.ranks, {}
+    for number in sorted({step.number for recording in ranks for step in recording.steps}):
+        tracks, marks = [], {}
+        for name, cells in tracks_of_bars([*bars_of(ranks, number), *(predicted if number == drawn else ())]):
+            _, rank, lane, *_ = name.split()
+            flat, now = [], 0
+            for cell in cells:
+                start, end = (_units(1e6 * time) for time in (cell.start, cell.end))
+                flat += [names.setdefault((cell.what, cell.text, cell.style), len(names)), start - now, end - start]
+                now = end
+            tracks.append({"name": name, "rank": int(rank), "measured": lane != "predicted", "cells": flat})
+        for recording, step, by in aligned(ranks, number):
+            lanes, sent = Lanes(recording, step), recording.about.bytes.get(str(number), {})
+            marks[recording.rank] = {
+                "begin": _units(lanes.window[0] + by),
+                "exposed": _flat(lanes.exposed, by),
+                "late": _flat(recordings.late.get(step, []), by),
+                "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
+            }
+        steps[number] = {"tracks": tracks, "ranks": marks}
+    return {"names": list(names), "steps": steps}
 
 
-def _remarks(content: Mapping[str, Any]) -> str:
-    lines = [*content["notes"], *(f"Try: {text}." for text in content["advice"])]
-    marked = [f'<p class="partial">{escape(text)}</p>' for text in remarks(content)]
-    return "\n".join([*marked, *(f"<p>{escape(text)}</p>" for text in lines)])
+def _units(nanoseconds: float) -> int:
+    return round(nanoseconds / _UNIT_NS)
 
 
-def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why figures are partial, one line each."""
-    missing = _runs(content["missing_ranks"])
-    lines = [f"no file of rank {missing}: figures are of the other ranks alone"] if missing else []
-    return lines + [f"left out: {text}" for text in content["left_out"]]
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Return numbers as runs, such as ``0, 2 to 511``: thousands of ranks may have no file."""
-    there = set(numbers)
-    begins = [number for number in numbers if number - 1 not in there]
-    ends = [number for number in numbers if number + 1 not in there]
-    pairs = zip(begins, ends, strict=True)
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)
-
-
-def _table(table: Table) -> str:
-    caption = f"<caption>{escape(table.title)}</caption>" if table.title else ""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.headings)
-    body = "\n".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in table.rows)
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _cell(cell: Cell) -> str:
-    """Return the HTML of a figure, with its keys in the JSON."""
-    if cell.path:
-        return f'<td data-path="{escape("/".join(map(str, cell.path)))}">{escape(cell.text)}</td>'
-    return f'<td class="text">{escape(cell.text)}</td>'
+def _flat(intervals: Intervals, by: float) -> list[int]:
+    return [_units(time + by) for interval in intervals for time in interval]

@@ -44,7 +44,8 @@ class Profile:
         first: Number of the first step.
 
     Raises:
-        ValueError: ``tool`` is unknown, ``first`` is no number, the folder cannot be made, or nsys has no GPU to trace.
+        ValueError: ``tool`` is unknown, ``first`` is no number, the folder cannot be made, or nsys has no GPU to trace;
+            at the end of the block: the folder has no room for the files.
     """
 
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
@@ -73,8 +74,17 @@ class Profile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._open.close()
-        if kind is None:
-            self._save()
+        if kind is not None:
+            return
+        rank = self.recorder.rank
+        self.files = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.trace.json.gz"
+        try:
+            self._save(*self.files)
+        except OSError as failed:
+            for path in self.files:
+                path.unlink(missing_ok=True)
+            why = failed.strerror or failed
+            raise ValueError(f"{self.folder}: {why}; allowed: a folder with room for the files") from failed
 
     @contextmanager
     def _traced(self) -> Iterator[None]:
@@ -86,21 +96,19 @@ class Profile:
             yield
             devices.settle(device)  # the work of these steps is inside
 
-    def _save(self) -> None:
-        record = self.folder / f"rank{self.recorder.rank}.json"
+    def _save(self, record: Path, trace: Path) -> None:
         self.recorder.save(record)
-        self.files = (record,)
         if self._profiler is None:
+            self.files = (record,)
             return
-        trace = self.folder / f"rank{self.recorder.rank}.trace.json.gz"
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             content = json.loads(path.read_bytes())
+        content["overlap1f1b"] = self.recorder.about
         content["traceEvents"] += added(content["traceEvents"], self.recorder.steps)
         with gzip.open(trace, "wt", compresslevel=4) as file:
             json.dump(content, file)
-        self.files = (record, trace)
 
 
 def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import torch.distributed as dist
 
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.play.player import Around, Issue
-from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
+from overlap1f1b.plan import About, ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
 from overlap1f1b.transport.lanes import Flight
@@ -54,7 +56,8 @@ class RecordedSpan(NamedTuple):
 class RecordedStep(NamedTuple):
     """A step; ``begun`` is a time of ``time.perf_counter``.
 
-    ``device`` returns spans by the clock of a device, in seconds from ``played``, when the host began to play nodes.
+    ``sent`` has the bytes that left the rank, by the transfer's node. ``device`` returns spans by the clock of a
+    device, in seconds from ``played``, when the host began to play nodes.
     """
 
     number: int
@@ -62,6 +65,7 @@ class RecordedStep(NamedTuple):
     seconds: float
     spans: tuple[RecordedSpan, ...]
     played: float = 0.0
+    sent: Mapping[str, int] = {}
     device: Callable[[], tuple[Span, ...]] | None = None
 
 
@@ -138,7 +142,8 @@ class Recorder:
         spans = sorted([*self._spans, *self._flights()], key=lambda span: (span.start, span.end))
         player = self.engine.player
         device = player.measured() if player.launches else None
-        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), player.begun, device))
+        sent = {str(flight.node): flight.sent for flight in player.flights if flight.sent}
+        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), player.begun, sent, device))
 
     def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
         """Return the function that plays each of these nodes in place of ``issue``, with its ranges."""
@@ -194,7 +199,7 @@ class Recorder:
         ``steps`` has for each step its number ``step``, its length ``seconds``, and ``spans``: arrays of kind, node,
         start and end, in seconds from the start of the step. Kinds are ``node`` (the host computes or launches it),
         ``flight`` and ``wait``, and on a GPU ``device``: the node's time by the device's clock, which begins when the
-        host begins to play nodes, since no work of an earlier step is left then.
+        host begins to play nodes, since no work of an earlier step is left then. ``about`` is :attr:`about`.
         """
         steps = []
         for step in self.steps:
@@ -208,7 +213,23 @@ class Recorder:
                 rows.append(["device", str(node), step.played + start - at, step.played + end - at])
             steps.append({"step": step.number, "seconds": step.seconds, "spans": rows})
         content = {"format": FORMAT, "version": VERSION, "rank": self.rank, "mesh": self.mesh, "steps": steps}
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(json.dumps(content | {"about": self.about}))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the records say of the run: the JSON of :class:`~overlap1f1b.plan.About`."""
+        parameters = sum(parameter.numel() for parameter in self.engine.parameters())
+        blocks = sum(map(len, self.engine.tuner.shapes))
+        about = About(
+            schedule=self.engine.program.name,
+            overlap=str(self.engine.options.overlap),
+            choice=self.engine.tuner.choice,
+            microbatches=self.engine.program.microbatches,
+            model=f"{blocks} blocks, {parameters:,} parameters a rank",
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            bytes={str(step.number): step.sent for step in self.steps},
+        )
+        return asdict(about)
 
     @contextmanager
     def _ranged(self, kind: Any, node: Node) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from overlap1f1b.cli.report.figures import figure
 from overlap1f1b.profiling import bars_of, read
-from tests.cli.report.run import refused, report
+from tests.cli.report.run import report
 from tests.profiling.simulated import simulated, write_run
 
 Capture = pytest.CaptureFixture[str]
@@ -23,7 +22,6 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium."""
-    pytest.importorskip("plotly")
     webdriver = pytest.importorskip("selenium.webdriver", reason="drives the browser with selenium")
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
@@ -45,59 +43,132 @@ def browser() -> Iterator[Any]:
     window.quit()
 
 
-def test_bars_figures_zoom_and_hover(capsys: Capture, tmp_path: Path, browser: Any) -> None:
-    run = write_run(tmp_path / "run", simulated("combined_1f1b", 3), steps=2)
-    page, figures = tmp_path / "report.html", tmp_path / "report.json"
-    assert report(capsys, run, "--html", page, "--json", figures, "--predicted").status == 0
-    browser.get(page.as_uri())
-    bars = browser.execute_script("return document.querySelectorAll('#timeline .bars .point path').length")
-    assert bars == 2 * len(bars_of(read(run).ranks, 2))  # measured and predicted
+@pytest.fixture
+def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
+    """Two pipeline ranks × two that share experts, open in the browser; the second of these posts exchanges late.
+
+    Returns the report's JSON.
+    """
+    run = write_run(tmp_path / "run", simulated("combined_1f1b", 3), steps=2, experts=2)
+    for path in run.iterdir():
+        record = json.loads(path.read_text())
+        flights = [span for step in record["steps"] for span in step["spans"] if span[0] == "flight"]
+        for span in flights if record["mesh"]["ep"][0] else ():
+            span[2] += min(1.5e-3, span[3] - span[2])
+        record["about"] = {"bytes": {"2": dict.fromkeys((span[1] for span in flights), 3_000_000)}}
+        path.write_text(json.dumps(record))
+    file, figures = tmp_path / "report.html", tmp_path / "report.json"
+    assert report(capsys, run, "--html", file, "--json", figures, "--predicted").status == 0
+    assert file.stat().st_size < 200_000
+    browser.get_log("browser")  # of the pages before
+    browser.get(file.as_uri())
+    content: dict[str, Any] = json.loads(figures.read_text())
+    return content | {"bars": len(bars_of(read(run).ranks, 2))}
+
+
+def without_warnings(browser: Any) -> bool:
+    return not [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def test_bars_and_figures(page: dict[str, Any], browser: Any) -> None:
+    bars = "return step.tracks.reduce((sum, track) => sum + track.bars.length, 0)"
+    assert browser.execute_script(bars) > page["bars"]  # measured and predicted
+    browser.execute_script("show(1)")
+    assert browser.execute_script(bars) == page["bars"]
     cells = browser.execute_script(
         "return [...document.querySelectorAll('td[data-path]')].map(cell => [cell.dataset.path, cell.innerText])"
     )
-    content = json.loads(figures.read_text())
     assert len(cells) > 100
     for path, text in cells:
-        value: Any = content
+        value: Any = page
         *_, last = keys = path.split("/")
         for key in keys:
             value = value[int(key)] if isinstance(value, list) else value[key]
         assert text == (str(value) if last in ("rank", "step") else figure(last, value)), path
-    assert browser.find_element("tag name", "h1").text == content["verdict"]
-    before, after = browser.execute_async_script("""
-        const [done] = arguments, plot = document.getElementById('timeline');
-        const span = () => plot._fullLayout.xaxis.range.slice();
-        const before = span();
-        Plotly.relayout(plot, {'xaxis.range': [10, 20]}).then(() => done([before, span()]));
+    assert browser.find_element("tag name", "h1").text == page["verdict"]
+    pieces = browser.execute_script(
+        "return [...document.querySelectorAll('.bar')].map(bar => [...bar.children].map(piece => piece.title))"
+    )
+    late = [f"exposed, waiting for a late peer: {rank['late_peer_ms']:.4g}" for rank in page["ranks"]]
+    assert [row[3][: len(text)] for row, text in zip(pieces, late, strict=True)] == late
+    assert without_warnings(browser)
+
+
+def test_pixels_tell_hidden_from_exposed(page: dict[str, Any], browser: Any) -> None:
+    """In a whole bar of the exchange that is exposed there are dark lines, in one that is hidden there are none."""
+    found = browser.execute_script("""
+        draw();
+        const lines = bar => {
+            const y = AXIS + ROW * shown.indexOf(bar.track) + 3, width = canvas.clientWidth;
+            const pixels = pen.getImageData(x(bar.start, width) + 1, y, 5, 1).data; // above the text
+            return [...pixels].filter((value, place) => place % 4 === 0 && value < 128).length;
+        };
+        const bars = step.tracks.filter(track => track.marks.exposed.length).flatMap(
+            track => track.bars.filter(bar => bar.style === "exchange").map(bar => ({...bar, track})));
+        const share = bar => parts(bar.track.marks.exposed, bar.start, bar.end).reduce(
+            (sum, [start, end]) => sum + (end - start) / (bar.end - bar.start), 0);
+        return bars.filter(bar => bar.end - bar.start > 3).map(bar => [share(bar), lines(bar)]);
     """)
-    assert before[0] < 10
-    assert before[1] > 20
-    assert after == [10, 20]
+    assert {share > 0.999 for share, _ in found} == {True, False}
+    assert all(dark > 0 for share, dark in found if share > 0.999)
+    assert all(dark == 0 for share, dark in found if share < 0.001)
+
+
+def test_zoom_and_hover(page: dict[str, Any], browser: Any) -> None:
+    assert browser.execute_script("return from") == 0
+    browser.execute_script("move(10, 20)")
+    assert browser.execute_script("return [from, to]") == [10, 20]
     shown = browser.execute_script("""
-        const plot = document.getElementById('timeline');
-        Plotly.Fx.hover(plot, [{curveNumber: 0, pointNumber: 0}]);
-        return plot.querySelector('.hoverlayer').textContent;
+        const track = step.tracks.find(track => track.name === "rank 0 exchange"), bar = track.bars[0];
+        move(bar.start - 1, bar.end + 1);
+        draw();
+        const place = canvas.getBoundingClientRect();
+        const left = place.left + x((bar.start + bar.end) / 2, place.width);
+        const top = place.top + AXIS + ROW * (shown.indexOf(track) + 0.5) - frame.scrollTop;
+        canvas.dispatchEvent(new PointerEvent("pointermove", {clientX: left, clientY: top}));
+        return tip.textContent;
     """)
-    assert "attention.f[0] m0" in shown
-    assert "ms" in shown
-    assert [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")] == []
+    name, times, exposed, sent = shown.splitlines()
+    assert name == "rank 0 exchange: dispatch.f[0] m0"
+    assert times.endswith(" ms, 5.000 ms")
+    assert "of it waiting for a late peer" in exposed
+    assert sent == "3.00 MB leave the rank, 4.80 Gbit/s"
+    assert without_warnings(browser)
 
 
-def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+def test_a_long_wait_leads_to_its_place(page: dict[str, Any], browser: Any) -> None:
+    rows = browser.find_elements("css selector", "tr.link")
+    for row, span in zip(rows, page["longest_exposed"], strict=True):
+        row.click()
+        number, marked, exposed = browser.execute_script(
+            "return [step.number, marked, step.ranks[marked.rank].exposed]"
+        )
+        assert (number, marked["rank"]) == (span["step"], span["rank"])
+        assert [marked["start"], marked["end"]] in [pytest.approx(times, abs=1e-3) for times in exposed]
+    browser.execute_script("chosen.value = '1-2'; chosen.oninput()")
+    assert browser.execute_script("return [...new Set(shown.map(track => track.rank))]") == [1, 2]
+
+
+def test_dark_and_light(page: dict[str, Any], browser: Any) -> None:
+    found = {}
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        colour = "return getComputedStyle(document.body).backgroundColor"
+        found[scheme] = browser.execute_script(colour)
+    assert found == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}
+
+
+def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path, browser: Any) -> None:
     run = write_run(tmp_path / "<run> & co", simulated("1f1b", "serial"))
-    (run / "rank1.json").unlink()
+    (run / "rank1.json").write_text("</script>")
     page = tmp_path / "report.html"
     assert report(capsys, run, "--html", page).status == 0
     text = page.read_text()
-    assert '<script src="http' not in text
+    assert "http" not in text
     assert '<link rel="stylesheet"' not in text
-    assert '<p class="partial">no file of rank 1: figures are of the other ranks alone</p>' in text
-    assert "<h1>Of some ranks only: No: " in text
-
-
-def test_without_plotly(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write_run(tmp_path / "run", simulated("1f1b", "serial"))
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    message = refused(capsys, run, "--html", tmp_path / "report.html")
-    assert message == "--html needs plotly; pip install 'overlap1f1b[plot]'"
+    browser.get(page.as_uri())
+    said = [line.text for line in browser.find_elements("css selector", ".partial")]
+    assert said[0] == "no file of rank 1: figures are of the other ranks alone"
+    assert said[1].startswith(f"left out: {run}/rank1.json: ")
+    assert browser.find_element("tag name", "h1").text.startswith("Of some ranks only: No: ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +21,7 @@ from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
 from overlap1f1b.schedule import Action, Kind
 from tests.engines import make
-from tests.models import batch, build, loss_fn
+from tests.models import H, batch, build, loss_fn
 from tests.ranks import over
 
 MS = 1e3  # in a trace's microseconds
@@ -43,7 +45,10 @@ def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in record.parent.glob(f"*rank{rank}*")) == [record.name, trace.name]
     saved = json.loads(record.read_text())
     with gzip.open(trace) as file:
-        events = json.load(file)["traceEvents"]
+        content = json.load(file)
+    events, about = content["traceEvents"], saved["about"]
+    assert content["overlap1f1b"] | {"date": ""} == about | {"date": ""}
+    assert (about["schedule"], about["overlap"], about["choice"]) == (program.name, "3", engine.tuner.choice)
     shown: dict[Any, list[tuple[float, float, int]]] = {}
     for event in events:
         if event.get("ph") == "X" and (found := parse_range(event["name"])) is not None:
@@ -65,6 +70,8 @@ def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
         waits = {text: end for kind, text, _, end in step["spans"] if kind == "wait"}
         flights = {text: (start, end) for kind, text, start, end in step["spans"] if kind == "flight"}
         assert {parse_range(f"o1 {text}").node.op for text in flights} == {Op.SEND, Op.RECEIVE}  # type: ignore[union-attr]
+        sends = [text for text in flights if text.startswith("send")]
+        assert about["bytes"][str(step["step"])] == dict.fromkeys(sends, 2 * 7 * H * 4)
         assert all(flights[text][1] <= end for text, end in waits.items()), "what was waited for has arrived"
         assert all(launches[text] <= start for text, (start, _) in flights.items() if text.startswith("send"))
     for action in program.actions(rank):
@@ -94,6 +101,20 @@ def test_what_is_added_to_a_trace_is_on_its_clock_and_in_rows_without_overlaps()
         (str(flights[1]), 37, 205_000, 200_000),
     ]
     assert {event["pid"] for event in made} == {12}
+
+
+def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
+    inputs, target = batch(1)
+    monkeypatch.setattr("overlap1f1b.engine.record.profile.gzip.open", full)
+    why = f"{tmp_path}: No space left on device; allowed: a folder with room for the files"
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}$"), Profile(engine, tmp_path):
+        engine.step(inputs, target=target)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""The clocks of ranks: their differences, and what two of them show: which rank waited for a late peer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from overlap1f1b.plan import Node, Op, Resource
+from overlap1f1b.plan.clock import destination
+from overlap1f1b.plan.intervals import Interval, Intervals, difference, intersection, union
+from overlap1f1b.profiling.figures import Lanes
+from overlap1f1b.profiling.recording import EXCHANGES, Recording, StepRecord
+
+
+def aligned(ranks: Sequence[Recording], number: int) -> list[tuple[Recording, StepRecord, float]]:
+    """Return one step of all ranks that have it, and the nanoseconds to add to its times for one clock of all ranks."""
+    steps = [(recording, step) for recording in ranks for step in recording.steps if step.number == number]
+    return [(*step, by) for step, by in zip(steps, offsets(steps), strict=True)]
+
+
+def late_peers(ranks: Sequence[Recording]) -> dict[StepRecord, Intervals]:
+    """Return the exposed time, by each rank's own clock, in which no exchange in flight could have begun.
+
+    An exchange begins when every rank has posted it, so until then a rank waits for a late peer, not for the network.
+    A step is left out where no other rank of its exchanges has a file.
+    """
+    found = {}
+    for number in {step.number for recording in ranks for step in recording.steps} if len(ranks) > 1 else ():
+        steps = aligned(ranks, number)
+        posted: dict[object, list[tuple[int, float, float]]] = {}
+        for place, (recording, step, by) in enumerate(steps):
+            over_experts = sharing("ep", recording)
+            for index, first, last in recording.exchanges(step).whole:
+                node = recording.names[index]
+                alone = not isinstance(node, Node) or node.op is Op.REDUCE
+                key = (node, place if alone else over_experts)
+                posted.setdefault(key, []).append((place, first + by, last + by))
+        waiting, moving = ([list[Interval]() for _ in steps] for _ in range(2))
+        for flights in posted.values():
+            begun = max(start for _, start, _ in flights)
+            for place, start, end in flights:
+                if len(flights) > 1:
+                    waiting[place].append((start, min(begun, end)))
+                moving[place].append((min(begun, end), end))
+        for (recording, step, by), waits, moves in zip(steps, waiting, moving, strict=True):
+            if waits:
+                late = difference(union(waits), union(moves))
+                mine = [(start - by, end - by) for start, end in late]
+                found[step] = intersection(Lanes(recording, step).exposed, mine)
+    return found
+
+
+def sharing(dimension: str, recording: Recording) -> tuple[object, ...]:
+    """Return the mesh position in all other dimensions; the ranks that share it send to each other along this one."""
+    return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != dimension))
+
+
+Arrivals = Mapping[object, int]
+
+
+def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
+    """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
+
+    Ranks that share experts receive the rows of an exchange at about the same time, and a transfer ends on its sender
+    and on its receiver at about the same time. The difference of two clocks is the median over these events. A rank
+    that has none in common with another rank is assumed to begin with the first.
+    """
+    arrivals = [_arrivals(recording, step) for recording, step in steps]
+    starts = [Lanes(recording, step).window[0] for recording, step in steps]
+    found: dict[int, float] = {}
+    for first in range(len(steps)):
+        linked = [] if first in found else [first]
+        found.setdefault(first, -starts[first])
+        for known in linked:
+            for new in range(len(steps)):
+                if new not in found and (gap := _gap(arrivals[known], arrivals[new])) is not None:
+                    found[new] = found[known] + gap
+                    linked.append(new)
+    return [found[place] for place in range(len(steps))]
+
+
+def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
+    """Return the arrival time of each transfer that other ranks have too."""
+    arrived: dict[object, int] = {}
+    over_experts, over_stages = sharing("ep", recording), sharing("pp", recording)
+    for what, _, end in step.flights.whole:
+        node = recording.names[what]
+        if not isinstance(node, Node) or node.op is Op.REDUCE:
+            continue
+        if node.resource in EXCHANGES:
+            arrived[node, over_experts] = end
+        elif node.resource is Resource.PEER:
+            key = destination(node) if node.op is Op.SEND else node.chain
+            arrived[key, over_stages] = end
+    return arrived
+
+
+def _gap(known: Arrivals, new: Arrivals) -> int | None:
+    """Return how far the first clock is ahead of the second; None if nothing is in common."""
+    gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
+    return int(np.floor(median(gaps))) if gaps else None
