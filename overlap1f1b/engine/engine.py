@@ -366,7 +366,7 @@ class Engine:
             lane.close()
         self.boundary.close()
         self._connect(self.program, self.mesh.devices, stages=self.stages)
-        for name in ("around", "autocasts_backward", "compute", "recorder"):
+        for name in ("around", "compute", "recorder"):
             setattr(self.player, name, getattr(old, name))
         for lane in self.lanes:
             lane.recorder = old.recorder

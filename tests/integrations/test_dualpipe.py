@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ import overlap1f1b as o1
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV, set_p2p_tensor_dtype, set_p2p_tensor_shapes
 from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
-from overlap1f1b.schedule import Pair, build_schedule
+from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.ranks import Ranks, over, run
 
@@ -66,106 +64,21 @@ class Routed(nn.Module):
         return x + self.experts(tokens, *self.router(tokens)).view_as(x)
 
 
-class Pairs:
-    """Overlaps a pair itself, and counts how often."""
-
-    pairs = 0
+class Own(Mlp):
+    """Has a method of its own for pairs, as modules of the DualPipe repository have; it is cut as any other."""
 
     @classmethod
-    def overlapped_forward_backward(
-        cls,
-        module0: Any,
-        inputs0: list[Tensor],
-        criterion0: Callable[..., Tensor] | None,
-        labels0: tuple[Tensor, ...],
-        module1: Any,
-        loss1: Tensor | None,
-        outputs1: tuple[Tensor, ...],
-        output_grads1: tuple[Tensor, ...],
-    ) -> tuple[list[Tensor], Tensor | None]:
-        assert isinstance(module0, cls)
-        assert isinstance(module1, cls)
-        assert isinstance(outputs1, tuple)  # what autograd's engine takes when it is called directly
-        assert isinstance(output_grads1, tuple)
-        module0.pairs += 1
-        outputs0 = module0(*inputs0)
-        outputs0 = [outputs0] if isinstance(outputs0, Tensor) else list(outputs0)
-        loss0 = None if criterion0 is None else criterion0(*outputs0, *labels0)
-        if loss1 is None:
-            torch.autograd.backward(outputs1, output_grads1)
-        else:
-            loss1.backward()
-            loss1.detach_()
-        return outputs0, loss0
-
-
-@cache
-def own(kind: Any) -> Any:
-    """Return a class of modules that overlap their pairs themselves."""
-    return type(f"Own{kind.__name__}", (Pairs, kind), {})
-
-
-class Store:
-    """Weight gradients for later; the last call's worth stays together."""
-
-    def __init__(self) -> None:
-        self.enabled, self.left, self.groups, self.popped = False, [], [], 0
-
-    def flush(self) -> None:
-        self.groups.append(self.left)
-        self.left = []
-
-    def pop(self) -> int:  # a value that nobody asks for
-        self.popped += 1
-        for gradient in self.groups.pop(0):
-            gradient()
-        return self.popped
-
-    def clear(self) -> None:
-        self.left, self.groups = [], []
-
-
-STORE = Store()
-
-
-class _Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-
-        def gradient() -> None:
-            grad = (grads[0].flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
-            weight.grad = grad if weight.grad is None else weight.grad + grad
-
-        STORE.left.append(gradient) if STORE.enabled else gradient()
-        return grads[0] @ weight, None
-
-
-class LateMlp(Pairs, Mlp):
-    """Leaves its weight gradients in the store."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = _Late.apply(x, self.up.weight) + self.up.bias
-        return _Late.apply(F.gelu(up), self.down.weight)
+    def overlapped_forward_backward(cls, *given: object) -> None:
+        raise NotImplementedError
 
 
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda group: Mlp(),
-    "own": lambda group: own(Mlp)(),
-    "mixed": lambda group: own(Mlp)(),  # but the first stage is of another class, so that its rank overlaps nothing
-    "late": lambda group: LateMlp(),
+    "own": lambda group: Own(),
     "streams": lambda group: Streams(),
-    "own streams": lambda group: own(Streams)(),
     "sequential": lambda group: nn.Sequential(Mlp(), nn.LayerNorm(H), Mlp()),
     "experts": models.Block,
     "routed": lambda group: Routed(),
-    "own routed": lambda group: own(Routed)(),
 }
 
 
@@ -176,8 +89,7 @@ def criterion(*values: Tensor) -> Tensor:
 
 def stages_of(kind: str, count: int, group: Any = None) -> list[nn.Module]:
     torch.manual_seed(3)
-    first = "mlp" if kind == "mixed" else kind
-    return [KINDS[kind if stage else first](group) for stage in range(count)]
+    return [KINDS[kind](group) for _ in range(count)]
 
 
 def batch(kind: str, microbatches: int, seed: int) -> tuple[list[Tensor], Tensor]:
@@ -250,7 +162,6 @@ class Case:
         rank = position if mapping is None else mapping[position]
         self.microbatches = MICROBATCHES[name][size // ep]
         program = build_schedule(name, ranks=size // ep, microbatches=self.microbatches)
-        self.pairs = sum(isinstance(step, Pair) for step in program.ranks[rank])
         self.places, stages = program.placement.places(rank), program.placement.stages
         batches = []
         self.expected: list[list[Expected]] = []  # of each pipe the shards
@@ -269,7 +180,6 @@ class Case:
             process_group=mesh.get_group("pp"),
             rank_mapping=mapping,
             expert_group=group,
-            weight_store=STORE if kind == "late" else None,
             options=EngineOptions(timeout=30),
         )
         self.close = torch.equal if ep == 1 else lambda a, b: torch.allclose(a, b, rtol=1e-12, atol=1e-12)
@@ -317,17 +227,10 @@ STEPS = 3  # the first two measure; outputs are returned from all but the second
 
 def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: Any = None) -> list[str]:
     with double():
-        STORE.__init__()
         case = Case(name, kind, size, ep, mapping)
         pipeline, problems = case.pipeline, []
         for step in range(STEPS):
             problems += [f"step {step}: {problem}" for problem in case.train(keep=step != 1)]
-        found = sum(getattr(module, "pairs", 0) for module in pipeline.module)
-        alike = len({type(module) for module in pipeline.module}) == 1 and isinstance(pipeline.module[0], Pairs)
-        problems += [f"{found} pairs of {STEPS} × {case.pairs}"] * (found != alike * STEPS * case.pairs)
-        if kind == "late":
-            problems += ["no weight gradient came later"] * (STORE.popped == 0)
-            problems += ["weight gradients are left"] * bool(STORE.groups or STORE.left)
         before = [p.grad.clone() for p in pipeline.parameters()]
         with torch.no_grad():
             problems += [f"no_grad: {problem}" for problem in case.step(keep=True)]
@@ -342,8 +245,8 @@ def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: A
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *[("dualpipe", kind) for kind in ("own", "mixed", "streams", "sequential", "own routed")],
-        *[("dualpipev", kind) for kind in ("mlp", "mixed", "late", "own streams", "routed")],
+        *[("dualpipe", kind) for kind in ("own", "streams", "sequential", "routed")],
+        *[("dualpipev", kind) for kind in ("mlp", "streams", "routed")],
     ],
 )
 def test_two_ranks(ranks2: Ranks, name: str, kind: str) -> None:
@@ -354,9 +257,9 @@ def test_two_ranks(ranks2: Ranks, name: str, kind: str) -> None:
     ("name", "kind", "mapping"),
     [
         ("dualpipe", "mlp", None),
-        ("dualpipev", "own", [2, 0, 3, 1]),
-        ("dualpipe", "late", [2, 0, 3, 1]),
-        ("dualpipev", "own streams", None),
+        ("dualpipev", "mlp", [2, 0, 3, 1]),
+        ("dualpipe", "streams", [2, 0, 3, 1]),
+        ("dualpipev", "streams", None),
     ],
 )
 def test_four_ranks(ranks4: Ranks, name: str, kind: str, mapping: list[int] | None) -> None:
@@ -371,12 +274,11 @@ def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
 @pytest.mark.wide
 def test_eight_ranks(ranks8: Ranks) -> None:
     """More ranks than any other test of it has, in both directions."""
-    assert ranks8.run(_compare, "dualpipe", "own") == [[]] * 8
+    assert ranks8.run(_compare, "dualpipe", "mlp") == [[]] * 8
 
 
-@pytest.mark.parametrize("kind", ["mlp", "own"])
-def test_a_v_on_one_rank(kind: str) -> None:
-    assert run(_compare, 1, "dualpipev", kind) == [[]]
+def test_a_v_on_one_rank() -> None:
+    assert run(_compare, 1, "dualpipev", "mlp") == [[]]
 
 
 def _as_plain(pipeline: DualPipeV, plain: list[nn.Module]) -> bool:
@@ -417,10 +319,10 @@ def test_labels_are_ignored_where_no_pipe_ends(ranks2: Ranks) -> None:
     assert ranks2.run(_labels_that_nobody_needs) == [True, False]
 
 
-def _under_autocast(rank: int, size: int) -> bool:
-    modules = stages_of("late", 2)
+def _closed(rank: int, size: int) -> bool:
+    modules = stages_of("mlp", 2)
     plain = deepcopy(modules)
-    pipeline = DualPipeV(modules, weight_store=STORE)
+    pipeline = DualPipeV(modules)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         same = _as_plain(pipeline, plain)
     with pytest.raises(RuntimeError, match="this engine is closed"):
@@ -428,13 +330,13 @@ def _under_autocast(rank: int, size: int) -> bool:
     return same
 
 
-def test_backwards_of_whole_modules_run_under_the_autocast_of_their_step() -> None:
-    assert run(_under_autocast, 1) == [True]
+def test_a_step_under_autocast_and_after_the_end() -> None:
+    assert run(_closed, 1) == [True]
 
 
-@pytest.mark.parametrize("kind", ["mlp", "own"])
 @over(2)
-def test_the_number_of_microbatches_may_change(rank: int, size: int, kind: str) -> list[str]:
+def test_the_number_of_microbatches_may_change(rank: int, size: int) -> list[str]:
+    kind = "mlp"
     with double():
         case = Case("dualpipev", kind, size, 1, None)
         problems = case.train(keep=False)
@@ -450,9 +352,9 @@ def test_the_number_of_microbatches_may_change(rank: int, size: int, kind: str) 
         return problems + case.train(keep=False)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "own"])
 @over(2)
-def test_sizes_may_change(rank: int, size: int, kind: str) -> list[str]:
+def test_sizes_may_change(rank: int, size: int) -> list[str]:
+    kind = "mlp"
     with double():
         stages = stages_of(kind, 2 * size)
         pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(dynamic_shapes=True, timeout=30))
@@ -467,10 +369,10 @@ def test_sizes_may_change(rank: int, size: int, kind: str) -> list[str]:
         return problems
 
 
-@pytest.mark.parametrize("kind", ["mlp", "own"])
 @over(2)
-def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int, kind: str) -> list[str]:
+def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int) -> list[str]:
     """The first and the last stage lie on one rank and share a weight."""
+    kind = "mlp"
     with double():
         reference, stages = (stages_of(kind, 2 * size) for _ in range(2))
         for of in (reference, stages):
@@ -482,37 +384,6 @@ def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int, kind: str)
         pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
         places = zip((rank, -1 - rank), pipeline.module, strict=True)
         return [name for stage, module in places for name in different(module, [reference[stage]], 0)]
-
-
-class Recorded(Mlp):
-    """Notes its forwards and backwards, as F or B, stage and microbatch."""
-
-    def __init__(self, stage: int, notes: list[str]) -> None:
-        super().__init__()
-        self.stage, self.notes, self.calls = stage, notes, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        run, y = f"{self.stage}.{self.calls}", super().forward(x)
-        self.calls += 1
-        self.notes.append(f"F{run}")
-        y.register_hook(lambda grad: self.notes.append(f"B{run}"))
-        return y
-
-
-def _order(rank: int, size: int, pairs: bool) -> str:
-    STORE.__init__()
-    notes: list[str] = []
-    kind = own(Recorded) if pairs else Recorded
-    pipeline = DualPipeV(
-        [kind(stage, notes) for stage in range(2)], weight_store=STORE, options=EngineOptions(timeout=20)
-    )
-    pipeline.step(torch.zeros(3, H), num_chunks=3, criterion=criterion, labels=[torch.zeros(3, H)])
-    return " ".join(notes)
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_the_forward_of_a_pair_runs_before_its_backward(own: bool) -> None:
-    assert run(_order, 1, own) == ["F0.0 F1.0 F0.1 B1.0 F1.1 B0.0 F0.2 B1.1 F1.2 B0.1 B1.2 B0.2"]
 
 
 class Failing(Mlp):
@@ -528,8 +399,8 @@ def _said(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _refusals(rank: int, size: int, kind: str) -> dict[str, str]:
-    modules, x = stages_of(kind, 2), torch.zeros(8, H)
+def _refusals(rank: int, size: int) -> dict[str, str]:
+    modules, x = stages_of("mlp", 2), torch.zeros(8, H)
     made = {
         "modules": lambda: DualPipe(modules[:1]),
         "mapping": lambda: DualPipe(modules, rank_mapping=[0, 2]),
@@ -547,9 +418,8 @@ def _refusals(rank: int, size: int, kind: str) -> dict[str, str]:
     return {name: _said(call) for name, call in made.items()}
 
 
-@pytest.mark.parametrize("kind", ["mlp", "own"])
-def test_refusals(ranks2: Ranks, kind: str) -> None:
-    for said in ranks2.run(_refusals, kind):
+def test_refusals(ranks2: Ranks) -> None:
+    for said in ranks2.run(_refusals):
         assert said == {
             "modules": "ValueError: 1 modules; allowed: two, of the two stages of this rank",
             "mapping": "ValueError: rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
@@ -577,12 +447,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
+def _fault(rank: int, size: int, fault: str) -> list[str]:
     """What the ranks say when rank 0 makes a mistake, and to a step after it."""
     given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "labels": [torch.zeros(8, H)], "failing": False}
     given |= FAULTS[fault][0] if rank == 0 else {}
-    modules = [Failing() if kind == "mlp" else own(Failing)() for _ in range(2)] if given["failing"] else None
-    pipeline = DualPipeV(modules or stages_of(kind, 2), options=EngineOptions(timeout=20))
+    modules = [Failing(), Failing()] if given["failing"] else stages_of("mlp", 2)
+    pipeline = DualPipeV(modules, options=EngineOptions(timeout=20))
 
     def step(microbatches: int) -> str:
         options = {"num_chunks": microbatches, "criterion": given["criterion"], "labels": given["labels"]}
@@ -591,9 +461,9 @@ def _fault(rank: int, size: int, kind: str, fault: str) -> list[str]:
     return [step(4), step(4), step(5)]
 
 
-@pytest.mark.parametrize(("kind", "fault"), [*zip(cycle(["own", "mlp"]), FAULTS, strict=False), ("own", "module")])
-def test_faults_are_told_to_the_other_rank(kind: str, fault: str) -> None:
-    (mine, *mine_again), (others, *others_again) = run(_fault, 2, kind, fault, timeout=60)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_told_to_the_other_rank(fault: str) -> None:
+    (mine, *mine_again), (others, *others_again) = run(_fault, 2, fault, timeout=60)
     expected = FAULTS[fault][1]
     assert mine.startswith(expected)
     assert "rank pp 0 failed " in others
@@ -617,13 +487,13 @@ def _first(loss: Tensor, *_: Tensor) -> Tensor:
     return loss.clone()
 
 
-def _one_number(rank: int, size: int, name: str, pairs: bool) -> list[tuple[Any, ...]]:
+def _one_number(rank: int, size: int, name: str) -> list[tuple[Any, ...]]:
     """Shapes of losses and outputs, and whether they are the same numbers, of a step and of its forwards alone."""
-    kind, microbatches = own(Mean) if pairs else Mean, MICROBATCHES[name][size]
+    microbatches = MICROBATCHES[name][size]
     stages = size if name == "dualpipe" else 2 * size
     places = build_schedule(name, ranks=size, microbatches=microbatches).placement.places(rank)
     torch.manual_seed(3)
-    pipeline = CLASSES[name]([kind(stage == stages - 1) for _, stage in places], options=EngineOptions(timeout=20))
+    pipeline = CLASSES[name]([Mean(stage == stages - 1) for _, stage in places], options=EngineOptions(timeout=20))
     x, found = torch.randn(2 * microbatches, H), []
     for grad in (True, False):
         with torch.set_grad_enabled(grad):
@@ -634,12 +504,12 @@ def _one_number(rank: int, size: int, name: str, pairs: bool) -> list[tuple[Any,
     return found
 
 
-@pytest.mark.parametrize(("name", "own"), [("dualpipe", True), ("dualpipev", False)])
-def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks4: Ranks, name: str, own: bool) -> None:
+@pytest.mark.parametrize("name", CLASSES)
+def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks4: Ranks, name: str) -> None:
     microbatches = MICROBATCHES[name][4]
     ended = microbatches // 2 if name == "dualpipe" else microbatches
     expected = [((ended,), (ended,), (2 * microbatches, H), True)] * 2
-    found = ranks4.run(_one_number, name, own)
+    found = ranks4.run(_one_number, name)
     assert found == [expected, [], [], expected if name == "dualpipe" else []]
 
 

@@ -94,7 +94,7 @@ def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_one_action_after_another(name: str) -> None:
-    """As modules that run whole are played: a block a stage, on one rank to four, forwards alone too."""
+    """A block a stage, on one rank to four, forwards alone too."""
     shape, found = (DENSE,), 0
     for ranks, microbatches, chunks in ((1, 3, None), (2, 4, None), (4, 8, None), (4, 13, None), (3, 7, 2), (2, 8, 4)):
         for forward_only in (False, True):

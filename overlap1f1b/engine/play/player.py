@@ -70,8 +70,6 @@ class Player:
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.
-        autocasts_backward: Whether autocast around a step applies to backwards, too. A backward that autograd walks
-            has the dtypes of its forward already.
         recorder: Is told of every node.
         count: Counts the bytes of a step, or None.
         position: Of the current node in the list; None before the first.
@@ -112,7 +110,6 @@ class Player:
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.compute: Compute = compute
-        self.autocasts_backward = False
         self.recorder: PlayObserver | None = None
         self.count: ByteCount | None = None
         self._notes = False
@@ -167,7 +164,7 @@ class Player:
         self._times = None if self.watch is None else StepTimes(self.watch)
         # 2. Who looks on, and what may run early.
         issue: Issue = self._issue if self._times is None else self._timed
-        self._around = self.around if self.autocasts_backward else _outside_autocast(self.around)
+        self._around = _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
         fills = self._fills and self.around is None and self.before_launch is None and not self._notes
@@ -339,7 +336,10 @@ class Player:
 
 
 def _outside_autocast(around: Around | None) -> Around | None:
-    """Return the context of a compute node: autocast around a step is for its forwards alone."""
+    """Return the context of a compute node: autocast around a step is for its forwards alone.
+
+    A backward has the dtypes of its forward already.
+    """
     kinds = [kind for kind in ("cpu", *devices.KINDS) if torch.is_autocast_enabled(kind)]
     if not kinds:
         return around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,6 @@ from overlap1f1b.schedule import Program
 
 Criterion = Callable[..., Tensor]
 """``(*outputs, *labels) → scalar``."""
-
-
-class Labelled(NamedTuple):
-    """The loss of a microbatch: a criterion with its labels, which may be None where the engine's targets may not."""
-
-    criterion: Criterion
-    labels: OptionalTensors
-
-    def __call__(self, *outputs: Tensor) -> Tensor:
-        """Return the loss of a microbatch's outputs."""
-        return self.criterion(*outputs, *self.labels)
 
 
 @dataclass(frozen=True)
@@ -87,11 +76,10 @@ class Batch:
 
         def given(stage: int, microbatch: int) -> dict[str, Any]:
             criterion = self.criterion if stage == last else None
-            return {
-                "inputs": inputs[microbatch] if stage == 0 else None,
-                "loss_fn": None if criterion is None else Labelled(criterion, labels[microbatch]),
-                "return_outputs": self.return_outputs,
-            }
+            # Labels may be None, where the engine's targets may not.
+            loss_fn = criterion and (lambda *outputs: criterion(*outputs, *labels[microbatch]))
+            inputs_of = inputs[microbatch] if stage == 0 else None
+            return {"inputs": inputs_of, "loss_fn": loss_fn, "return_outputs": self.return_outputs}
 
         return Feed(given, dict.fromkeys(range(program.microbatches), 1.0), None)
 

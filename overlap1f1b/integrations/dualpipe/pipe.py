@@ -14,9 +14,8 @@ from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.run.microbatch import Tensors, tensors
 from overlap1f1b.engine.run.model import own_call
 from overlap1f1b.integrations.dualpipe.batch import Batch, Criterion
-from overlap1f1b.integrations.dualpipe.whole import StandIn, WeightStore, WholeModules
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.mesh import Mesh, grid_of
+from overlap1f1b.transport.mesh import grid_of
 
 
 def set_p2p_tensor_shapes(shapes: Sequence[tuple[int, ...]]) -> None:
@@ -38,7 +37,6 @@ class Pipeline(nn.Module):
         rank_mapping: ``rank_mapping[i]`` is the pipeline rank of rank ``i`` of the group; by default ``i``.
         expert_group: The ranks that share the experts of the modules, each in a separate pipeline.
         options: How the engine plays. Gradients are never summed over ranks.
-        weight_store: The ``WeightGradStore`` to which the modules defer weight gradients. The modules then run whole.
 
     Raises:
         ValueError: There are not two modules, the ranks do not fit the schedule, or the groups do not form a grid.
@@ -55,13 +53,12 @@ class Pipeline(nn.Module):
         *,
         expert_group: dist.ProcessGroup | None = None,
         options: EngineOptions | None = None,
-        weight_store: WeightStore | None = None,
     ) -> None:
         super().__init__()
         self.module = nn.ModuleList(modules)
         if len(self.module) != 2:
             raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
-        self.batch_dim, self.weight_store = batch_dim, weight_store
+        self.batch_dim = batch_dim
         self.options = EngineOptions() if options is None else options
         self.group: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         size = self.group.size()
@@ -71,18 +68,11 @@ class Pipeline(nn.Module):
         self.device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
         limit = self.options.limit
         self.mesh = grid_of(self.group, expert_group, self.device, limit, order=order)
-        spanned = Mesh(self.mesh, limit)
-        self.rank, self.num_ranks = spanned.rank("pp"), spanned.size("pp")
+        self.rank, self.num_ranks = order[self.group.rank()], size
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
         placement = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=2 * self.num_ranks).placement
         self._stages = dict(zip((s for _, s in placement.places(self.rank)), self.module, strict=True))
-        first, second = (type(module) for module in self.module)
-        self.overlapped_forward_backward = first is second and hasattr(first, "overlapped_forward_backward")
-        # All ranks must run in the same way, even if their modules differ.
-        own = spanned.every(self.overlapped_forward_backward or weight_store is not None)
-        self._runs_whole = any(own.values())
         self._engine: Engine | None = None  # made by the first step
-        self._whole: WholeModules | None = None
 
     def step(
         self,
@@ -119,17 +109,10 @@ class Pipeline(nn.Module):
             program = build_schedule(self.schedule, ranks=self.num_ranks, microbatches=num_chunks)
             engine = engine or self._make_engine(program)
             engine.microbatches = num_chunks
-            if self._whole is not None:
-                self._whole.turn_to(program)
         if isinstance(labels, Iterable):
             labels = tensors(labels) if isinstance(labels, Tensor) else tuple(labels)
         batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)
-        try:
-            played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
-        except BaseException:
-            if self._whole is not None:
-                self._whole.forget()
-            raise
+        played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
         return batch.finish(played.microbatches, engine.program)
 
     def close(self) -> None:
@@ -142,15 +125,8 @@ class Pipeline(nn.Module):
             number: module if type(module).forward is nn.Sequential.forward and not own_call(module) else [module]
             for number, module in self._stages.items()
         }
-        options = replace(self.options, reduce=False)
-        if self._runs_whole:  # in an order of their own, which is the user's
-            stages = {number: [StandIn(self.device)] for number in self._stages}
-            options = replace(options, overlap="serial", verify=False)
-        engine = self._engine = Engine(stages, program, mesh=self.mesh, options=options)
-        if self._runs_whole:
-            overlapped, store = self.overlapped_forward_backward, self.weight_store
-            self._whole = WholeModules(engine, self._stages, overlapped=overlapped, weight_store=store)
-        return engine
+        self._engine = Engine(stages, program, mesh=self.mesh, options=replace(self.options, reduce=False))
+        return self._engine
 
 
 class DualPipe(Pipeline):
@@ -164,11 +140,9 @@ class DualPipe(Pipeline):
     and the last rank each give inputs, and the labels for the other's inputs. Two ranks hold each stage, and their
     gradients stay separate: sum them before the optimizer's step.
 
-    If the modules have one class with an ``overlapped_forward_backward(module0, inputs0, criterion0, labels0, module1,
-    loss1, outputs1, output_grads1) → (outputs0, loss0)``, this method runs every fused pair of the schedule, and the
-    modules run whole otherwise. The engine cuts all other modules: exchanges of any
-    :class:`~overlap1f1b.moe.GroupedExperts` in them hide behind other microbatches, and weight gradients of
-    ``nn.Linear`` and of experts fill the bubbles. The arguments are as for :class:`Pipeline`.
+    The engine cuts the modules at their exchanges, which hide behind other microbatches, and weight gradients of
+    ``nn.Linear`` and of experts fill the bubbles; a module's own ``overlapped_forward_backward`` is not called. The
+    arguments are as for :class:`Pipeline`.
     """
 
     schedule = "dualpipe"
