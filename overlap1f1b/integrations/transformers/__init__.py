@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments
-from overlap1f1b.integrations.transformers.experts import register
 from overlap1f1b.integrations.transformers.split import SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 
@@ -30,7 +29,6 @@ __all__ = [
     "OverlapTrainer",
     "Overlapped",
     "SplitModel",
-    "register",
     "split_model",
 ]
 

@@ -2,20 +2,18 @@
 
 - :func:`find` returns a causal LM's experts and the decoder layers that hold them, without knowing its architecture.
 - :func:`adopt` makes an experts module one of the engine's; each rank then holds a part of its weights.
-- :func:`register` offers the exchange of this library to transformers' own expert parallelism.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers import adapters
@@ -322,65 +320,3 @@ def _shard(module: nn.Module, count: int, rank: int, ranks: int, name: str) -> N
         for attribute, value in list(_counters(part)):
             if value == count and attribute not in ("experts", "local_experts"):
                 setattr(part, attribute, count // ranks)
-
-
-# ----------------------------------------------------------------------------------- transformers' expert parallelism
-
-NAME = "overlap1f1b"
-
-
-def register(name: str = NAME) -> None:
-    """Register the exchange of this library with transformers' expert parallelism under a name.
-
-    >>> register()
-    >>> config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="overlap1f1b")
-    >>> model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)  # under torchrun
-
-    Such a model trains in transformers' own loop, which waits for each exchange. To hide exchanges, use
-    :func:`split_model` and an engine.
-
-    Raises:
-        ValueError: transformers is not installed, or is older than 5.23, whose expert parallelism has no names.
-    """
-    try:
-        from transformers.distributed.expert_parallel import EPImplementationInterface
-    except ImportError:
-        try:
-            from transformers import __version__ as version
-        except ImportError:
-            version = "none"
-        raise ValueError(
-            f"transformers {version} has no EPImplementationInterface; allowed: 5.23 or newer, or split_model"
-        ) from None
-    EPImplementationInterface.register(name, ExchangedExperts)
-
-
-class ExchangedExperts(Experts):
-    """The exchange of tokens for an experts module, with the interface of transformers' ``EPImplementation``.
-
-    Args:
-        experts: The model's own module, whose weights are this rank's part.
-        ep_mesh: Ranks that share the experts.
-        tp_mesh: Ranks that hold the same tokens; only one rank is allowed.
-
-    Raises:
-        ValueError: Several ranks hold the same tokens.
-    """
-
-    def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        super().__init__()
-        if tp_mesh.size() > 1:
-            raise ValueError(f"ep_implementation {NAME!r} with tp_size={tp_mesh.size()}; allowed: 1")
-        # Keep only its forward: otherwise the module would become a child of its own child.
-        self._own: Callable[[Tensor, Tensor, Tensor], Tensor] = experts.forward
-        self.share(experts.num_experts * ep_mesh.size(), ep_mesh.get_group())
-
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the experts' weighted sum ``[T, H]`` for this rank's tokens ``[T, H]``, ``[T, K]``, ``[T, K]``."""
-        return super().__call__(hidden_states, top_k_index.long(), top_k_weights)
-
-    def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        if not len(rows):  # compute one row of zeros: every weight needs a gradient, since FSDP2 reduces on all ranks
-            row = rows.new_zeros(1, rows.shape[1])
-            return rows + self._own(row, row.new_zeros(1, 1, dtype=torch.int64), row.new_ones(1, 1))[:0]
-        return self._own(rows, *_one_expert_a_row(rows, counts))
