@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers import adapters
-from overlap1f1b.integrations.transformers.compiled import leave_experts
 from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
@@ -280,7 +279,6 @@ def adopt(
     assert names is not None
     own: Any = type(module)
     module = model.get_submodule(adapters.around(model, name))
-    leave_experts(module, name)
     given: Any = type(module)
     module.__class__ = _kind_of(given, own)
     assert isinstance(module, OwnExperts)

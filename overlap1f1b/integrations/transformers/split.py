@@ -23,8 +23,7 @@ from overlap1f1b.integrations.transformers.checkpoint import (
     save_part,
     write_index,
 )
-from overlap1f1b.integrations.transformers.compiled import pass_to_layers, unwrapped
-from overlap1f1b.integrations.transformers.experts import adopt, find
+from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_elsewhere
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
@@ -232,7 +231,7 @@ def split_model(
     >>> engine = o1.Engine(stages, program, mesh=mesh, loss_fn=stages.loss_fn)
     >>> result = engine.step(input_ids, target=labels)
 
-    Layers under ``torch.compile`` stay compiled, in place; layers of a compiled model are compiled one by one.
+    Layers and modules inside them may be compiled in place (``layer.compile()``).
 
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
     (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
@@ -255,19 +254,19 @@ def split_model(
 
     Raises:
         ValueError: The model is dense, quantised, on several devices or an encoder-decoder; its experts or layers are
-            not recognised; there are more stages than layers; the experts are not divisible by the ranks; experts for
-            the engine have an adapter; or its config asks for hidden states or attentions of layers.
+            not recognised; the model or its experts are compiled; there are more stages than layers; the experts are
+            not divisible by the ranks; experts for the engine have an adapter; or its config asks for hidden states or
+            attentions of layers.
     """
     # 1. Find layers and experts, and the modules around the layers.
-    model = unwrapped(model)
     found = find(model)
+    _check_compiled(model, found)
     placement = program.placement
     if placement.stages > len(found.layers):
         raise ValueError(f"{len(found.layers)} layers for {placement.stages} stages; allowed: at least one a stage")
     names = tuple(inputs)
     if not names or names[0] != "input_ids":
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
-    pass_to_layers(model, found.prefix, found.layers)
     shell = Shell(model, found)
     # 2. Split the layers over the stages, and the experts over the ranks.
     coordinate = _coordinate(mesh)
@@ -301,6 +300,18 @@ def split_model(
         for name in ("save_pretrained", "state_dict"):
             vars(model)[name] = partial(_of_a_part, name)
     return SplitModel(model, stages, placement, mesh)
+
+
+def _check_compiled(model: nn.Module, found: Found) -> None:
+    """Refuse what is compiled as a whole and has to be cut: an engine runs each layer by itself, and experts apart."""
+    path = found.prefix.split(".")
+    cut = {".".join(path[:length]) for length in range(len(path) + 1)} | found.experts.keys()
+    for name, module in model.named_modules():
+        if hasattr(module, "dynamo_ctx") or (name in cut and module._compiled_call_impl is not None):
+            raise ValueError(
+                f"torch.compile of {name or type(model).__name__}; allowed: layer.compile() of each layer, or of "
+                "modules inside it other than the experts"
+            )
 
 
 def _of_a_part(name: str, *_: Any, **__: Any) -> None:

@@ -1,11 +1,9 @@
-"""Models with compiled parts: gradients and plans are those of the model without, and what does nothing says so."""
+"""Models with compiled parts: gradients and plans are those of the model without; what is cut may not be compiled."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,32 +33,7 @@ def in_place(model: Any) -> Any:
     return model
 
 
-def wrapped(model: Any, every: int = 1) -> Any:
-    layers = model.model.layers
-    for number in range(0, len(layers), every):
-        layers[number] = torch.compile(layers[number], backend=BACKEND)
-    return model
-
-
-def one_wrapped_one_in_place(model: Any) -> Any:
-    model.model.layers[1].compile(backend=BACKEND)
-    return wrapped(model, 2)
-
-
-def whole(model: Any) -> Any:
-    model.compile(backend=BACKEND)
-    return model
-
-
-def whole_wrapped(model: Any) -> Any:
-    return torch.compile(model, backend=BACKEND)
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "attention": attention,
-    "layers": one_wrapped_one_in_place,
-    "model": whole_wrapped,  # which becomes a model that is compiled in place
-}
+WAYS: dict[str, Callable[[Any], Any]] = {"attention": attention, "layers": in_place}
 
 
 def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, list[str], int]:
@@ -88,7 +61,7 @@ def _compared(rank: int, size: int, way: str, name: str) -> tuple[float, bool, l
     return worst, plans[0] == plans[1], names, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("way", "name"), [("attention", "mixtral"), ("model", "mixtral"), ("layers", "deepseek_v3")])
+@pytest.mark.parametrize(("way", "name"), [("attention", "mixtral"), ("layers", "deepseek_v3")])
 def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str, name: str) -> None:
     """The last has a dense layer and shared experts."""
     for worst, planned, names, graphs in ranks2.run(_compared, way, name, timeout=200):
@@ -127,29 +100,32 @@ def test_compiled_blocks_are_compiled_layers() -> None:
     assert all(torch.equal(grad, same[name]) for name, grad in grads.items())
 
 
-def test_a_model_of_wrapped_layers_is_saved_under_its_own_names(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = wrapped(tiny.build("mixtral"))
-    split_model(model, build_schedule("sequential", microbatches=1)).save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
-    expected = tiny.build("mixtral").state_dict()
-    assert loaded.keys() == expected.keys()
-    assert all(torch.equal(value, loaded[name]) for name, value in expected.items())
+def _wrapped_layer(model: Any) -> Any:
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend=BACKEND)
+    return model
 
 
-def test_a_compilation_that_does_nothing_says_so() -> None:
-    model = tiny.build("mixtral")
-    model.model.layers[1].mlp.experts.compile(backend=BACKEND)
-    message = re.escape(
-        "torch.compile of model.layers.1.mlp.experts does nothing: ranks share the experts, and their call leaves the "
-        "graph; allowed: layer.compile() of the layers around them"
-    )
-    with pytest.warns(UserWarning, match=message):
-        split_model(model, build_schedule("sequential", microbatches=1), grouped=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = whole(tiny.build("mixtral"))
-        split_model(model, build_schedule("sequential", microbatches=1), grouped=True)
-    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
-    assert model._compiled_call_impl is None
+def _inner(name: str) -> Callable[[Any], Any]:
+    def compiled(model: Any) -> Any:
+        model.get_submodule(name).compile(backend=BACKEND)
+        return model
+
+    return compiled
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "wrapped": (lambda model: torch.compile(model, backend=BACKEND), "OptimizedModule"),
+    "whole": (_inner(""), "MixtralForCausalLM"),
+    "body": (_inner("model"), "model"),
+    "wrapped layer": (_wrapped_layer, "model.layers.1"),
+    "experts": (_inner("model.layers.1.mlp.experts"), "model.layers.1.mlp.experts"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_cut_may_not_be_compiled(what: str) -> None:
+    change, named = REFUSED[what]
+    with pytest.raises(
+        ValueError, match=rf"^torch\.compile of {re.escape(named)}; allowed: layer\.compile\(\) of each"
+    ):
+        split_model(change(tiny.build("mixtral")), build_schedule("sequential", microbatches=1))

@@ -1,9 +1,7 @@
-"""How experts and layers are found, which models are refused, and transformers' own expert parallelism."""
+"""How experts and layers are found, and which models are refused."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
 
 
 import transformers
-from transformers import AutoModelForCausalLM
 
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.integrations.transformers.experts import find
