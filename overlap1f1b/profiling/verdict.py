@@ -92,14 +92,14 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
 def _against_exposure(sums: Figures, about: About) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
+    if opened == 1 and about.overlap in ("", "serial", "1"):
+        return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
     if opened == 1:
-        chosen = (
-            f"overlap={about.overlap} was asked for, and the engine chose {about.choice}; overlap gains where bytes "
-            "cost more (a slower link, larger rows), or where ranks do not share processors"
+        return (
+            f"one action was open at a time: overlap={about.overlap} was asked for, and the engine chose "
+            f"{about.choice}; overlap gains where bytes cost more (a slower link, larger rows), or where ranks do not "
+            "share processors"
         )
-        asked = about.overlap not in ("", "serial", "1")
-        tried = chosen if asked else "overlap=3, or overlap='pairs' with combined_1f1b"
-        return f"one action was open at a time: {tried}"
     if sums.device and overlap.hidden_fraction <= NONE:
         return (
             "exchange and compute never ran at once: see what overlap1f1b doctor says of connections and streams, and "
