@@ -172,7 +172,7 @@ def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: di
     splits = splits_of(len(tensor), send, receive, group.size())
     if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
         return None
-    rows: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
+    rows: Tensor = forward.bring(lambda: forward.suspend([ExchangeCall([tensor], splits, False)]))[0]
     return rows
 
 

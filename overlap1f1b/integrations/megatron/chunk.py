@@ -99,7 +99,7 @@ class Chunk(MicrobatchBlock):
             forward = Forward.running()
             if forward is None or forward.again is None or not torch.is_grad_enabled():
                 return plain(function, distribute, *args)
-            return forward.again(function, args, Repeating(random, tables)).run(args, forward)
+            return forward.again(function, args, Repeating(random, tables)).run(args)
 
         yield vars(package), "checkpoint", checkpoint
 
@@ -116,7 +116,7 @@ class Chunk(MicrobatchBlock):
         step.begun += 1
         self._stage = microbatch.stage
         if self._repeats and (forward := Forward.running()) is not None:
-            forward.again = partial(Again, microbatch.stage, 0)
+            forward.again = partial(Again, microbatch.runs[0])
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()
