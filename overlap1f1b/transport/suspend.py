@@ -61,11 +61,11 @@ class Forward:
         mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
 
     Attributes:
-        part: Runs a part of the function that can be computed again by itself, see :func:`run_part`.
+        part: Runs a part of the function, given with its arguments, that can be computed again by itself; None if
+            nothing is computed again.
         bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
             no function. ``own`` says that the model may change it in place.
         hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
-        again: Makes what computes a part again, of the part, its arguments and a context; None if nothing does.
         with_mode: Whether the mode is in force.
     """
 
@@ -78,10 +78,9 @@ class Forward:
         mode: TorchFunctionMode | None = None,
     ) -> None:
         self.function, self.name, self.device, self.mode = function, name, device, mode
-        self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+        self.part: Callable[..., Any] | None = None
         self.bring: Callable[..., tuple[Any, ...]] = _at_once
         self.hides: Callable[..., bool] = _never
-        self.again: Callable[..., Any] | None = None
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange
@@ -194,7 +193,8 @@ def run_part(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     An engine may drop its activations and call it again before its backward.
     """
     forward = Forward.running()
-    return function(rows) if forward is None or forward.part is None else forward.part(function, rows)
+    result: Tensor = function(rows) if forward is None or forward.part is None else forward.part(function, (rows,))
+    return result
 
 
 def computed_once(function: Callable[[], Tensor]) -> Tensor:

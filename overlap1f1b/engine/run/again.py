@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -101,8 +102,8 @@ class Again:
     ) -> None:
         forward = Forward.running()
         assert forward is not None
-        self._run, self._function, self._forward = run, function, forward
-        self._around = around or nullcontext()
+        self._run, self._function, self._args, self._around = run, function, args, around or nullcontext()
+        self._inner = forward.part  # for parts inside
         state = ThreadState.capture(run.stage.device)
         modes = tuple([mode for mode in state.function_modes if mode is not run.mode])
         self._state = state._replace(function_modes=modes, hooks=())
@@ -113,26 +114,25 @@ class Again:
         if run.buffers is None:
             run.buffers = self._kept[0].buffers
         self._first = True  # whether the first forward runs
-        self._inner = forward.again  # of parts inside
 
-    def run(self, args: tuple[Any, ...]) -> Any:
+    def run(self) -> Any:
         """Run the part for the first time."""
-        forward = self._forward
-        outer, forward.bring = forward.bring, self._bring
-        self._outer = outer
+        forward, run, args, self._args = Forward.running(), self._run, self._args, ()
+        assert forward is not None
+        outer = forward.bring
+
+        def bring(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
+            values = outer(exchange, own=own)
+            kept = [value.detach().clone().requires_grad_(value.requires_grad) for value in values] if own else values
+            self._kept.append(Kept(run, forward, kept))
+            return values
+
+        forward.bring = bring
         try:
             with saved_tensors_hooks(self._drop, self._again):
                 return self._function(*args)
         finally:
-            forward.bring = outer
-            self._first = False
-            del self._forward, self._outer
-
-    def _bring(self, exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
-        values = self._outer(exchange, own=own)
-        kept = [value.detach().clone().requires_grad_(value.requires_grad) for value in values] if own else values
-        self._kept.append(Kept(self._run, self._forward, kept))
-        return values
+            forward.bring, self._first = outer, False
 
     def _drop(self, tensor: Tensor) -> Saved | Tensor:
         if self._is_there(tensor):
@@ -155,16 +155,13 @@ class Again:
                     "recompute='none'"
                 )
             self.compute([])  # stacks are used from one depth of C calls
-        value = saved.value
-        if self._hooks is not None:
-            value = self._hooks[1](value)
-        elif version_of(value) != saved.version:
+        value: Tensor = saved.value if self._hooks is None else self._hooks[1](saved.value)
+        if self._hooks is None and version_of(value) != saved.version:
             raise RuntimeError(
                 f"{self._run.name} changes in place a tensor of {list(value.shape)} that its backward needs; "
                 "allowed: a copy"
             )
-        found: Tensor = value
-        return found
+        return value
 
     def compute(self, stacks: list[Stack]) -> None:
         """Run the part a second time, on one of these stacks, and keep what autograd saves."""
@@ -196,21 +193,21 @@ class Again:
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
         second, carried = Forward(function, run.name, stage.device, stacks, run.mode), stage.state_of(run.block)
-        second.hides, second.again, second.bring = run.hides, self._inner, _answered
+        second.hides, second.part, second.bring = run.hides, self._inner, _answered
         run.again, run.seen, run.noting, run.forward = True, None, False, second
         answers, self._kept = iter(self._kept), []
-        first = next(answers)
+        go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
         if carried is not None:
             carried.begin(run.microbatch.random.seed)
         try:
             with self._state.applied(run.name, stage.device), self._around, ExitStack() as inside:
-                values, state = first.enter(inside, stage.anchor), ThreadState.capture(stage.device)
-                with eager(first.mode):
-                    reached = second.start(values, state, grad=state.grad, mode=first.mode)
-                while reached is second and (kept := next(answers, None)) is not None:
+                for kept in answers:
                     values, state = kept.enter(inside, stage.anchor), ThreadState.capture(stage.device)
                     with eager(kept.mode):
-                        reached = second.resume(values, state, mode=kept.mode)
+                        reached = go(values, state, mode=kept.mode)
+                    go = second.resume
+                    if reached is not second:  # its end
+                        break
         finally:
             run.again, run.forward = False, None
             second.stop()
@@ -226,6 +223,11 @@ class Again:
                 "allowed: a forward that repeats itself"
             )
         self._saved = []
+
+
+def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...], around: Any = None) -> Any:
+    """Run a part of a block's forward that the backward computes again, see :class:`Again`."""
+    return Again(run, function, args, around).run()
 
 
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
@@ -265,7 +267,7 @@ class RecomputedRun(BlockRun):
             return super()._run_module(*x)
         scales = [(vars(carrier), "aux_scale", carrier.aux_scale) for carrier in self.stage.carriers[self.block]]
         self.own = Again(self, super()._run_module, x, replaced(scales))
-        outs: Tensors = self.own.run(x)
+        outs: Tensors = self.own.run()
         return outs
 
     def _resume(self, results: Results, stream: RandomStream) -> Reached:
@@ -278,14 +280,13 @@ class RecomputedRun(BlockRun):
             )
         return super()._resume(results, stream)
 
-    def _run_part(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.drops_experts:
-            part = self.parts[len(self.segments) - 1] = Again(self, function, (rows,))
-            result: Tensor = part.run((rows,))
-            return result
+            part = self.parts[len(self.segments) - 1] = Again(self, function, args)
+            return part.run()
         state = ThreadState.capture(self.stage.device)
         with state._replace(hooks=users_hooks(state)).applied(self.name, self.stage.device):
-            return function(rows)
+            return function(*args)
 
     def recompute(self, op: Op) -> None:
         """Compute a part again: the experts of the last segment, or everything else."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine.run.again import Again, _answered
+from overlap1f1b.engine.run.again import _answered, run_again
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -32,14 +32,14 @@ class Block(MicrobatchBlock):
     def forward(self, x: Tensor, microbatch: Any = None) -> Tensor:
         forward = Forward.running()
         if forward is not None and self.again:
-            forward.again = partial(Again, microbatch.runs[0])
+            forward.part = partial(run_again, microbatch.runs[0])
         return x + self.repeated(self.part, x)
 
     def repeated(self, function: Any, x: Tensor) -> Tensor:
         forward = Forward.running()
-        if forward is None or forward.again is None or not torch.is_grad_enabled():
+        if forward is None or forward.part is None or not torch.is_grad_enabled():
             return function(x)
-        return forward.again(function, (x,)).run((x,))
+        return forward.part(function, (x,))
 
     def part(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
