@@ -270,7 +270,7 @@ class RecomputedRun(BlockRun):
         outs: Tensors = self.own.run()
         return outs
 
-    def _resume(self, results: Results, stream: RandomStream) -> Reached:
+    def _resume(self, results: Results) -> Reached:
         assert self.forward is not None
         if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in self.forward.inside.hooks):
             raise ValueError(
@@ -278,7 +278,7 @@ class RecomputedRun(BlockRun):
                 f"recompute={self.stage.shape[self.block].recompute!r}; allowed: recompute='none', or a checkpoint of "
                 "other parts"
             )
-        return super()._resume(results, stream)
+        return super()._resume(results)
 
     def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.drops_experts:

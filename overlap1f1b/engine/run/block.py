@@ -32,7 +32,6 @@ from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Us
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
-from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
@@ -100,7 +99,7 @@ class BlockRun:
     def run_forward(self, received: Mapping[Place, Any]) -> None:
         """Run the next segment: from the block's input, or with the rows that its exchanges brought."""
         if not received:
-            reached = self._start(self.microbatch.take_activations(), self.microbatch.random)
+            reached = self._start(self.microbatch.take_activations())
         else:
             results = []
             for place, rows in received.items():
@@ -109,7 +108,7 @@ class BlockRun:
                     flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
                 results.append((sent, sent.results(rows)))
-            reached = self._resume(results, self.microbatch.random)
+            reached = self._resume(results)
         if isinstance(reached, list):
             self._reach(reached)
             return
@@ -118,7 +117,7 @@ class BlockRun:
         self.forward = None
         self._pass_on(reached)
 
-    def _start(self, x: Tensors, stream: RandomStream) -> Reached:
+    def _start(self, x: Tensors) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
@@ -126,7 +125,7 @@ class BlockRun:
         mode = grad and stage.watches(self.block)
         if mode or self.suspends:
             self.mode = CrossingMode(self)
-        with stage.draws.within(self.block, stream), eager(mode):
+        with stage.draws.within(self.block, self.microbatch.random), eager(mode):
             if self.suspends:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
@@ -139,7 +138,7 @@ class BlockRun:
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, results: Results, stream: RandomStream) -> Reached:
+    def _resume(self, results: Results) -> Reached:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
@@ -150,7 +149,7 @@ class BlockRun:
             requires_grad += sent.results_require_grad
         given = segment.enter(received, requires_grad, self.stage.anchor)
         mode = grad and not results[0][0].call.feeds_part
-        with self.stage.draws.within(self.block, stream), eager(mode):
+        with self.stage.draws.within(self.block, self.microbatch.random), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
             return self._carry(self.forward.resume(tuple(given), self.stage.thread, mode=mode))
@@ -298,7 +297,13 @@ class BlockRun:
         if microbatch.grad:
             if not self.is_last:
                 self._check_requires_grad(outs)
-            self._keep(outs)
+            self.outs = [Root.of(self.entered(out)) for out in outs]  # their graph, for the backward
+            if self.buffers is not None:
+                self.stage.buffers[self.block].ended(self.buffers)
+                self.buffers = None
+            self._close(self.segments[-1])
+            if self.learns:
+                self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
             if self.plain:
@@ -312,16 +317,6 @@ class BlockRun:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
             self._release(ends=self.is_last)
-
-    def _keep(self, outs: Tensors) -> None:
-        """Hold the graph of the outputs for the backward."""
-        self.outs = [Root.of(self.entered(out)) for out in outs]
-        if self.buffers is not None:
-            self.stage.buffers[self.block].ended(self.buffers)
-            self.buffers = None
-        self._close(self.segments[-1])
-        if self.learns:
-            self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
