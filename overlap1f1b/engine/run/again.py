@@ -23,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 
 from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.segment import storage_of
@@ -108,7 +107,6 @@ class Again:
         modes = tuple([mode for mode in state.function_modes if mode is not run.mode])
         self._state = state._replace(function_modes=modes, hooks=())
         self._hooks = next(iter(reversed(users_hooks(state))), None)
-        self._weights = {storage_of(parameter) for parameter in run.module.parameters()}
         self._saved: list[weakref.ref[Saved]] = []
         self._kept = [Kept(run, forward, args)]
         if run.buffers is None:
@@ -143,7 +141,7 @@ class Again:
 
     def _is_there(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, which is there anyway, with attributes that backwards look at."""
-        return self._hooks is None and (isinstance(tensor, Parameter) or storage_of(tensor) in self._weights)
+        return self._hooks is None and storage_of(tensor) in self._run.weights
 
     def _again(self, saved: Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
@@ -202,9 +200,9 @@ class Again:
         try:
             with self._state.applied(run.name, stage.device), self._around, ExitStack() as inside:
                 for kept in answers:
-                    values, state = kept.enter(inside, stage.anchor), ThreadState.capture(stage.device)
+                    values = kept.enter(inside, stage.anchor)
                     with eager(kept.mode):
-                        reached = go(values, state, mode=kept.mode)
+                        reached = go(values, self._state, mode=kept.mode)
                     go = second.resume
                     if reached is not second:  # its end
                         break

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -93,6 +94,11 @@ class BlockRun:
         self._carried: Any = None  # what the suspended forward has taken along
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
+
+    @cached_property
+    def weights(self) -> set[int]:
+        """Storages of the module's parameters."""
+        return {storage_of(parameter) for parameter in self.module.parameters()}
 
     # ---------------------------------------------------------------------------------------------- forward
 
