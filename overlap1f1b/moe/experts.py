@@ -121,6 +121,9 @@ class Experts(nn.Module):
         return self._exchanged(tokens, indices, weights)
 
     def _exchanged(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return computed_once(partial(self._there_and_back, tokens, indices, weights))
+
+    def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         routes = [
             Route(part, self.experts, self.exchange.ranks, self.kernels, capacity=self.capacity)
             for part in self._parts_of(indices)
@@ -133,7 +136,7 @@ class Experts(nn.Module):
             self.exchange,
             answer=self.answer(tokens),
         )
-        sums = [computed_once(partial(_gather, returned.pop(0), route)) for route in routes]
+        sums = [_gather(returned.pop(0), route) for route in routes]
         return sums[0] if self.parts == 1 else torch.cat(sums)
 
     def _parts_of(self, tensor: Tensor) -> Sequence[Tensor]:
@@ -300,22 +303,22 @@ class Weigh(torch.autograd.Function):
 
 @direct
 class Gather(torch.autograd.Function):
-    """Sum of the returned rows of each token; a sum that is ``known`` is not computed again."""
+    """Sum of the returned rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route, known: Tensor | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         ctx.route, ctx.rows = route, len(rows)
-        return route.gather(rows) if known is None else known.detach()
+        return route.gather(rows)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.route.gather_backward(grads[0], ctx.rows), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.route.gather_backward(grads[0], ctx.rows), None
 
 
 _pack, _expand, _weigh, _gathered = map(quick_apply, (Pack, Expand, Weigh, Gather))
 
 
-def _gather(rows: Tensor, route: Route, known: Tensor | None) -> Tensor:
+def _gather(rows: Tensor, route: Route) -> Tensor:
     # What came back is the sum itself where each token was sent once; a Function must not return what it is given.
-    gathered: Tensor = rows if known is None and route.order is None else _gathered(rows, route, known)
+    gathered: Tensor = rows if route.order is None else _gathered(rows, route)
     return gathered

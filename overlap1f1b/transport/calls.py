@@ -172,13 +172,14 @@ def exchange(
         raise ValueError(f"tensors of {[len(tensor) for tensor in given]} rows; allowed: as many in each")
     splits = splits_of(rows, send, receive, group.size())
     forward = Forward.running()
-    if forward is not None and forward.hides(given, splits, group):
-        got = forward.suspend([ExchangeCall(list(given), splits, False)])
-    else:
+
+    def exchanged() -> tuple[Any, ...]:
+        if forward is not None and forward.hides(given, splits, group):
+            return tuple(forward.suspend([ExchangeCall(list(given), splits, False)]))
         by = build_exchange(group, device=given[0].device.type)
-        got = tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
-    if forward is not None and forward.brought is not None:
-        forward.brought.append(tuple(got))
+        return tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+
+    got: Any = exchanged() if forward is None else forward.bring(exchanged)
     return got[0] if isinstance(tensors, Tensor) else got
 
 
@@ -200,14 +201,14 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
     forward, splits = Forward.running(), LibrarySplits(function)
     if forward is None:
         return function(*tensors)
-    if forward.hides(tensors, splits, group):
-        brought: tuple[Any, ...] = forward.suspend([ExchangeCall(tensors, splits, False)])
-    else:
+
+    def exchanged() -> tuple[Any, ...]:
+        if forward.hides(tensors, splits, group):
+            return tuple(forward.suspend([ExchangeCall(tensors, splits, False)]))
         with saved_tensors_hooks(_itself, _itself):  # a part that is computed again does not repeat what it saves
-            brought = function(*tensors)
-    if forward.brought is not None:
-        forward.brought.append(tuple(brought))
-    return brought
+            return function(*tensors)
+
+    return forward.bring(exchanged)
 
 
 def _itself(tensor: Tensor) -> Tensor:

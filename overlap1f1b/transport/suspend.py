@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from overlap1f1b.transport import devices
 
+Exchanged = Callable[[], tuple[Any, ...]]
+"""It exchanges rows, and returns what that brings."""
+
 
 class Stack(greenlet):
     """A stack on which forwards run one after another, since the system has to map memory for every new stack.
@@ -58,11 +61,12 @@ class Forward:
         mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
 
     Attributes:
-        part: Runs a part of the function that can be computed again by itself, see :func:`run_part`.
-        once: Computes a value that a second forward takes from the first, see :func:`computed_once`.
+        part: Runs a part of the function, given with its arguments, that can be computed again by itself; None if
+            nothing is computed again.
+        bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
+            no function. ``own`` says that the model may change it in place.
         hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
-        again: Makes what computes a part again, of the part, its arguments and a context; None if nothing does.
-        brought: What exchanges of the model's own have brought, where a part of the function is computed again.
+        with_mode: Whether the mode is in force.
     """
 
     def __init__(
@@ -74,11 +78,9 @@ class Forward:
         mode: TorchFunctionMode | None = None,
     ) -> None:
         self.function, self.name, self.device, self.mode = function, name, device, mode
-        self.part: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
-        self.once: Callable[[Callable[[Tensor | None], Tensor]], Tensor] | None = None
+        self.part: Callable[..., Any] | None = None
+        self.bring: Callable[..., tuple[Any, ...]] = _at_once
         self.hides: Callable[..., bool] = _never
-        self.again: Callable[..., Any] | None = None
-        self.brought: list[tuple[Any, ...]] | None = None
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange
@@ -86,7 +88,7 @@ class Forward:
         self._outside: ThreadState  # of the thread, where the function was started or resumed last
         self.inside: ThreadState  # of the function, where it is suspended
         self._grad = False
-        self._with_mode = False
+        self.with_mode = False
 
     @staticmethod
     def running() -> Forward | None:
@@ -116,7 +118,7 @@ class Forward:
         """Return the exchange's result inside the function, and run it to the next one."""
         assert self._stack is not None
         self._stack.parent, self._outside = getcurrent(), outside
-        self._with_mode, self._given = mode and self.mode is not None, result
+        self.with_mode, self._given = mode and self.mode is not None, result
         del result
         self._stack.switch()
         if self._stack is None:  # what it has set stays, as after a plain call
@@ -152,10 +154,10 @@ class Forward:
 
     def _with(self, inside: ThreadState) -> ThreadState:
         """Return a state of the function with the mode where it is wanted, else without."""
-        if self._with_mode == (self.mode in inside.function_modes):
+        if self.with_mode == (self.mode in inside.function_modes):
             return inside
         modes = [mode for mode in inside.function_modes if mode is not self.mode]
-        if self._with_mode:  # below the function's own modes, which it leaves by itself
+        if self.with_mode:  # below the function's own modes, which it leaves by itself
             modes.insert(len(self._outside.function_modes), self.mode)
         return inside._replace(function_modes=tuple(modes))
 
@@ -181,19 +183,24 @@ def _never(*_: object) -> bool:
     return False
 
 
+def _at_once(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
+    return exchange()
+
+
 def run_part(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Return ``function(rows)``: all that a forward computes between two exchanges.
 
     An engine may drop its activations and call it again before its backward.
     """
     forward = Forward.running()
-    return function(rows) if forward is None or forward.part is None else forward.part(function, rows)
+    result: Tensor = function(rows) if forward is None or forward.part is None else forward.part(function, (rows,))
+    return result
 
 
-def computed_once(function: Callable[[Tensor | None], Tensor]) -> Tensor:
-    """Return ``function(None)``, or, in a second forward, ``function`` of the result of the first."""
+def computed_once(function: Callable[[], Tensor]) -> Tensor:
+    """Return ``function()``, which exchanges rows; a second forward takes the result of the first."""
     forward = Forward.running()
-    return function(None) if forward is None or forward.once is None else forward.once(function)
+    return function() if forward is None else forward.bring(lambda: (function(),), own=True)[0]
 
 
 OUTSIDE = "the engine goes on outside the compiled graph"

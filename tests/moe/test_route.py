@@ -220,7 +220,7 @@ def test_gradients_under_a_capacity(weighted: bool) -> None:
     def call(tokens: Tensor, weights: Tensor) -> Tensor:
         rows, factors = Expand.apply(Pack.apply(tokens, weights, route), route)
         results = rows.sin() if weighted else rows.sin() * factors.unsqueeze(1)
-        return Gather.apply(Weigh.apply(results, factors if weighted else None, route), route, None)
+        return Gather.apply(Weigh.apply(results, factors if weighted else None, route), route)
 
     # Rows for the second rank stand for those of the first here: both have as much room.
     assert torch.autograd.gradcheck(call, (tokens, weights))

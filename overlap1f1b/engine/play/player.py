@@ -18,9 +18,9 @@ from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
+from overlap1f1b.engine.run.again import RecomputedRun
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.engine.run.recompute import RecomputedRun
 from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
@@ -367,10 +367,7 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
         run = microbatch.runs[node.block] = (RecomputedRun if drops else BlockRun)(microbatch, node.block)
     if node.op in RECOMPUTES:
         assert isinstance(run, RecomputedRun)
-        if node.op is Op.RECOMPUTE_EXPERTS:
-            run.recompute_experts()
-        else:
-            run.recompute_attention()
+        run.recompute(node.op)
     elif node.kind is Kind.F:
         run.run_forward(received)
     else:

@@ -1,126 +1,293 @@
-"""A part of a suspended forward, exchanges included, whose activations are dropped and computed again.
+"""Parts of a block's forward whose activations are dropped, and computed again before or in their backward.
 
-The part keeps its arguments and what its exchanges have brought. The first use of anything else in the backward runs
-the part a second time: exchanges are answered with what they brought, and only the tensors that autograd saves are
-kept. The graph stays that of the first forward, so the engine cuts, orders and walks it as without.
+A part keeps its arguments and what its exchanges have brought. Everything else that autograd saves is dropped. A second
+forward of the part brings it back: exchanges are answered with what they brought, and only the tensors that autograd
+saves are kept. The graph stays that of the first forward, so the engine cuts, orders and walks it as without.
+
+:class:`RecomputedRun` has such parts for ``recompute=``, in nodes of their own: the experts, from the rows that they
+received, and everything else, from the block's input and the sums of the rows that came back from its experts. A block
+that exchanges rows by itself is one part. Integrations have others, which the first use in a backward computes.
+
+The second forward gets the same random numbers, buffers, state of the thread (such as autocast) and scale of auxiliary
+losses as the first: in a loop of combined steps these belong to the call that runs the forward, not to the call that
+runs the backward. What it does to buffers is dropped, so that running means count a microbatch once.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap1f1b.engine.graph.entry import Entry
+from overlap1f1b.engine.graph.segment import storage_of
+from overlap1f1b.engine.run.block import BlockRun, Reached, Results
+from overlap1f1b.engine.run.buffers import version_of
+from overlap1f1b.engine.run.crossing import eager
+from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
+from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.replaced import replaced
-from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.transport.suspend import Forward, ThreadState
+from overlap1f1b.plan import Op
+from overlap1f1b.transport.suspend import Exchanged, Forward, Stack, ThreadState
+
+CHECKPOINT = "torch.utils.checkpoint"
+"""Module of the hooks that a checkpoint without a backward of its own sets; they count what is saved a second time."""
 
 
 class Saved:
     """A tensor that autograd has saved, and that is there from the second forward on until its node is gone."""
 
-    tensor: Tensor | None = None
+    def __init__(self, tensor: Tensor) -> None:
+        self.kind = tensor.shape, tensor.dtype
+        self.is_there = False
+        self.value: Any = None
+        """The tensor, or what the model's own hooks make of it."""
+        self.version = 0
+
+
+class Kept:
+    """What a second forward begins or goes on with, at a place where the first has just begun or gone on.
+
+    Attributes:
+        values: The part's arguments, or what an exchange has brought.
+        mode: Whether the forward's function mode is in force behind this place.
+    """
+
+    def __init__(self, run: BlockRun, forward: Forward, values: Sequence[Any]) -> None:
+        self.values = tuple([value.detach() if isinstance(value, Tensor) else value for value in values])
+        self.mode = forward.with_mode
+        self.buffers = run.stage.buffers[run.block].copies()
+        self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
+        self._versions = self._now()
+        self._random = RandomStream.here(run.stage.generators)
+
+    def _now(self) -> list[int]:
+        return [version_of(value) for value in self.values if isinstance(value, Tensor)]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether values were changed in place since."""
+        return self._now() != self._versions
+
+    def enter(self, inside: ExitStack, anchor: Tensor) -> tuple[Any, ...]:
+        """Return the values; random numbers and buffers are as they were at this place until ``inside`` ends."""
+        inside.enter_context(self._random)
+        inside.enter_context(replaced(self.buffers))
+        pairs = zip(self.values, self._requires_grad, strict=True)  # no leaves: they may be changed in place
+        return tuple([Entry(value).enter(value, anchor) if required else value for value, required in pairs])
 
 
 class Again:
-    """A part of a block's forward: ``function(*args)``.
+    """A part ``function(*args)`` of the forward that runs.
 
-    The context ``around`` is that of the second forward: random numbers as they were, counters that count once.
+    Args:
+        run: The block, for one microbatch.
+        function: The part.
+        args: Its arguments.
+        around: Context of the second forward, such as random numbers and counters that torch does not know.
     """
 
     def __init__(
         self,
-        stage: Stage,
-        block: int,
+        run: BlockRun,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        around: AbstractContextManager[None],
+        around: AbstractContextManager[None] | None = None,
     ) -> None:
-        self._function, self._stage, self._block, self._around = function, stage, block, around
-        self._args = tuple([_leaf(arg) for arg in args])
-        self._state = ThreadState.capture(stage.device)
-        self._buffers = stage.buffers[block].copies()
-        self._weights = {p.untyped_storage().data_ptr() for p in stage.blocks[block].parameters()}
+        forward = Forward.running()
+        assert forward is not None
+        self._run, self._function, self._args, self._around = run, function, args, around or nullcontext()
+        self._inner = forward.part  # for parts inside
+        state = ThreadState.capture(run.stage.device)
+        modes = tuple([mode for mode in state.function_modes if mode is not run.mode])
+        self._state = state._replace(function_modes=modes, hooks=())
+        self._hooks = next(iter(reversed(users_hooks(state))), None)
         self._saved: list[weakref.ref[Saved]] = []
-        self._brought: list[tuple[Any, ...]] = []
+        self._kept = [Kept(run, forward, args)]
+        if run.buffers is None:
+            run.buffers = self._kept[0].buffers
+        self._first = True  # whether the first forward runs
 
-    def run(self, args: tuple[Any, ...], forward: Forward) -> Any:
-        """Run the part for the first time, as a part of a forward."""
-        self._inner = forward.again  # of parts inside
-        outer, forward.brought = forward.brought, self._brought
+    def run(self) -> Any:
+        """Run the part for the first time."""
+        forward, run, args, self._args = Forward.running(), self._run, self._args, ()
+        assert forward is not None
+        outer = forward.bring
+
+        def bring(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
+            values = outer(exchange, own=own)
+            kept = [value.detach().clone().requires_grad_(value.requires_grad) for value in values] if own else values
+            self._kept.append(Kept(run, forward, kept))
+            return values
+
+        forward.bring = bring
         try:
             with saved_tensors_hooks(self._drop, self._again):
                 return self._function(*args)
         finally:
-            forward.brought = outer
-            if outer is not None:
-                outer += self._brought
-            self._brought = [tuple(map(_leaf, brought)) for brought in self._brought]
-            self._stage.buffers[self._block].ended(self._buffers)
+            forward.bring, self._first = outer, False
 
     def _drop(self, tensor: Tensor) -> Saved | Tensor:
-        if self._is_kept(tensor):
+        if self._is_there(tensor):
             return tensor
-        saved = Saved()
+        saved = Saved(tensor)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def _is_kept(self, tensor: Tensor) -> bool:
+    def _is_there(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, which is there anyway, with attributes that backwards look at."""
-        return tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in self._weights
+        return self._hooks is None and storage_of(tensor) in self._run.weights
 
     def _again(self, saved: Saved | Tensor) -> Tensor:
-        if isinstance(saved, Saved) and saved.tensor is None:
-            self._compute()
-        found = saved if isinstance(saved, Tensor) else saved.tensor
-        assert found is not None
-        return found
+        if isinstance(saved, Tensor):
+            return saved
+        if not saved.is_there:
+            if self._first:
+                raise ValueError(
+                    "a block calls torch.autograd.grad for activations that it drops and computes again; allowed: "
+                    "recompute='none'"
+                )
+            self.compute([])  # stacks are used from one depth of C calls
+        value: Tensor = saved.value if self._hooks is None else self._hooks[1](saved.value)
+        if self._hooks is None and version_of(value) != saved.version:
+            raise RuntimeError(
+                f"{self._run.name} changes in place a tensor of {list(value.shape)} that its backward needs; "
+                "allowed: a copy"
+            )
+        return value
 
-    def _compute(self) -> None:
-        name, device, left = self._stage.names[self._block], self._stage.device, iter(self._saved)
+    def compute(self, stacks: list[Stack]) -> None:
+        """Run the part a second time, on one of these stacks, and keep what autograd saves."""
+        run, stage, repeats, left = self._run, self._run.stage, True, iter(self._saved)
 
-        def save(tensor: Any) -> Any:
-            if self._is_kept(tensor):
-                return
+        def save(tensor: Tensor) -> Tensor | None:  # its graph is not walked
+            nonlocal repeats
+            if self._is_there(tensor):
+                return tensor
             place = next(left, None)
-            if place is None:
-                raise self._differs()
-            if (saved := place()) is not None:
-                saved.tensor = tensor.detach()
+            saved = None if place is None else place()
+            if saved is not None:
+                saved.value = tensor.detach() if self._hooks is None else self._hooks[0](tensor)
+                saved.is_there, saved.version = True, version_of(tensor)
+            repeats &= place is not None and (saved is None or saved.kind == (tensor.shape, tensor.dtype))
+            return None
 
-        def run(*args: Any) -> None:
-            with saved_tensors_hooks(save, save):  # its graph is not walked
+        def function(*args: Any) -> None:
+            with saved_tensors_hooks(save, _as_it_is):
                 self._function(*args)
 
-        second, carried = Forward(run, name, device, []), self._stage.state_of(self._block)
-        second.hides, second.again = lambda *_: True, self._inner
+        if any(kept.is_changed for kept in self._kept):
+            what = (
+                f"the input of {run.name} was changed in place"
+                if self._kept[0].is_changed
+                else f"{run.name} changes in place what an exchange has brought"
+            )
+            mode = stage.shape[run.block].recompute
+            where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
+            raise ValueError(f"{what}, {where}; allowed: a copy")
+        second, carried = Forward(function, run.name, stage.device, stacks, run.mode), stage.state_of(run.block)
+        second.hides, second.part, second.bring = run.hides, self._inner, _answered
+        run.again, run.seen, run.noting, run.forward = True, None, False, second
+        answers, self._kept = iter(self._kept), []
+        go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
         if carried is not None:
-            carried.begin(0)
-        state = self._state._replace(function_modes=(), hooks=())
-        with state.applied(name, device), self._around, replaced(self._buffers):
-            reached = second.start(self._args, ThreadState.capture(device), grad=True)
-            for brought in self._brought:
-                if reached is None:
-                    break
-                reached = second.resume(brought, ThreadState.capture(device))
-        if carried is not None:
-            carried.leave(ended=True)
-        if reached is not None or next(left, None) is not None:
+            carried.begin(run.microbatch.random.seed)
+        try:
+            with self._state.applied(run.name, stage.device), self._around, ExitStack() as inside:
+                for kept in answers:
+                    values = kept.enter(inside, stage.anchor)
+                    with eager(kept.mode):
+                        reached = go(values, self._state, mode=kept.mode)
+                    go = second.resume
+                    if reached is not second:  # its end
+                        break
+        finally:
+            run.again, run.forward = False, None
             second.stop()
-            raise self._differs()
-        self._args, self._brought, self._buffers = (), [], []
+            if carried is not None:
+                carried.leave(ended=True)
+        if reached is second or next(answers, None) is not None:
+            raise ValueError(
+                f"{run.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
+            )
+        if not repeats or next(left, None) is not None:
+            raise ValueError(
+                f"{run.name} computes something else when a part of it is computed again; "
+                "allowed: a forward that repeats itself"
+            )
+        self._saved = []
 
-    def _differs(self) -> ValueError:
-        return ValueError(
-            f"{self._stage.names[self._block]} computes something else when a part of it is computed again; "
-            "allowed: a forward that repeats itself"
-        )
+
+def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...], around: Any = None) -> Any:
+    """Run a part of a block's forward that the backward computes again, see :class:`Again`."""
+    return Again(run, function, args, around).run()
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
+    """Return the model's own hooks of saved tensors, outermost first."""
+    return tuple([hooks for hooks in state.hooks if not isinstance(getattr(hooks[0], "__self__", None), Again)])
+
+
+def _as_it_is(saved: Any) -> Any:
+    return saved
+
+
+def _answered(_: Exchanged, *, own: bool = False) -> Any:
+    """Let whoever runs a second forward answer an exchange."""
+    forward = Forward.running()
+    assert forward is not None
+    return forward.suspend(forward)
+
+
+class RecomputedRun(BlockRun):
+    """The nodes of one block for one microbatch, with parts that are dropped and computed again in their own nodes."""
+
+    def __init__(self, microbatch: Microbatch, block: int) -> None:
+        super().__init__(microbatch, block)
+        shape = self.stage.shape[block]
+        self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
+        self.suspends |= self.drops_own
+        self.own: Again | None = None
+        """The block without its experts, if it is dropped."""
+        self.parts: dict[int, Again] = {}
+        """Experts that are dropped, by the number of their segment."""
+
+    def _run_module(self, *x: Tensor) -> Tensors:
+        forward = Forward.running()
+        if forward is not None:
+            forward.part = self._run_part
+        if not self.drops_own:
+            return super()._run_module(*x)
+        scales = [(vars(carrier), "aux_scale", carrier.aux_scale) for carrier in self.stage.carriers[self.block]]
+        self.own = Again(self, super()._run_module, x, replaced(scales))
+        outs: Tensors = self.own.run()
+        return outs
+
+    def _resume(self, results: Results) -> Reached:
+        assert self.forward is not None
+        if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in self.forward.inside.hooks):
+            raise ValueError(
+                f"{self.name} exchanges rows inside torch.utils.checkpoint, with "
+                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: recompute='none', or a checkpoint of "
+                "other parts"
+            )
+        return super()._resume(results)
+
+    def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        if self.drops_experts:
+            part = self.parts[len(self.segments) - 1] = Again(self, function, args)
+            return part.run()
+        state = ThreadState.capture(self.stage.device)
+        with state._replace(hooks=users_hooks(state)).applied(self.name, self.stage.device):
+            return function(*args)
+
+    def recompute(self, op: Op) -> None:
+        """Compute a part again: the experts of the last segment, or everything else."""
+        part = self.parts.pop(len(self.segments) - 1) if op is Op.RECOMPUTE_EXPERTS else self.own
+        assert part is not None
+        part.compute(self.stage.stacks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -32,11 +33,11 @@ from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Us
 from overlap1f1b.engine.run.crossing import CrossingMode, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
-from overlap1f1b.engine.run.random import RandomStream
+from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
-from overlap1f1b.transport.suspend import OUTSIDE, Forward, ThreadState
+from overlap1f1b.transport.suspend import OUTSIDE, Forward
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
@@ -70,6 +71,12 @@ class BlockRun:
         """Plain calls of ``all_to_all_single`` in the first step, whose rows no Function has claimed."""
         self.hides_plain = stage.foreign.hides_plain
         self.arrived: list[tuple[Tensor, Tensor]] = []
+        self.suspends = bool(self.exchanges) or self.seen is not None
+        """Whether its forward runs on a stack of its own."""
+        self.again = False
+        """Whether a part of its forward runs a second time."""
+        self.buffers: list[Replacement] | None = None
+        """Copies of its buffers before its first part that is computed again."""
         self.is_last = block == len(stage.blocks) - 1
         self.uses = stage.uses[block]
         self.learns = not self.uses.known
@@ -88,12 +95,17 @@ class BlockRun:
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
+    @cached_property
+    def weights(self) -> set[int]:
+        """Storages of the module's parameters."""
+        return {storage_of(parameter) for parameter in self.module.parameters()}
+
     # ---------------------------------------------------------------------------------------------- forward
 
     def run_forward(self, received: Mapping[Place, Any]) -> None:
         """Run the next segment: from the block's input, or with the rows that its exchanges brought."""
         if not received:
-            reached = self._start(self._inputs(), self.microbatch.random)
+            reached = self._start(self.microbatch.take_activations())
         else:
             results = []
             for place, rows in received.items():
@@ -102,7 +114,7 @@ class BlockRun:
                     flight, sent.counts = sent.counts, None
                     sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
                 results.append((sent, sent.results(rows)))
-            reached = self._resume(results, self.microbatch.random)
+            reached = self._resume(results)
         if isinstance(reached, list):
             self._reach(reached)
             return
@@ -111,31 +123,28 @@ class BlockRun:
         self.forward = None
         self._pass_on(reached)
 
-    def _inputs(self) -> Tensors:
-        return self.microbatch.take_activations()
-
-    def _start(self, x: Tensors, stream: RandomStream) -> Reached:
+    def _start(self, x: Tensors) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
         given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
         mode = grad and stage.watches(self.block)
-        if mode or self.exchanges or self.seen is not None:
+        if mode or self.suspends:
             self.mode = CrossingMode(self)
-        with stage.draws.within(self.block, stream), eager(mode):
-            if self.exchanges or self.seen is not None:
+        with stage.draws.within(self.block, self.microbatch.random), eager(mode):
+            if self.suspends:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._carry(self.forward.start(tuple(given), self._thread(), grad=grad, mode=mode))
+                return self._carry(self.forward.start(tuple(given), self.stage.thread, grad=grad, mode=mode))
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return self._run_module(*given)
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, results: Results, stream: RandomStream) -> Reached:
+    def _resume(self, results: Results) -> Reached:
         """Run the module on from some exchanges to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
@@ -146,14 +155,10 @@ class BlockRun:
             requires_grad += sent.results_require_grad
         given = segment.enter(received, requires_grad, self.stage.anchor)
         mode = grad and not results[0][0].call.feeds_part
-        with self.stage.draws.within(self.block, stream), eager(mode):
+        with self.stage.draws.within(self.block, self.microbatch.random), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._carry(self.forward.resume(tuple(given), self._thread(), mode=mode))
-
-    def _thread(self) -> ThreadState:
-        """Return the thread's present state: between nodes it is the same in the whole step."""
-        return self.stage.thread
+            return self._carry(self.forward.resume(tuple(given), self.stage.thread, mode=mode))
 
     def _carry(self, reached: Reached) -> Reached:
         """Take what the forward has set on its modules along while it is suspended."""
@@ -298,7 +303,13 @@ class BlockRun:
         if microbatch.grad:
             if not self.is_last:
                 self._check_requires_grad(outs)
-            self._keep(outs)
+            self.outs = [Root.of(self.entered(out)) for out in outs]  # their graph, for the backward
+            if self.buffers is not None:
+                self.stage.buffers[self.block].ended(self.buffers)
+                self.buffers = None
+            self._close(self.segments[-1])
+            if self.learns:
+                self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
             if self.plain:
@@ -312,13 +323,6 @@ class BlockRun:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
             self._release(ends=self.is_last)
-
-    def _keep(self, outs: Tensors) -> None:
-        """Hold the graph of the outputs for the backward."""
-        self.outs = [Root.of(self.entered(out)) for out in outs]
-        self._close(self.segments[-1])
-        if self.learns:
-            self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
@@ -369,6 +373,8 @@ class BlockRun:
     # Methods without a docstring have it in :class:`~overlap1f1b.engine.run.crossing.Replaces`.
 
     def entered(self, tensor: Tensor) -> Tensor:
+        if self.again:  # its graph is not walked
+            return tensor
         node = tensor.grad_fn
         if node is None:
             return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
@@ -421,7 +427,8 @@ class BlockRun:
         )
 
     def used_apart(self, weight: Parameter) -> None:
-        self.uses.defers(weight, len(self.segments) - 1)
+        if not self.again:
+            self.uses.defers(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
@@ -611,7 +618,8 @@ class BlockRun:
         self.mode = None  # it refers to this run
 
     def stop(self) -> None:
-        """Unwind a suspended forward."""
+        """Unwind a suspended forward, and release the graph: parts that are computed again refer to this run."""
         self._end_mode()
         if self.forward is not None:
             self.forward.stop()
+        self.segments, self.outs, self.sent = [], [], {}

@@ -44,6 +44,7 @@ class Replaces(Protocol):
     """A forward that decides what enters its running segment, and which exchanges suspend it.
 
     Attributes:
+        again: Whether a part of the forward runs a second time: nothing enters it, since its graph is not walked.
         noting: Whether exchanges are noted, and run where they stand: in the first step.
         inside: All-to-alls of torch inside the Function that runs in the first step; None outside.
         forward: What an exchange may suspend; None if nothing.
@@ -51,6 +52,7 @@ class Replaces(Protocol):
         arrived: Outputs of these, with the rows that each has brought.
     """
 
+    again: bool
     noting: bool
     inside: list[Watched] | None
     forward: Forward | None
@@ -92,7 +94,7 @@ class CrossingMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.ended:
+        if self.ended or self.run.again:
             return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
@@ -172,7 +174,7 @@ def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: di
     splits = splits_of(len(tensor), send, receive, group.size())
     if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
         return None
-    rows: Tensor = forward.suspend([ExchangeCall([tensor], splits, False)])[0]
+    rows: Tensor = forward.bring(lambda: forward.suspend([ExchangeCall([tensor], splits, False)]))[0]
     return rows
 
 

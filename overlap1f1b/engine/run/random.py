@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,12 @@ class RandomStream:
         self._states: list[Tensor] | None = None
         self._outside: list[Tensor] = []
 
-    def again(self) -> RandomStream:
-        """Return a stream that repeats the numbers that this one gives next."""
-        return copy(self)
+    @classmethod
+    def here(cls, generators: tuple[torch.Generator, ...]) -> RandomStream:
+        """Return a stream that repeats the numbers that the generators give next."""
+        stream = cls(0, generators)
+        stream._states = [generator.get_state() for generator in generators]
+        return stream
 
     def __enter__(self) -> None:
         self._outside = [generator.get_state() for generator in self._generators]

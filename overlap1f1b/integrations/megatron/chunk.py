@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.engine.run.again import Again
+from overlap1f1b.engine.run.again import run_again
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement, replaced
@@ -108,9 +108,9 @@ class Chunk(MicrobatchBlock):
 
         def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
             forward = Forward.running()
-            if forward is None or forward.again is None or not torch.is_grad_enabled():
+            if forward is None or forward.part is None or not torch.is_grad_enabled():
                 return plain(function, distribute, *args)
-            return forward.again(function, args, Repeating(random, tables)).run(args, forward)
+            return forward.part(function, args, Repeating(random, tables))
 
         yield vars(package), "checkpoint", checkpoint
 
@@ -127,7 +127,7 @@ class Chunk(MicrobatchBlock):
         step.begun += 1
         self._stage = microbatch.stage
         if self._repeats and (forward := Forward.running()) is not None:
-            forward.again = partial(Again, microbatch.stage, 0)
+            forward.part = partial(run_again, microbatch.runs[0])
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

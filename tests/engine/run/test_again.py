@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine.run.again import Again
+from overlap1f1b.engine.run.again import _answered, run_again
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
@@ -33,20 +32,20 @@ class Block(MicrobatchBlock):
     def forward(self, x: Tensor, microbatch: Any = None) -> Tensor:
         forward = Forward.running()
         if forward is not None and self.again:
-            forward.again = partial(Again, microbatch.stage, 0)
+            forward.part = partial(run_again, microbatch.runs[0])
         return x + self.repeated(self.part, x)
 
     def repeated(self, function: Any, x: Tensor) -> Tensor:
         forward = Forward.running()
-        if forward is None or forward.again is None or not torch.is_grad_enabled():
+        if forward is None or forward.part is None or not torch.is_grad_enabled():
             return function(x)
-        return forward.again(function, (x,), nullcontext()).run((x,), forward)
+        return forward.part(function, (x,))
 
     def part(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
         rows = exchange(self.first(x).tanh(), None, None, self.group)
         rows = self.repeated(lambda rows: self.second(rows).tanh().sin(), rows)
-        if self.differs and Forward.running().brought is None:  # in the second forward
+        if self.differs and Forward.running().bring is _answered:  # in the second forward
             rows = rows.cos()
         return exchange(rows, None, None, self.group).tanh() * self.first(x)
 

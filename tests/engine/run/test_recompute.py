@@ -182,6 +182,47 @@ def test_a_forward_that_does_something_else_the_second_time_is_refused_by_name()
         make(model, build_schedule("sequential", microbatches=2), recompute="all")  # type: ignore[arg-type]
 
 
+class Wrong(nn.Module):
+    """Does to an activation what a dropped one does not bear."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear, self.what, self.calls = nn.Linear(4, 4), what, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x).exp()
+        if self.what == "repeats nothing" and self.calls == 2:
+            y = y[:1]
+        z = y.sin()
+        if self.what == "in place":
+            y.mul_(2)
+        if self.what == "a gradient":
+            return z + torch.autograd.grad(z.sum(), y, retain_graph=True)[0]
+        return z
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "in place",
+            r"block 0 \(Wrong\) changes in place a tensor of \[2, 4\] that its backward needs; allowed: a copy",
+        ),
+        ("a gradient", "a block calls torch.autograd.grad for activations that it drops and computes again; allowed: "),
+        (
+            "repeats nothing",
+            r"block 0 \(Wrong\) computes something else when a part of it is computed again; allowed: ",
+        ),
+    ],
+)
+def test_what_a_dropped_activation_does_not_bear_is_refused_in_one_line(what: str, message: str) -> None:
+    program, data = build_schedule("sequential", microbatches=1), torch.randn(2, 4)
+    engine = make([Wrong(what)], program, loss_fn=lambda y, _: y.sum(), costs=COSTS, recompute="block", verify=False)
+    with pytest.raises((ValueError, RuntimeError), match=f"^{message}"):
+        engine.step(data, target=data)
+
+
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 

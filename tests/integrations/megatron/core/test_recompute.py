@@ -36,7 +36,7 @@ def _counts(rank: int, size: int, fields: Fields) -> tuple[int, int, int]:
         (prepared,) = function._engines.values()
         with (
             patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
-            patch.object(Again, "_compute", autospec=True, side_effect=Again._compute) as again,
+            patch.object(Again, "compute", autospec=True, side_effect=Again.compute) as again,
         ):
             planned = sum(node.resource is Resource.EXCHANGE for node in prepared.engine.plan.nodes)
             one_step(function, chunk, MICROBATCHES)
