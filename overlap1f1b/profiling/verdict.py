@@ -92,11 +92,11 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
 def _against_exposure(sums: Figures, about: About) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
-    if opened == 1 and about.overlap in ("", "serial", "1"):
-        return "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
     if opened == 1:
         return (
-            f"one action was open at a time: overlap={about.overlap} was asked for, and the engine chose "
+            "one action was open at a time: overlap=3, or overlap='pairs' with combined_1f1b"
+            if about.overlap in ("", "serial", "1")
+            else f"one action was open at a time: overlap={about.overlap} was asked for, and the engine chose "
             f"{about.choice}; overlap gains where bytes cost more (a slower link, larger rows), or where ranks do not "
             "share processors"
         )
