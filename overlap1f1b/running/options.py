@@ -165,7 +165,7 @@ class TrainOptions(RunOptions):
     """Microbatches of a step."""
     batch: Annotated[int, Range(1)] = 8
     """Sequences of a step on each rank, divided evenly into microbatches."""
-    steps: Annotated[int, Range(1)] = 60
+    steps: Annotated[int, Range(1)] = 18
     """Optimizer steps."""
     link: Annotated[float | None, by_default("GB/S", f"{DEFAULT_LINK} between local CPU ranks"), Range()] = None
     """Rate of an imitated link between local ranks on CPUs, where bytes cost almost nothing otherwise: rows arrive when
