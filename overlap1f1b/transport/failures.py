@@ -180,7 +180,7 @@ class Failures:
         else:
             silent = [label for rank, label in self.labels.items() if rank not in words and rank != self._rank]
             if silent:
-                why = "killed, stopped, ended or busy, or it never began this step"
+                why = "killed, stopped, ended or busy, or not there yet"
                 put_first(f"no word, within {ROLL_CALL_S:g} s, from {', '.join(silent)}: {why}")
             for rank, word in words.items():
                 if word.startswith("ended"):

@@ -125,7 +125,7 @@ def _step_once(rank: int, size: int) -> str:
 
 def test_a_rank_that_never_steps_is_named(ranks2: Ranks) -> None:
     message, _ = ranks2.run(_step_once)
-    assert message.startswith("no word, within 2 s, from rank ep 1: killed, stopped, ended or busy, or it never began")
+    assert message.startswith("no word, within 2 s, from rank ep 1: killed, stopped, ended or busy, or not there yet")
 
 
 def _while_measured(rank: int, size: int, folder: str) -> float:
