@@ -204,7 +204,7 @@ class Engine:
             ep = self.mesh.exchanging
             for stage in self.stages.values():
                 stage.exchange = self.exchange
-                stage.agree = lambda sizes: self.mesh.agree(sizes, over=("dp", "ep", "cp", "tp"))
+                stage.agree = partial(self.mesh.agree, over=("dp", "ep", "cp", "tp"))  # a dropped engine ends at once
                 # Blocks may exchange rows by themselves: the first step shows where.
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
 

@@ -333,7 +333,7 @@ class CollectiveExchange(Exchange):
 
         # The route keeps source and result until it has read the copies.
         host = HostCopy.on(streams[1], source, result, behind=send)
-        return Transfer(result, source=source, mark=host.mark, host=host)
+        return Transfer(result, source=source, mark=host.mark, host=host, sent=source[1:].nbytes)
 
     def _launched(
         self,
