@@ -167,7 +167,9 @@ class TrainOptions(RunOptions):
     """Sequences of a step on each rank, divided evenly into microbatches."""
     steps: Annotated[int, Range(1)] = 18
     """Optimizer steps."""
-    link: Annotated[float | None, by_default("GB/S", f"{DEFAULT_LINK} between local CPU ranks"), Range()] = None
+    link: Annotated[
+        float | None, by_default("GB/S", f"{DEFAULT_LINK} between local CPU ranks without --checkpoint"), Range()
+    ] = None
     """Rate of an imitated link between local ranks on CPUs, where bytes cost almost nothing otherwise: rows arrive when
     they would have come over it. 0 imitates none."""
     lr: Annotated[float, ABOVE_0] = 2e-3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,8 @@ def test_the_rate(link: float | None, group: bool, device: str, rate: float, mon
     monkeypatch.setattr(Rank, "group", property(lambda self: object() if group else None))
     rank = Rank(0, 2, torch.device(device), None)
     assert link_of(TrainOptions(link=link), rank) == rate
+    kept = TrainOptions(link=link, checkpoint=Path("kept"))  # a training for its own sake is not slowed down
+    assert link_of(kept, rank) == (link or 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other rank is on another machine
     assert link_of(TrainOptions(link=link), rank) == (link or 0)
 

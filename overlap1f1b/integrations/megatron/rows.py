@@ -47,7 +47,7 @@ class LayerExperts(Experts):
     def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
         counts = KnownRows(route.expert_rows)
         total = sum(counts)
-        result, _ = self.own(rows[:total], torch.tensor(counts, device=rows.device), weights[:total])
+        result, _ = self.own(rows[:total], torch.tensor(counts, device="cpu"), weights[:total])
         return F.pad(result, (0, 0, 0, len(rows) - total)) if total < len(rows) else result, None
 
     def routed(self, hidden: Tensor, chosen: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from overlap1f1b.kernels.grouped_mm import KnownRows
 from overlap1f1b.moe import Experts
 
 LAYER, DISPATCHER = "RoutedExperts", "AllToAllTokenDispatcher"
@@ -35,7 +35,8 @@ class LayerExperts(Experts):
         return self._own[0].parameters()
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        result: Tensor = self._own[0](rows, torch.tensor(counts, device=rows.device))
+        assert isinstance(counts, KnownRows)
+        result: Tensor = self._own[0](rows, counts.rows.counts)  # on the device
         return result
 
     @staticmethod

@@ -165,7 +165,9 @@ class Trainer:
 
 
 def link_of(options: TrainOptions, rank: Rank) -> float:
-    """Return the rate of the link to imitate, in GB/s; 0 for none: by default between ranks on one machine's CPUs.
+    """Return the rate of the link to imitate, in GB/s; 0 for none.
+
+    By default one is imitated between ranks on one machine's CPUs, unless the training is kept.
 
     Raises:
         ValueError: A rate for ranks on GPUs, or for a single rank.
@@ -174,7 +176,7 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     if options.link and not here:
         raise ValueError(f"--link {options.link:g} on {rank.size} rank(s), {rank.device.type}; allowed: ranks on CPUs")
     local = here and int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
-    return (DEFAULT_LINK if local else 0.0) if options.link is None else options.link
+    return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
 
 
 WARMUP = 0.1  # share of the steps
