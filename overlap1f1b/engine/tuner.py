@@ -114,6 +114,7 @@ class Tuner:
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
+        graphs: Whether settled plans are played with device graphs.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
             the first step shows with which ranks blocks communicate.
@@ -139,6 +140,8 @@ class Tuner:
         self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
+        self.graphs = False
+        self._recorded = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
@@ -298,6 +301,11 @@ class Tuner:
         return self.state is not State.SETTLED
 
     @property
+    def records(self) -> bool:
+        """Whether the next step replays device graphs."""
+        return self.graphs and self.state is State.SETTLED
+
+    @property
     def choice(self) -> str:
         """Name of the plan of the next step, and the times by which it was chosen."""
         name = f"{self.plan.program.name} {self.plan.order}"
@@ -339,7 +347,11 @@ class Tuner:
 
         A plan for another number of microbatches than the first has to be if more of them are open at once than before.
         """
-        if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.verified:
+        if not self.options.verify or self.state is State.MEASURING:
+            return False
+        if self.records and plan is self.plan and plan.fingerprint not in self._recorded:
+            return True
+        if plan.fingerprint in self.verified:
             return False
         count, forwards, most = _described(plan)
         known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
@@ -350,6 +362,8 @@ class Tuner:
     def note_verified(self, plan: Plan) -> None:
         """Note that the first step of a plan was equal to a plain loop's."""
         self.verified[plan.fingerprint] = _described(plan)
+        if self.records:
+            self._recorded.add(plan.fingerprint)
 
     def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""

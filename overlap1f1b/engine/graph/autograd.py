@@ -76,6 +76,11 @@ class WeightQueue:
         other._waiting += [entry for entry in self._waiting if entry[0] in weights]
         self._waiting = [entry for entry in self._waiting if entry[0] not in weights]
 
+    def take(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
+        """Return the gradients that are left for later, and empty the queue."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
     def compute(self) -> Gradients:
         """Return all gradients, summed per parameter, and empty the queue."""
         total, self._ready = self._ready, {}
