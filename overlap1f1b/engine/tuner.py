@@ -34,7 +34,7 @@ WARM_STEPS = 3
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 LEAST_WARMUP_GAIN = 0.01
-"""Least predicted gain, as a share of the step, for which a limit of memory is used for another forward to warm up."""
+"""Least predicted gain, as a share of the step, for which memory is used for another forward to warm up."""
 SPARE = 0.03
 """Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
 LEAST_GAIN = 0.02
@@ -553,7 +553,10 @@ class Tuner:
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
-        for number, other in enumerate(lighter(program) if rooms else (program,)):
+        # For costs that were measured: a GPU has no memory to spare for a forward that gains nothing.
+        chooses = self._player.watch is not None and (self._tries or (self._costs is None and self.options.tries > 0))
+        others = lighter(program) if rooms else warmups(program) if chooses else (program,)
+        for number, other in enumerate(others):
             room = spared if number else rooms  # the lightest holds one microbatch at a time
             found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
@@ -618,10 +621,20 @@ def lighter(program: Program) -> Iterator[Program]:
     >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
     ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
     """
-    placement, (name, _, extra) = program.placement, program.name.partition("+")
+    placement = program.placement
     yield one_by_one(program.microbatches, placement)
     if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
         yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
+    yield from warmups(program)
+
+
+def warmups(program: Program) -> Iterator[Program]:
+    """Yield the program with fewer forwards to warm up and with all, fewest first.
+
+    >>> [other.name for other in warmups(build_schedule("combined_1f1b", microbatches=4))]
+    ['combined_1f1b', 'combined_1f1b+1']
+    """
+    placement, (name, _, extra) = program.placement, program.name.partition("+")
     for less in range(int(extra) if extra.isdecimal() else 0):
         sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
         yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)
