@@ -419,6 +419,7 @@ class Engine:
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
+            self._name_unfit()
             tuner.learn(plan, played.result, count if notes else None)
         return played
 
@@ -496,7 +497,6 @@ class Engine:
             warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
             played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
         self.tuner.note_verified(plan)
-        self._name_unfit()
         return played
 
     def _name_unfit(self) -> None:

@@ -303,7 +303,7 @@ class Tuner:
     @property
     def records(self) -> bool:
         """Whether the next step replays device graphs."""
-        return self.graphs and self.state is State.SETTLED
+        return self.graphs and self.steps > 0 and self.state is State.SETTLED
 
     @property
     def choice(self) -> str:

@@ -6,6 +6,7 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -132,14 +133,20 @@ class Recorder:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return the context of records: their stream, and no casts of weights that others have cached."""
-        cached = torch.is_autocast_cache_enabled()
+        """Return the context of records: their stream, and no casts of weights that others have cached.
+
+        Python collects no garbage there: to free what belongs to a device is not allowed in a record.
+        """
+        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
         torch.set_autocast_cache_enabled(False)
+        gc.disable()
         try:
             with self._gpu.stream(self._stream):
                 yield
         finally:
             torch.set_autocast_cache_enabled(cached)
+            if collects:
+                gc.enable()
 
     def begin(self) -> None:
         """Record what is queued from now on."""

@@ -70,6 +70,8 @@ class Part:
         roots: Memory of the gradients of hidden and other outputs, in this order.
         found: Memory of the gradients of what it uses: given, entered, parameters; None for one without.
         deferred: Weight gradients that its backward leaves to a queue.
+        leaves: Whether the gradients of what it is given leave the stage: a send may still read them when the slot has
+            another microbatch.
     """
 
     start: int
@@ -82,6 +84,7 @@ class Part:
     roots: list[Tensor] = field(default_factory=list)
     found: list[Tensor | None] = field(default_factory=list)
     deferred: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = field(default_factory=list)
+    leaves: bool = False
     forward: Callable[[], object] = lambda: None
     backward: Callable[[], object] = lambda: None
 
@@ -110,7 +113,8 @@ class _Replay(torch.autograd.Function):
         part.backward()
         for weight, gradient in part.deferred:
             ctx.stage.queue.put(weight, gradient)
-        return None, None, *part.found
+        given = len(part.given) if part.leaves else 0
+        return None, None, *[None if grad is None else grad.clone() for grad in part.found[:given]], *part.found[given:]
 
 
 def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
@@ -200,7 +204,7 @@ class _Recording:
         Raises:
             UnfitError: It cannot be recorded.
         """
-        given = [_memory_like(t, requires_grad=t.requires_grad) for t in x]
+        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
         experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
         outside, stage.queue = stage.queue, WeightQueue()
@@ -242,7 +246,7 @@ class _Recording:
             raise UnfitError("experts are called with arguments by name")
         self._end(tensors)
         self._experts.append(experts)
-        result = _memory_like(tensors[0], requires_grad=True)
+        result = torch.empty_like(tensors[0]).detach().requires_grad_()
         self._begin([result])
         return result
 
@@ -289,7 +293,7 @@ class _Recording:
             elif id(leaf) not in known:
                 raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
         used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
-        part.roots = [_memory_like(result) for result in results]
+        part.roots = [torch.empty_like(result).detach() for result in results]
         self._recorder.begin()
         found = iter(gradients(edges, part.roots, used))
         part.backward = self._recorder.end()
@@ -300,10 +304,6 @@ class _Recording:
 
 def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
     return [node.variable for node in nodes_behind(edge.node for edge in edges) if hasattr(node, "variable")]
-
-
-def _memory_like(tensor: Tensor, *, requires_grad: bool = False) -> Tensor:
-    return torch.zeros_like(tensor.detach()).requires_grad_(requires_grad)
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
@@ -382,7 +382,9 @@ class Graphs:
         block = self._blocks[number]
         if (reason := _unfit(block)) is not None:
             raise UnfitError(reason)
-        return _Recording(block, self._recorder, self._anchor).run(self._stage, x)
+        recorded = _Recording(block, self._recorder, self._anchor).run(self._stage, x)
+        recorded.parts[0].leaves = number == 0
+        return recorded
 
     def unfit_now(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """Return the reasons that were found since the last call, each with the names of its blocks."""
