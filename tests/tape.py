@@ -29,7 +29,7 @@ class _Taping(TorchDispatchMode):
 
 
 class Tape:
-    """A :class:`~overlap1f1b.transport.devices.Recorder` of a CPU."""
+    """A :class:`~overlap1f1b.transport.devices.GraphCapture` of a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._taping: _Taping | None = None

@@ -39,13 +39,13 @@ def run(context: Context) -> dict[str, Any]:
         with deterministic():
             engine.step()
         engine.grads = gradients(work.model.parameters())
-        engine.step()  # records anew: other kernels
+        engine.step()  # captures anew: other kernels
         if not all(torch.equal(a, b) for a, b in zip(engine.grads, engines[0].grads, strict=True)):
             problems.append(f"{engine.name}: gradients differ")
         for stage in engine.engine.stages.values():
             if stage.graphs is not None:
                 problems += stage.graphs.unfit.values()
-                context.say(f"{engine.name}: {stage.graphs.bytes / 2**30:.2f} GiB of records")
+                context.say(f"{engine.name}: {stage.graphs.bytes / 2**30:.2f} GiB of graphs")
     samples: dict[str, list[float]] = {"plain": [], **{engine.name: [] for engine in engines}}
     launched: dict[str, list[float]] = {engine.name: [] for engine in engines}
     plain()

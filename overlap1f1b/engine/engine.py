@@ -447,7 +447,7 @@ class Engine:
         check_feed(feed, plan.program, self.rank)
         for stage in self.stages.values():
             if stage.graphs is not None:
-                stage.graphs.active = grad and self.tuner.records and plan is self.tuner.plan
+                stage.graphs.active = grad and self.tuner.replays and plan is self.tuner.plan
         for stage in self.stages.values() if grad and self.tuner.looks else ():
             stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
@@ -491,7 +491,7 @@ class Engine:
         try:
             played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
         except VerificationError as error:
-            if not self.tuner.records or plan is not self.tuner.plan:
+            if not self.tuner.replays or plan is not self.tuner.plan:
                 raise
             self.tuner.graphs = False
             warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)

@@ -60,9 +60,9 @@ class EngineOptions:
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
             :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not,
             nor plans for other numbers of microbatches of which no more are open at once.
-        graphs: Whether what blocks compute beside their experts is recorded as device graphs and replayed, once the
+        graphs: Whether what blocks compute beside their experts is captured as device graphs and replayed, once the
             plan is settled: for models whose kernels are as short as their launches. Gradients are the same to the bit.
-            Blocks that cannot be recorded run as before, and a warning names them; so do all blocks on a CPU, and over
+            Blocks that cannot be captured run as before, and a warning names them; so do all blocks on a CPU, and over
             "tp" and "cp". What a forward does in Python alone is not repeated: see docs/gpu.md.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,

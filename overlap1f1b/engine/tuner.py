@@ -141,7 +141,7 @@ class Tuner:
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
         self.graphs = False
-        self._recorded = set[str]()  # plans that were verified with device graphs
+        self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
@@ -301,7 +301,7 @@ class Tuner:
         return self.state is not State.SETTLED
 
     @property
-    def records(self) -> bool:
+    def replays(self) -> bool:
         """Whether the next step replays device graphs."""
         return self.graphs and self.steps > 0 and self.state is State.SETTLED
 
@@ -349,7 +349,7 @@ class Tuner:
         """
         if not self.options.verify or self.state is State.MEASURING:
             return False
-        if self.records and plan is self.plan and plan.fingerprint not in self._recorded:
+        if self.replays and plan is self.plan and plan.fingerprint not in self._captured:
             return True
         if plan.fingerprint in self.verified:
             return False
@@ -362,8 +362,8 @@ class Tuner:
     def note_verified(self, plan: Plan) -> None:
         """Note that the first step of a plan was equal to a plain loop's."""
         self.verified[plan.fingerprint] = _described(plan)
-        if self.records:
-            self._recorded.add(plan.fingerprint)
+        if self.replays:
+            self._captured.add(plan.fingerprint)
 
     def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""

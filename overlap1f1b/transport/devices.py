@@ -120,8 +120,8 @@ def watch_of(device: torch.device) -> Watch | None:
     return Watch(Stamps(device), lambda a, b: a.event.elapsed_time(b.event) / 1e3, wait, hold)
 
 
-class Recorder:
-    """Records what a thread queues on a GPU instead of running it: device graphs that share one pool of memory.
+class GraphCapture:
+    """Captures what a thread queues on a GPU instead of running it: device graphs that share one pool of memory.
 
     They are replayed one after another, on the stream that is the current one then.
     """
@@ -133,9 +133,9 @@ class Recorder:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return the context of records: their stream, and no casts of weights that others have cached.
+        """Return the context of captures: their stream, and no casts of weights that others have cached.
 
-        Python collects no garbage there: to free what belongs to a device is not allowed in a record.
+        Python collects no garbage there: to free what belongs to a device is not allowed in a capture.
         """
         cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
         torch.set_autocast_cache_enabled(False)
@@ -149,7 +149,7 @@ class Recorder:
                 gc.enable()
 
     def begin(self) -> None:
-        """Record what is queued from now on."""
+        """Capture what is queued from now on."""
         self._graph = self._gpu.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -161,7 +161,7 @@ class Recorder:
         return replay
 
     def leave(self) -> None:
-        """Give up a record that has begun; do nothing without one."""
+        """Give up a capture that has begun; do nothing without one."""
         if self._graph is not None:
             with suppress(RuntimeError), self._gpu.stream(self._stream):
                 self.end()

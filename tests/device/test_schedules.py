@@ -77,15 +77,15 @@ def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, op
 
 
 def _replays(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
-    replay, calls = graphs.Recorded.__call__, list[int]()
+    replay, calls = graphs.CapturedBlock.__call__, list[int]()
 
-    def counted(self: graphs.Recorded, *args: Any) -> Any:
+    def counted(self: graphs.CapturedBlock, *args: Any) -> Any:
         calls.append(len(self.parts))
         return replay(self, *args)
 
     with (
-        patch.object(graphs, "Recorder", Tape),
-        patch.object(graphs.Recorded, "__call__", counted),
+        patch.object(graphs, "GraphCapture", Tape),
+        patch.object(graphs.CapturedBlock, "__call__", counted),
         patch.object(Draws, "draws", lambda self, block: False),  # threads share the process's random numbers
     ):
         problems = problems_of(name, Layout(pp, ep), graphs=True)[0]

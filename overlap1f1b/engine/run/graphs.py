@@ -1,12 +1,12 @@
 """Parts of blocks as device graphs: what a block computes before its experts and behind them, at one launch each.
 
 All but the experts has fixed shapes, with exact sizes, too: norms, attention, router, shared experts. A block's own
-forward is run once without computing, and what it queues on the device is recorded, in parts between its calls of
-experts; so is the backward of each part. Later forwards and backwards replay the records. Experts, exchanges and weight
+forward is run once without computing, and what it queues on the device is captured, in parts between its calls of
+experts; so is the backward of each part. Later forwards and backwards replay the graphs. Experts, exchanges and weight
 gradients of linear layers stay nodes of the plan.
 
-A record has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
-gradient, and each slot has records of its own. All share one pool: memory that a record needs only while it runs serves
+A graph has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
+gradient, and each slot has graphs of its own. All share one pool: memory that a graph needs only while it runs serves
 the others, too.
 """
 
@@ -32,13 +32,13 @@ from overlap1f1b.engine.run.model import MicrobatchBlock, is_compiled
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule.values import some
-from overlap1f1b.transport.devices import Recorder
+from overlap1f1b.transport.devices import GraphCapture
 
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 class UnfitError(RuntimeError):
-    """A block that cannot be recorded, and why."""
+    """A block that cannot be captured, and why."""
 
 
 class Queued(Protocol):
@@ -57,7 +57,7 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """A part of a block between two calls of experts, recorded for one slot.
+    """A part of a block between two calls of experts, captured for one slot.
 
     Args:
         start: Sequence number below those of its autograd nodes.
@@ -95,7 +95,7 @@ class Part:
 
 
 class _Replay(torch.autograd.Function):
-    """A part of a block: copies what it uses to where its record reads it, and replays."""
+    """A part of a block: copies what it uses to where its graph reads it, and replays."""
 
     @staticmethod
     def forward(ctx: Any, part: Part, stage: Queued, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -123,14 +123,14 @@ def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
 
 
 @dataclass(eq=False)
-class Recorded:
+class CapturedBlock:
     """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
 
     Args:
         parts: Its parts.
         experts: What is called behind each part but the last.
         several: Whether its forward returns a tuple.
-        kept: Memory that parts have in common, or that must last from a forward to its backward: no other record may
+        kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
             take it.
     """
 
@@ -177,19 +177,19 @@ class _Made(TorchDispatchMode):
         return [storage for storage in found if storage is not None]
 
 
-class _Recording:
+class _Capture:
     """The forward of a block, run without computing, and its backward.
 
     A function mode shows what a part uses of earlier ones: it enters the part without its history.
 
     Args:
         module: The block.
-        recorder: Records what the thread queues.
+        capture: Captures what the thread queues.
         anchor: Leaf to which the nodes of layers lead whose weight gradients are left for later.
     """
 
-    def __init__(self, module: nn.Module, recorder: Recorder, anchor: Tensor) -> None:
-        self._module, self._recorder, self._anchor = module, recorder, anchor
+    def __init__(self, module: nn.Module, capture: GraphCapture, anchor: Tensor) -> None:
+        self._module, self._capture, self._anchor = module, capture, anchor
         self._parts: list[Part] = []
         self._experts: list[Experts] = []
         self._made = _Made()
@@ -198,37 +198,34 @@ class _Recording:
         self.inside = self.forward = None
         self._kept: list[Any] = []
 
-    def run(self, stage: Queued, x: Sequence[Tensor]) -> Recorded:
-        """Return the records of a block for inputs like these.
+    def run(self, stage: Queued, x: Sequence[Tensor]) -> CapturedBlock:
+        """Return the graphs of a block for inputs like these.
 
         Raises:
-            UnfitError: It cannot be recorded.
+            UnfitError: It cannot be captured.
         """
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
         experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
         outside, stage.queue = stage.queue, WeightQueue()
         try:
-            with replaced(borders), self._recorder.around(), self._made, torch.enable_grad():
+            with replaced(borders), self._capture.around(), self._made, torch.enable_grad():
                 before = _state(self._module)
                 self._begin(given)
                 with CrossingMode(cast(Replaces, self)):
                     returned = self._module(*given)
                 self._end(returned if isinstance(returned, tuple) else (returned,))
-                after = _state(self._module)
-                changed = [name for name in before.keys() | after if before.get(name) is not after.get(name)]
-                if changed:
-                    raise UnfitError(f"its forward sets {changed[0]}")
+                _check_unchanged(before, _state(self._module))
                 for part in reversed(self._parts):
                     self._backward(part, stage.queue)
         finally:
             stage.queue = outside
-            self._recorder.leave()
-        return Recorded(self._parts, self._experts, isinstance(returned, tuple), self._kept)
+            self._capture.leave()
+        return CapturedBlock(self._parts, self._experts, isinstance(returned, tuple), self._kept)
 
     def _begin(self, given: list[Tensor]) -> None:
         self._entered = {}
-        self._recorder.begin()
+        self._capture.begin()
         self._parts.append(Part(next_sequence_number(), given))
 
     def _end(self, outputs: Sequence[Any]) -> None:
@@ -236,7 +233,7 @@ class _Recording:
             raise UnfitError("experts are called with, or the block returns, something else than tensors")
         part = self._parts[-1]
         part.outputs = [self.entered(out) for out in outputs]
-        part.forward = self._recorder.end()
+        part.forward = self._capture.end()
         part.places, part.entered = list(self._entered), list(self._entered.values())
         self._kept += self._made.alive()
 
@@ -294,9 +291,9 @@ class _Recording:
                 raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
         used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
         part.roots = [torch.empty_like(result).detach() for result in results]
-        self._recorder.begin()
+        self._capture.begin()
         found = iter(gradients(edges, part.roots, used))
-        part.backward = self._recorder.end()
+        part.backward = self._capture.end()
         self._kept += self._made.alive()
         part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *part.parameters)]
         part.deferred = queue.take()
@@ -306,26 +303,36 @@ def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
     return [node.variable for node in nodes_behind(edge.node for edge in edges) if hasattr(node, "variable")]
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """Return what a module's forward may set, by the names of the places."""
+_State = dict[tuple[int, Any], tuple[str, Any]]
+
+
+def _state(module: nn.Module) -> _State:
+    """Return what a module's forward may set, by the places, each with its name."""
     return {
-        f"{place.before}{name}{place.after}": value
-        for place in places_of(module).values()
+        (number, name): (f"{place.before}{name}{place.after}", value)
+        for number, place in places_of(module).items()
         for name, value in place.all.items()
     }
 
 
+def _check_unchanged(before: _State, after: _State) -> None:
+    for key in before.keys() | after:
+        name, _ = (before if key in before else after)[key]
+        if key not in before or key not in after or before[key][1] is not after[key][1]:
+            raise UnfitError(f"its forward sets {name}")
+
+
 class Graphs:
-    """The records of a stage's blocks, made when a microbatch needs them.
+    """The graphs of a stage's blocks, made when a microbatch needs them.
 
     Args:
         stage: Where forwards leave weight gradients.
         blocks: Its blocks.
         device: Device of the blocks.
-        anchor: See :class:`_Recording`.
+        anchor: See :class:`_Capture`.
 
     Attributes:
-        active: Whether the step that runs uses records.
+        active: Whether the step that runs replays graphs.
         unfit: Why a block has none, by its number.
     """
 
@@ -333,22 +340,24 @@ class Graphs:
         self.active = False
         self.unfit: dict[int, str] = {}
         self._stage, self._blocks, self._anchor = stage, blocks, anchor
-        self._recorder = Recorder(device)
+        self._capture = GraphCapture(device)
         self._device = device
-        self._records: dict[tuple[int, int], tuple[object, Recorded]] = {}  # by block and slot, with what they are for
+        self._captured: dict[
+            tuple[int, int], tuple[object, CapturedBlock]
+        ] = {}  # by block and slot, with what they are for
         self._facts: dict[int, object] = {}
         self._slots: dict[int, int] = {}  # of microbatches
         self._told = set[int]()
 
     def begin(self) -> None:
-        """Forget the slots of an earlier step, and the records of blocks that have changed since."""
+        """Forget the slots of an earlier step, and the graphs of blocks that have changed since."""
         self._slots.clear()
         if not self.active:
             return
         for number, block in enumerate(self._blocks):
             facts = _facts(block)
             if self._facts.get(number) != facts:
-                self._records = {key: value for key, value in self._records.items() if key[0] != number}
+                self._captured = {key: value for key, value in self._captured.items() if key[0] != number}
                 self._facts[number] = facts
 
     def end(self, microbatch: int) -> None:
@@ -356,7 +365,7 @@ class Graphs:
         self._slots.pop(microbatch, None)
 
     def of(self, number: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
-        """Return a block's forward by records; None if it has none, or cannot have one."""
+        """Return a block's forward by graphs; None if it has none, or cannot have one."""
         if number in self.unfit:
             return None
         slot = self._slots.get(microbatch)
@@ -368,23 +377,23 @@ class Graphs:
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in x],
         )
-        known = self._records.get((number, slot))
+        known = self._captured.get((number, slot))
         if known is None or known[0] != form:
             try:
-                recorded = self._record(number, x)
+                captured = self._capture_block(number, x)
             except Exception as error:  # of any kind: a block may do in its forward what it likes
                 self.unfit[number] = str(error).partition("\n")[0]
                 return None
-            known = self._records[number, slot] = form, recorded
+            known = self._captured[number, slot] = form, captured
         return partial(known[1], self._stage)
 
-    def _record(self, number: int, x: Sequence[Tensor]) -> Recorded:
+    def _capture_block(self, number: int, x: Sequence[Tensor]) -> CapturedBlock:
         block = self._blocks[number]
         if (reason := _unfit(block)) is not None:
             raise UnfitError(reason)
-        recorded = _Recording(block, self._recorder, self._anchor).run(self._stage, x)
-        recorded.parts[0].leaves = number == 0
-        return recorded
+        captured = _Capture(block, self._capture, self._anchor).run(self._stage, x)
+        captured.parts[0].leaves = number == 0
+        return captured
 
     def unfit_now(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """Return the reasons that were found since the last call, each with the names of its blocks."""
@@ -396,12 +405,12 @@ class Graphs:
 
     @property
     def bytes(self) -> int:
-        """Memory that records hold between steps."""
-        return sum(recorded.bytes for _, recorded in self._records.values())
+        """Memory that graphs hold between steps."""
+        return sum(captured.bytes for _, captured in self._captured.values())
 
 
 def _unfit(block: nn.Module) -> str | None:
-    """Return why a block cannot be recorded, as far as it can be seen before."""
+    """Return why a block cannot be captured, as far as it can be seen before."""
     if isinstance(block, MicrobatchBlock):
         return "it is told its microbatch"
     if is_compiled(block):
@@ -416,7 +425,7 @@ def _unfit(block: nn.Module) -> str | None:
 
 
 def _facts(block: nn.Module) -> object:
-    """Return what a record of a block depends on: torch's settings, where its tensors are, what modules are set to."""
+    """Return what a graph of a block depends on: torch's settings, where its tensors are, what modules are set to."""
     tensors = [(t.data_ptr(), t.requires_grad) for t in (*block.parameters(), *block.buffers())]
     settings = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
     return settings, tensors, [(module.training, getattr(module, "aux_scale", None)) for module in block.modules()]

@@ -244,7 +244,7 @@ class Stage:
         looked_at = foreign.seen is not None and block in foreign.seen
         return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
 
-    def recorded(self, block: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
+    def captured(self, block: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
         """Return the forward of a block by device graphs; None if it has to run its own."""
         graphs = self.graphs
         if graphs is None or not graphs.active or not self.shape[block].expert_calls:

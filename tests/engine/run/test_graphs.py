@@ -28,7 +28,7 @@ CONFIG = MoEConfig(
 @pytest.fixture(autouse=True)
 def tape(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
-        monkeypatch.setattr(graphs, "Recorder", Tape)
+        monkeypatch.setattr(graphs, "GraphCapture", Tape)
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
@@ -93,10 +93,10 @@ def test_steps_are_equal_to_the_bit_and_every_block_is_replayed(schedule: str) -
     assert not pair.graphs.unfit
     assert pair.graphs.bytes > 0
     slots = 2 if schedule == "combined_1f1b" else 1  # as many as microbatches are open
-    assert set(pair.graphs._records) == {(block, slot) for block in (1, 2, 3) for slot in range(slots)}
+    assert set(pair.graphs._captured) == {(block, slot) for block in (1, 2, 3) for slot in range(slots)}
 
 
-def test_what_has_changed_is_recorded_anew() -> None:
+def test_what_has_changed_is_captured_anew() -> None:
     pair = Pair(lambda: MoETransformer(CONFIG))
     pair.step()
     pair.step(loss_scale=4.0)  # auxiliary losses have another scale
@@ -158,7 +158,7 @@ def leaves(block: Any, x: Tensor) -> Tensor:
         (draws, "it draws random numbers"),
     ],
 )
-def test_a_block_that_cannot_be_recorded_runs_as_before(own: Callable[[Any, Tensor], Tensor], reason: str) -> None:
+def test_a_block_that_cannot_be_captured_runs_as_before(own: Callable[[Any, Tensor], Tensor], reason: str) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Embedding(32, 16), Strange(own), Strange(lambda block, x: x), nn.Linear(16, 32))
 
@@ -172,7 +172,7 @@ def test_a_block_that_cannot_be_recorded_runs_as_before(own: Callable[[Any, Tens
     assert "block 1 (Strange)" in told[0]
     assert reason in told[0]
     assert list(pair.graphs.unfit) == [1]
-    blocks = {block for block, _ in pair.graphs._records}
+    blocks = {block for block, _ in pair.graphs._captured}
     assert blocks == {2}
 
 
