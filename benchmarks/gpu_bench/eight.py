@@ -17,13 +17,15 @@ from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import Precision
 
 TINY = (Shape("tiny", 32, 16, 16, 2, 4),)
+SHARED = Shape("fine-grained, a rank of eight", 8192, 2048, 768, 8, 16)
+"""As many rows as the layer has on one rank, and an eighth of its experts, whose weights are quantized as often."""
 PRECISIONS: tuple[Precision | None, ...] = (None, "fp8")
 
 
 def run(context: Context) -> dict[str, Any]:
     """Forward and input gradient; of the layer's weights no gradient, which is the same in both."""
     found: dict[str, Any] = {"rows": [], "problems": []}
-    for shape in TINY if context.tiny else LAYERS:
+    for shape in TINY if context.tiny else (*LAYERS, SHARED):
         row: dict[str, Any] = {"shape": vars(shape)}
         found["rows"].append(row)
         layer(context, shape, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ SQUARE = 64
 
 
 def quantize_rows(rows: Tensor) -> Quantized:
-    values, scales = rows.new_empty(rows.shape, dtype=FLOAT8), rows.new_empty(rows.shape[:-1]).float()
+    values, scales = rows.new_empty(rows.shape, dtype=FLOAT8), rows.new_empty(rows.shape[:-1], dtype=torch.float32)
     (R, A), batch = rows.shape[-2:], rows.shape[0] if rows.dim() == 3 else 1
     strides = rows.stride(0) if batch > 1 else 0, rows.stride(-2), rows.stride(-1)
     BR, BA = tile(A, most=SUMMED) if rows.stride(-1) == 1 or interpreted() else (SQUARE, SQUARE)

@@ -408,7 +408,8 @@ _FIXED = (
 
 def _computes_in_fp8() -> bool:
     """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
-    module = sys.modules.get("transformer_engine.pytorch.fp8")
+    of_releases = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8"))
+    module = next(filter(None, of_releases), None)
     return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
 
 

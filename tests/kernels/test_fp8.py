@@ -76,9 +76,11 @@ def test_products_err_as_their_operands_are_rounded(counts: list[int]) -> None:
         assert (apart.abs() <= allowed).all()
         if len(a):
             assert RANDOM / 4 < apart.norm() / exact.norm() < RANDOM
-        # The kernel on a GPU is the twin's arithmetic: their sums differ by the order and the rounding to bfloat16.
-        values = (dequantized(quantize_rows(x), torch.float32) for x in (a, b))
-        torch.testing.assert_close(found.float().cpu(), grouped_mm(*values, counts), rtol=2**-8, atol=2e-3)
+        # The kernel on a GPU is the twin's arithmetic: both round to bfloat16. Hopper cuts summands of eight bits to 14
+        # bits of the largest of 32.
+        twin = grouped_mm(*(dequantized(quantize_rows(x), torch.float32) for x in (a, b)), counts)
+        sums = grouped_mm(a.abs(), b.abs(), counts) * (2**-10 if DEVICE == "cuda" else 2**-20)
+        assert ((found.float().cpu() - twin).abs() <= 2**-8 * twin.abs() + sums).all()
 
 
 def test_weight_gradients_are_of_what_was_not_quantized() -> None:
