@@ -254,7 +254,7 @@ class GroupedExperts(Experts):
             )
         if weights.shape != indices.shape or not weights.is_floating_point():
             raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
-        if self.eight:
+        if self.precision is not None:
             check_device(tokens)
         return super().__call__(tokens, indices, weights)
 

@@ -160,18 +160,22 @@ class Route(Splits):
             kinds = self._layout.choices, tokens.dtype, weights.dtype
             self._narrow = Layout.of(self.hidden, *kinds, scaled=True)
         places = self.order, self.spots, self.local, self._layout, self.partial
-        return self._narrowed(self.kernels(pack_rows, tokens, self.indices, weights, *places))
+        packed = self.kernels(pack_rows, tokens, self.indices, weights, *places)
+        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
 
     def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients ``[T, H]`` of the tokens and ``[T, K]`` of the weights."""
         if self.spots is None:
             tokens, weights, _ = self._layout.opened(grad)
             return tokens, weights
-        return self.kernels(open_grads, self._widened(grad), self.inverse, self.spots, self._layout)
+        if self.eight:
+            grad = widen_rows(grad, self._layout, self._narrow)
+        return self.kernels(open_grads, grad, self.inverse, self.spots, self._layout)
 
     def expand(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``."""
-        packed = self._widened(packed)
+        if self.eight:
+            packed = widen_rows(packed, self._layout, self._narrow)
         if self._slots is None:
             chosen = self._layout.opened(packed)[2][:, : self._layout.choices]
             self._slots = self.kernels(place_slots, chosen, self.local, self.choices)
@@ -183,8 +187,8 @@ class Route(Splits):
     def expand_backward(self, grad_rows: Tensor, grad_weights: Tensor) -> Tensor:
         """Return the gradient ``[rows, W]`` of received rows."""
         assert self._slots is not None
-        places = self._slots.inverse, self._layout, self._gaps
-        return self._narrowed(self.kernels(pack_grads, grad_rows, grad_weights, *places))
+        packed = self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
+        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
 
     def weigh(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows of each received row's choices by their weights, None for 1: ``[C, H] → [rows, H]``."""
@@ -206,12 +210,6 @@ class Route(Splits):
     def gather_backward(self, grad: Tensor, rows: int) -> Tensor:
         """Return the gradient ``[rows, H]`` of returned rows."""
         return grad if self.order is None else self.kernels(take_rows, grad, self.order[:rows], self.padded)
-
-    def _narrowed(self, packed: Tensor) -> Tensor:
-        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
-
-    def _widened(self, packed: Tensor) -> Tensor:
-        return widen_rows(packed, self._layout, self._narrow) if self.eight else packed
 
 
 def _check(indices: Tensor, experts: int) -> None:

@@ -408,8 +408,8 @@ _FIXED = (
 
 def _computes_in_fp8() -> bool:
     """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
-    of_releases = (sys.modules.get(f"transformer_engine.pytorch.{name}") for name in ("quantization", "fp8"))
-    module = next(filter(None, of_releases), None)
+    modules, package = sys.modules, "transformer_engine.pytorch"
+    module = modules.get(f"{package}.quantization") or modules.get(f"{package}.fp8")  # newer and older releases
     return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
 
 

@@ -385,11 +385,11 @@ class Stage:
 
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels = experts.kernels if self.adds_to_main else None
+        kernels, eight = experts.kernels if self.adds_to_main else None, experts.eight
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, experts.eight)
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
 
         return product
 
