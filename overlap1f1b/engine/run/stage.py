@@ -321,7 +321,8 @@ class Stage:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         if self.agree is not None and (block, number) not in self._agreed:
             self._agreed.add((block, number))
-            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}"
+            bits = ", sent in 8 bits" * route.eight
+            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}{bits}"
             self.agree({f"call {number} of experts in {self.names[block]} of stage {self.number}": sizes})
         if self.first_rows is not None and (block, number) not in self.first_rows:
             self.first_rows[block, number] = call.tensors[0].detach()[:64, : route.hidden].clone()
@@ -405,11 +406,11 @@ class Stage:
 
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels = experts.kernels if self.adds_to_main else None
+        kernels, eight = experts.kernels if self.adds_to_main else None, experts.eight
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor)
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
 
         return product
 
