@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
@@ -31,7 +31,7 @@ from overlap1f1b.integrations.megatron.config import (
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
-from overlap1f1b.moe import Experts
+from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
@@ -54,7 +54,6 @@ SCHEDULES = {
 PROGRAMS = tuple(name for name in (*FIXED, AUTO) if name != "dualpipe")
 """Programs that are played under any chunks; ``dualpipe`` would need each chunk twice."""
 
-Dispatcher = Literal["own", "rows"]
 CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 
@@ -109,8 +108,7 @@ def get_forward_backward_func(
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule or the dispatcher is unknown.
     """
-    if dispatcher not in get_args(Dispatcher):
-        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
+    check_dispatcher(dispatcher)
     if "MultiModuleProcessGroupCollection" in class_names(schedule_pg_collection):
         raise ValueError(
             "schedule_pg_collection of type MultiModuleProcessGroupCollection; "
@@ -224,7 +222,7 @@ class ForwardBackward:
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
         for chunk in models:
-            check_options(chunk, suspends=False)
+            check_options(chunk)
             # Given costs are the same on all ranks, so no group of "tp" has to agree on them.
             check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.options.costs is None])
         config = Config.of(models[0])
@@ -303,18 +301,14 @@ class ForwardBackward:
             last = stage == program.placement.stages - 1
             if len(models) > 1:
                 _check_place(model, program, stage)
-            chunk = Chunk(
+            chunks[stage] = Chunk(
                 model,
                 stage=stage,
                 last=last,
                 exchanges=ep is not None,
-                by_rows=self.dispatcher == "rows",
+                dispatcher=self.dispatcher,
                 passes_last_input=passes and not last,
             )
-            holds_experts = any(isinstance(module, Experts) for module in model.modules())
-            if chunk.suspends or chunk.delays or holds_experts:
-                check_options(model, suspends=True)
-            chunks[stage] = chunk
         limit = self.options.limit
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
