@@ -411,7 +411,8 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
-        if engine.tuner.verifies_next(grad=grad):
+        verifies = engine.tuner.verifies_next(grad=grad)
+        if verifies:
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
                 step.data_iterator = iterator
 
@@ -432,6 +433,9 @@ class ChunkEngine:
                 for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
                     if sync is not None:
                         sync(model.parameters())
+                    # Forwards would bring other ranks' new weights, which the plays of one step would not share.
+                    if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
+                        attribute_of(model, "start_param_sync")(force_sync=True)
                 gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
                 stepping.enter_context(gradient_sync.stepping())
                 engine.player.around = gradient_sync.around if gradient_sync.acts else None

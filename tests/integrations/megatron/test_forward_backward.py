@@ -35,6 +35,7 @@ from tests.integrations.megatron.chunks import (
     COSTS,
     Item,
     Part,
+    Wrapped,
     build,
     call,
     forward_step,
@@ -501,6 +502,12 @@ def test_a_chunk_under_fsdp2_is_refused(ranks2: Ranks) -> None:
             "(Part) under FSDP2; allowed: Megatron-Core's DistributedDataParallel, or a finalize_model_grads_func "
             "that sums gradients"
         )
+
+
+def test_a_chunk_under_megatron_fsdp_is_refused() -> None:
+    wrapped = type("MegatronFSDP", (Wrapped,), {})(build(1)[0])  # its real name: core/test_limits.py
+    with pytest.raises(ValueError, match="under Megatron-FSDP; allowed: Megatron-Core's DistributedDataParallel"):
+        call(get_forward_backward_func(), [wrapped], items(1))
 
 
 def test_bad_choices_are_named() -> None:
