@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
+from tests.engine.test_numbers import any_number
 from tests.integrations.megatron.chunks import (
     COSTS,
     Item,
@@ -205,6 +206,39 @@ def test_one_engine_plays_any_number_of_microbatches() -> None:
         assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
     (prepared,) = function._engines.values()
     assert prepared.engine.tuner.steps == 3
+
+
+def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    groups, shard = ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep")), mesh.get_local_rank("ep")
+
+    def player(**options: Any) -> tuple[ForwardBackward, Callable[..., Any]]:
+        function = get_forward_backward_func(
+            schedule="combined_1f1b", pg_collection=groups, options=EngineOptions(timeout=60, **options)
+        )
+        (part,) = build(2, mesh.get_group("ep"))[mesh.get_local_rank("pp") :: 2]
+
+        def play(number: int, **more: Any) -> Any:
+            reports = call(function, [part], items(number, seed=100 * shard + number), **more)
+            grads = [p.grad for p in part.parameters() if p.grad is not None]
+            return [report["loss"] for report in reports] if more else (part.zero_grad(), grads)[1]
+
+        return function, play
+
+    expected = {}
+    for number in range(1, most + 1):
+        function, play = player(overlap="serial", costs=COSTS, verify=False)
+        expected[number] = play(number), play(number, forward_only=True)
+        function.close()
+    function, play = player(tries=1)
+    play(4)  # makes the engine
+    (prepared,) = function._engines.values()
+    return any_number(steps, expected, prepared.engine, play, partial(play, forward_only=True))
+
+
+@pytest.mark.parametrize(("steps", "most"), [(16, 4), pytest.param(100, 9, marks=pytest.mark.wide)])
+def test_any_number_of_microbatches_is_played_by_one_engine(ranks4: Ranks, steps: int, most: int) -> None:
+    assert ranks4.run(_any, steps, most, timeout=280) == [[]] * 4
 
 
 def test_chunks_of_another_place_are_refused() -> None:
