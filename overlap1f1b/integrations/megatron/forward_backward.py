@@ -170,7 +170,7 @@ class ForwardBackward:
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: None = None,
+        p2p_communicator: object = None,
         pg_collection: object = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
@@ -196,7 +196,7 @@ class ForwardBackward:
             collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
             first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
             adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
-            p2p_communicator: Must be None; the engine has its own.
+            p2p_communicator: None, or Megatron-Core's for the group ``pp``, as Megatron-Bridge passes it; not used.
             pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
             force_all_reduce: Passed to ``finalize_model_grads_func``.
 
@@ -324,8 +324,12 @@ class ForwardBackward:
         return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
-        if p2p_communicator is not None:
-            raise ValueError(f"p2p_communicator of type {type(p2p_communicator).__name__}; allowed: None")
+        pipeline = getattr(p2p_communicator, "pp_group", None)
+        if p2p_communicator is not None and (
+            pipeline is None or group_of(p2p_communicator, "pp_group") is not group_of(self.groups, "pp")
+        ):
+            what = type(p2p_communicator).__name__
+            raise ValueError(f"p2p_communicator of type {what}; allowed: None, or one whose pp_group is the group pp")
         groups = self.groups if pg_collection is None else pg_collection
         for name in ("pp", "ep"):
             if group_of(groups, name) is not group_of(self.groups, name):
@@ -414,7 +418,7 @@ class ChunkEngine:
         verifies = engine.tuner.verifies_next(grad=grad)
         if verifies:
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
-                step.data_iterator = iterator
+                step.data_iterator, step.before = iterator, dict(getattr(iterator, "__dict__", ()))
 
         def feed() -> Feed:
             for step in steps:

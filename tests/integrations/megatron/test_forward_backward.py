@@ -496,7 +496,7 @@ def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> No
         ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: one with this"),
         ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
         ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
-        ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None"),
+        ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None, or one whose pp_group is the group pp"),
         ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn with forward_backward_no_pipelining; allowed"),
         ({"pg_collection": SimpleNamespace(ep=SimpleNamespace(size=lambda: 2))}, "pg_collection with another group ep"),
         (
