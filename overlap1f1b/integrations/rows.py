@@ -5,7 +5,7 @@ Router, experts, shared experts and losses stay the layer's own. Its dispatcher 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -59,7 +59,7 @@ class MegatronExperts(LayerExperts):
 
     def __init__(self, layer: Any) -> None:
         super().__init__(layer.experts, layer.config.num_moe_experts, layer.ep_group)
-        self.top_k = layer.config.moe_router_topk
+        self.layer, self.top_k = (layer,), layer.config.moe_router_topk
 
     def compute_routed(self, rows: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Tensor | None]:
         counts = KnownRows(route.expert_rows)
@@ -75,15 +75,13 @@ class MegatronExperts(LayerExperts):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         return self(tokens, indices, probs.gather(1, indices)).view_as(hidden), None
 
-
-def by_rows(layers: Iterable[Any], experts: Iterable[Any]) -> Iterator[Replacement]:
-    """Yield what lets Megatron-Core's layers exchange by their :class:`MegatronExperts`; no other instance changes."""
-    for layer, own in zip(layers, experts, strict=True):
-        dispatcher = vars(layer.token_dispatcher)
+    def replacing(self) -> Iterator[Replacement]:
+        """Yield what lets the layer exchange by this module; no other instance changes."""
+        dispatcher = vars(self.layer[0].token_dispatcher)
         yield dispatcher, "dispatch_preprocess", lambda hidden, routing_map, probs: (hidden, (routing_map, probs))
         for name in ("token_dispatch", "token_combine", "combine_postprocess"):
             yield dispatcher, name, lambda *values: values if len(values) > 1 else values[0]
-        yield vars(layer), "routed_experts_compute", own.routed
+        yield vars(self.layer[0]), "routed_experts_compute", self.routed
 
 
 # ----------------------------------------------------------------------------------- torchtitan and DeepSpeed: for good

@@ -28,7 +28,7 @@ from overlap1f1b.integrations.megatron.dispatchers import (
 from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
-from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts, by_rows
+from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
 from overlap1f1b.transport.suspend import Forward
 
@@ -71,11 +71,11 @@ class Chunk(MicrobatchBlock):
                 "or a finalize_model_grads_func that sums gradients"
             )
         self.step: ChunkStep | None = None
-        layers: list[Any] = [layer for layer in model.modules() if exchanges and "MoELayer" in class_names(layer)]
-        self._layers = layers if dispatcher == "rows" else []
-        self.experts = nn.ModuleList(map(MegatronExperts, self._layers))
-        self._dispatchers = dispatchers_of(model) if exchanges and not self._layers else []
-        self.suspends = bool(self._dispatchers or self._layers)
+        rows = exchanges and dispatcher == "rows"
+        layers: list[Any] = [layer for layer in model.modules() if rows and "MoELayer" in class_names(layer)]
+        self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
+        self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
+        self.suspends = bool(self._dispatchers or layers)
         self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
@@ -87,7 +87,7 @@ class Chunk(MicrobatchBlock):
         self._stage: Stage | None = None
         if self.suspends or self.delays or any(isinstance(module, Experts) for module in model.modules()):
             check_options(model, SUSPENDED)
-        for where, found in ((OWN, self._dispatchers), (ROWS, self._layers)):
+        for where, found in ((OWN, self._dispatchers), (ROWS, layers)):
             if found:
                 check_options(model, where)
 
@@ -96,7 +96,7 @@ class Chunk(MicrobatchBlock):
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         changed = (
             exchanging(self._dispatchers),
-            by_rows(self._layers, self.experts),
+            *(experts.replacing() for experts in self.experts),
             on_one_stream(self._overlapped, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),
