@@ -11,9 +11,9 @@ from overlap1f1b.transport.versions import check_torch
 check_torch()
 
 if TYPE_CHECKING:
-    from overlap1f1b.integrations import dualpipe, megatron, torch_pipelining, torchtitan, transformers
+    from overlap1f1b.integrations import dualpipe, megatron, rows, torch_pipelining, torchtitan, transformers
 
-__all__ = ["dualpipe", "megatron", "torch_pipelining", "torchtitan", "transformers"]
+__all__ = ["dualpipe", "megatron", "rows", "torch_pipelining", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> ModuleType:

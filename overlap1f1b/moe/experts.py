@@ -103,7 +103,7 @@ class Experts(nn.Module):
     @property
     def row_kind(self) -> object:
         """Key of the rows' shape and cost: experts with equal keys have equal exchanges."""
-        return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.parameters())
+        return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.weights())
 
     def weights(self) -> Iterator[nn.Parameter]:
         """Return the parameters that :meth:`compute` may give to :attr:`product`."""

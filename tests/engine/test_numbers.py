@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -37,25 +38,54 @@ def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int
 
 
 def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
-    """Numbers at random; after the measured steps none is serial, nothing is made, and nothing grows."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     expected = {number: fresh(mesh, number) for number in range(1, most + 1)}
-    model, draw = models.build(mesh.get_group("ep")), random.Random(7)
-    problems, seen, opened = list[str](), set[int](), dict[int, int]()
+    model = models.build(mesh.get_group("ep"))
     engine = make(model, build_schedule("combined_1f1b", ranks=2, microbatches=4), mesh=mesh, tries=1, timeout=60)
-    early: Any = None
+
+    def play(number: int) -> list[torch.Tensor]:
+        inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
+        model.zero_grad()
+        engine.step(inputs, target=target, microbatches=number)
+        return [p.grad for p in engine.parameters() if p.grad is not None]
+
+    def loss(number: int) -> float:
+        inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
+        return mean(engine, inputs, target, number)
+
+    return any_number(steps, expected, engine, play, loss)
+
+
+def any_number(
+    steps: int,
+    expected: dict[int, tuple[list[torch.Tensor], Any]],
+    engine: Engine,
+    play: Callable[[int], list[torch.Tensor]],
+    evaluate: Callable[[int], Any],
+    measured: int = 1,
+) -> list[str]:
+    """Numbers at random; after the measured steps none is serial, nothing is made, and nothing grows.
+
+    Args:
+        steps: Number of steps.
+        expected: Gradients and evaluation of each number.
+        engine: Which plays all of them.
+        play: Plays a step of a number, and returns its gradients.
+        evaluate: Plays an evaluation of a number, and returns what is compared.
+        measured: Steps after which the engine measures no more.
+    """
+    most, draw, early = len(expected), random.Random(7), None
+    problems, seen, opened = list[str](), set[int](), dict[int, int]()
     with (
         patch.object(Groups, "new", side_effect=AssertionError("a new communicator")),
         patch.object(Verification, "play", autospec=True, side_effect=Verification.play) as verified,
     ):
         for step in range(steps):
             number = draw.randint(1, most)
-            inputs, target = models.batch(number, seed=mesh.get_local_rank("ep"))
-            model.zero_grad()
             verified.reset_mock()
-            engine.step(inputs, target=target, microbatches=number)
+            found = play(number)
             seen.add(number)
-            if step > 0 and engine.tuner.state is State.MEASURING:
+            if step >= measured and engine.tuner.state is State.MEASURING:
                 problems.append(f"step {step + 1} is serial")
             if verified.call_count:  # the first number's plans, and those that open more microbatches than any before
                 most_open = engine.tuner.verified[verified.call_args.args[1].fingerprint][2]
@@ -63,10 +93,9 @@ def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
                     problems.append(f"step {step} with {number} is compared with a serial one")
                 opened[number] = max(most_open, opened.get(number, 0))
             grads, loss = expected[number]
-            found = [p.grad for p in engine.parameters() if p.grad is not None]
             if len(found) != len(grads) or not all(map(torch.equal, found, grads)):
                 problems.append(f"step {step}: other gradients with {number} microbatches")
-            if step % 10 == 9 and mean(engine, inputs, target, number) != loss:
+            if step % 10 == 9 and evaluate(number) != loss:
                 problems.append(f"step {step}: another loss with {number} microbatches")
             del grads, found
             if step in (steps // 2, steps - 1):

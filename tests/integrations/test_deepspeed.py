@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.plan import Overlap
+from overlap1f1b.integrations.rows import exchange_by_rows
+from overlap1f1b.plan import Op, Overlap
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks, over
 
@@ -37,8 +38,8 @@ class Block(nn.Module):
         return x + (found[0] if isinstance(found, tuple) else found).squeeze(0)
 
 
-def _build(mesh: DeviceMesh) -> nn.Sequential:
-    """Return blocks with the MoE layers of a Mixtral model, which AutoEP's take the place of."""
+def _build(mesh: DeviceMesh, **chosen: Any) -> nn.Sequential:
+    """Return blocks with the MoE layers of a Mixtral model, which AutoEP's take the place of, with options of it."""
     from deepspeed.module_inject.auto_ep import AutoEP
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
@@ -49,7 +50,7 @@ def _build(mesh: DeviceMesh) -> nn.Sequential:
         num_experts_per_tok=2, num_attention_heads=2, num_key_value_heads=2, vocab_size=32,
     )  # fmt: skip
     model: Any = MixtralForCausalLM(config)
-    options: Any = AutoEPConfig(enabled=True, autoep_size=mesh.size(), use_grouped_mm=False)
+    options: Any = AutoEPConfig(enabled=True, autoep_size=mesh.size(), use_grouped_mm=False, **chosen)
     layers = []
     for spec in AutoEP(model, options).ep_parser():
         source = model.get_submodule(spec.moe_module_name)
@@ -99,6 +100,41 @@ def test_auto_ep(ranks2: Ranks) -> None:
 @pytest.mark.wide
 def test_auto_ep_on_four_ranks(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, (3,)) == [[], [], [], []]
+
+
+def _by_rows(rank: int, size: int) -> list[str]:
+    """Our exchange beside the layers' own in a plain loop, and in one part and two between orders."""
+    mesh, problems = _mesh(size), list[str]()
+    for applied in ("post", "pre"):
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, overlap, options in (
+            ("own", "serial", {}), ("serial", "serial", {}), ("3", 3, {}), ("parts", 3, {"parts": 2}),
+            ("capacity", "pairs", {"capacity": 4.0}),
+        ):  # fmt: skip
+            torch.manual_seed(7)
+            model, (x, y) = _build(mesh, score_apply=applied), batch(mesh.get_local_rank())
+            if name != "own" and exchange_by_rows(model) != LAYERS:
+                problems.append("layers are missing")
+            engine = engine_of(model, mesh, overlap=overlap, **options)
+            for _ in range(3):
+                model.zero_grad()
+                engine.step(x, target=y)
+            found[name] = {label: p.grad for label, p in model.named_parameters() if p.grad is not None}
+            ops = {node.op for node in engine.plan.nodes}
+            if name != "own" and Op.COUNTS not in ops:
+                problems.append(f"{name}: no counts of ours in {ops}")
+        for name, grads in found.items():
+            same = torch.equal if name == "3" else partial(torch.allclose, rtol=1e-4, atol=1e-6)
+            beside = found["serial" if name == "3" else "own"]
+            problems += [f"{applied}, {name}: {label}" for label in beside if not same(grads[label], beside[label])]
+            if grads.keys() != beside.keys():
+                problems.append(f"{applied}, {name}: other parameters")
+    return problems
+
+
+def test_our_exchange_in_auto_ep(ranks2: Ranks) -> None:
+    """Router, experts and where scores act are DeepSpeed's; our rows, counts, parts and capacity."""
+    assert ranks2.run(_by_rows) == [[], []]
 
 
 class CapacityBlock(Block):

@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from overlap1f1b.engine.run.again import run_again
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.integrations.megatron.config import attribute_of
+from overlap1f1b.integrations.megatron.config import OWN, ROWS, SUSPENDED, attribute_of, check_options, class_names
 from overlap1f1b.integrations.megatron.dispatchers import (
     dispatchers_of,
     exchanging,
@@ -26,17 +25,21 @@ from overlap1f1b.integrations.megatron.dispatchers import (
     overlapped_of,
     repeats,
 )
-from overlap1f1b.integrations.megatron.rows import LayerExperts, by_rows, layers_of
 from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
+from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
+from overlap1f1b.moe import Experts
 from overlap1f1b.transport.suspend import Forward
+
+SHARDS = {"FSDPModule": "FSDP2", "MegatronFSDP": "Megatron-FSDP", "FsdpModule": "Megatron-FSDP"}
+"""Classes of modules whose parameters are gathered, and their gradients summed, in whole backwards."""
 
 
 class Chunk(MicrobatchBlock):
     """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
-    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts, ``by_rows`` by our exchange.
+    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts.
     ``passes_last_input`` appends its last input (in a decoder: the encoder's output) to its output. MoE layers of
     Megatron-Core's own may suspend it if it ``suspends``.
     """
@@ -48,7 +51,7 @@ class Chunk(MicrobatchBlock):
         stage: int,
         last: bool,
         exchanges: bool,
-        by_rows: bool = False,
+        dispatcher: Dispatcher = "own",
         passes_last_input: bool = False,
     ) -> None:
         super().__init__()
@@ -61,16 +64,18 @@ class Chunk(MicrobatchBlock):
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.name = f"chunk of stage {stage} ({type(model).__name__})"
-        if any(isinstance(module, FSDPModule) for module in model.modules()):  # it gathers and sums in whole backwards
+        kinds = {name for module in model.modules() for name in class_names(module)}
+        for kind in kinds.intersection(SHARDS):
             raise ValueError(
-                f"{self.name} under FSDP2; allowed: Megatron-Core's DistributedDataParallel, "
+                f"{self.name} under {SHARDS[kind]}; allowed: Megatron-Core's DistributedDataParallel, "
                 "or a finalize_model_grads_func that sums gradients"
             )
         self.step: ChunkStep | None = None
-        self._layers = layers_of(model) if exchanges and by_rows else []
-        self.experts = nn.ModuleList([LayerExperts(layer) for layer in self._layers])
-        self._dispatchers = dispatchers_of(model) if exchanges and not self._layers else []
-        self.suspends = bool(self._dispatchers or self._layers)
+        rows = exchanges and dispatcher == "rows"
+        layers: list[Any] = [layer for layer in model.modules() if rows and "MoELayer" in class_names(layer)]
+        self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
+        self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
+        self.suspends = bool(self._dispatchers or layers)
         self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
@@ -80,13 +85,18 @@ class Chunk(MicrobatchBlock):
         self._delayed = delayed_of(model)
         self.delays = bool(self._delayed)
         self._stage: Stage | None = None
+        if self.suspends or self.delays or any(isinstance(module, Experts) for module in model.modules()):
+            check_options(model, SUSPENDED)
+        for where, found in ((OWN, self._dispatchers), (ROWS, layers)):
+            if found:
+                check_options(model, where)
 
     @contextmanager
     def stepping(self, step: ChunkStep) -> Iterator[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
         changed = (
             exchanging(self._dispatchers),
-            by_rows(self._layers, self.experts),
+            *(experts.replacing() for experts in self.experts),
             on_one_stream(self._overlapped, self.device),
             leaving(self._linears, self._in_force),
             delaying(self._delayed, self._in_force),

@@ -139,23 +139,40 @@ def each(value: Any, count: int) -> list[Any]:
 
 # ---------------------------------------------------------------------------------------------------- refused options
 
-REFUSED: dict[str, object] = {
-    "num_microbatches_with_partial_activation_checkpoints": None,  # forward steps would need another argument
-    "defer_embedding_wgrad_compute": False,  # the schedule would have to compute these gradients at its end
-    "fine_grained_activation_offloading": False,  # the order of loads follows the schedule's order
-    "cpu_offloading": False,  # the order of loads follows the schedule's order
-    "hybrid_context_parallel": False,  # the groups change from microbatch to microbatch
-    "cuda_graph_impl": "none",  # graphs are captured in the schedule's order
-    "enable_cuda_graph": False,
-    "external_cuda_graph": False,
+SUSPENDED = " in a chunk that exchanges rows or delays weight gradients"
+OWN, ROWS = " with dispatcher='own'", " with dispatcher='rows'"
+REFUSED: dict[str, dict[str, tuple[object, ...]]] = {
+    "": {
+        "num_microbatches_with_partial_activation_checkpoints": (None,),  # forward steps would need another argument
+        "defer_embedding_wgrad_compute": (False,),  # the schedule would have to compute these gradients at its end
+        "fine_grained_activation_offloading": (False,),  # the order of loads follows the schedule's order
+        "cpu_offloading": (False,),  # the same
+        "moe_paged_stash": (False,),  # the same, of pages
+        "hybrid_context_parallel": (False,),  # the groups change from microbatch to microbatch
+        "cuda_graph_impl": ("none",),  # graphs are captured in the schedule's order
+        "enable_cuda_graph": (False,),
+        "external_cuda_graph": (False,),
+        "overlap_dispatch_backward_with_experts_wgrad": (False,),  # a backward calls backward_dw, not a weight node
+    },
+    SUSPENDED: {"fp8": (None,), "fp4": (None,)},  # a state of the forward or backward that runs
+    OWN: {"moe_flex_dispatcher_backend": ("deepep", "hybridep")},  # buffers that microbatches share
+    ROWS: {
+        "moe_expert_capacity_factor": (None,),  # rows of an expert's room; ours is the engine's capacity
+        "moe_expert_rank_capacity_factor": (None,),  # the same of a rank
+        "moe_shared_expert_overlap": (False,),  # its dispatcher computes the shared experts in parts
+        "moe_router_padding_for_fp8": (False,),
+        "moe_router_padding_for_quantization": (False,),
+        "moe_dispatch_fwd_dtype": ("bf16",),  # its rows are quantized
+        "moe_combine_bwd_dtype": ("bf16",),
+        "expert_tensor_parallel_size": (1,),
+    },
 }
-"""Options of a config that would change results if they were ignored, each with the value without effect."""
+"""Options of a config that would change results if they were ignored, each with the values that are allowed; by where
+this holds: everywhere, in some chunks, or with a dispatcher.
+"""
 
 TRACKER, KERNELS = "get_cuda_rng_tracker", "fused_weight_gradient_mlp_cuda"
 """Function that returns the streams of random numbers, and module of the kernels that add to ``main_grad``."""
-
-REFUSED_IF_SUSPENDED: dict[str, object] = {"fp8": None, "fp4": None}
-"""Options that keep a state for the forward or backward that runs; they are refused if microbatches mix in a layer."""
 
 SIZES = {
     "pp": "pipeline_model_parallel_size",
@@ -166,22 +183,17 @@ SIZES = {
 """For each group, the config's field with its number of ranks."""
 
 
-def check_options(model: nn.Module, *, suspends: bool) -> None:
-    """Raise ValueError if a chunk's config has an option that the drop-in would ignore.
-
-    With ``suspends`` the options are checked that suspended forwards and delayed weight gradients do not allow, instead
-    of the general ones. A forward is suspended where it exchanges rows.
-    """
+def check_options(model: nn.Module, where: str = "") -> None:
+    """Raise ValueError if a chunk's config has an option of :data:`REFUSED` ``where`` it is, by default everywhere."""
     config = attribute_of(model, "config")
     scales = [field.name for field in fields(Config) if field.name.endswith("_scale_func")]
     for field, value in getattr(config, "__dict__", {}).items():
         if field.endswith("_scale_func") and field not in scales and value is not None:
             raise ValueError(f"{field}={value!r}; allowed: None, or one of {', '.join(scales)}")
-    for field, allowed in (REFUSED_IF_SUSPENDED if suspends else REFUSED).items():
-        value = getattr(config, field, allowed)
-        if value and value != allowed:
-            where = " in a chunk that exchanges rows or delays weight gradients" if suspends else ""
-            raise ValueError(f"{field}={value!r}{where}; allowed: {allowed}")
+    for field, allowed in REFUSED[where].items():
+        value = getattr(config, field, None)
+        if value and value not in allowed:
+            raise ValueError(f"{field}={value!r}{where}; allowed: {', '.join(map(str, allowed))}")
 
 
 def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
@@ -31,7 +31,7 @@ from overlap1f1b.integrations.megatron.config import (
     size_of,
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
-from overlap1f1b.moe import Experts
+from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
@@ -54,7 +54,6 @@ SCHEDULES = {
 PROGRAMS = tuple(name for name in (*FIXED, AUTO) if name != "dualpipe")
 """Programs that are played under any chunks; ``dualpipe`` would need each chunk twice."""
 
-Dispatcher = Literal["own", "rows"]
 CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 
@@ -109,8 +108,7 @@ def get_forward_backward_func(
     Raises:
         ValueError: The sizes do not fit the groups, or the schedule or the dispatcher is unknown.
     """
-    if dispatcher not in get_args(Dispatcher):
-        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
+    check_dispatcher(dispatcher)
     if "MultiModuleProcessGroupCollection" in class_names(schedule_pg_collection):
         raise ValueError(
             "schedule_pg_collection of type MultiModuleProcessGroupCollection; "
@@ -172,7 +170,7 @@ class ForwardBackward:
         collect_non_loss_data: bool = False,
         first_val_step: bool | None = None,
         adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
-        p2p_communicator: None = None,
+        p2p_communicator: object = None,
         pg_collection: object = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
@@ -198,7 +196,7 @@ class ForwardBackward:
             collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
             first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
             adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
-            p2p_communicator: Must be None; the engine has its own.
+            p2p_communicator: None, or Megatron-Core's for the group ``pp``, as Megatron-Bridge passes it; not used.
             pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
             force_all_reduce: Passed to ``finalize_model_grads_func``.
 
@@ -224,7 +222,7 @@ class ForwardBackward:
         if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
             raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
         for chunk in models:
-            check_options(chunk, suspends=False)
+            check_options(chunk)
             # Given costs are the same on all ranks, so no group of "tp" has to agree on them.
             check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.options.costs is None])
         config = Config.of(models[0])
@@ -303,18 +301,14 @@ class ForwardBackward:
             last = stage == program.placement.stages - 1
             if len(models) > 1:
                 _check_place(model, program, stage)
-            chunk = Chunk(
+            chunks[stage] = Chunk(
                 model,
                 stage=stage,
                 last=last,
                 exchanges=ep is not None,
-                by_rows=self.dispatcher == "rows",
+                dispatcher=self.dispatcher,
                 passes_last_input=passes and not last,
             )
-            holds_experts = any(isinstance(module, Experts) for module in model.modules())
-            if chunk.suspends or chunk.delays or holds_experts:
-                check_options(model, suspends=True)
-            chunks[stage] = chunk
         limit = self.options.limit
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
@@ -330,8 +324,12 @@ class ForwardBackward:
         return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
-        if p2p_communicator is not None:
-            raise ValueError(f"p2p_communicator of type {type(p2p_communicator).__name__}; allowed: None")
+        pipeline = getattr(p2p_communicator, "pp_group", None)
+        if p2p_communicator is not None and (
+            pipeline is None or group_of(p2p_communicator, "pp_group") is not group_of(self.groups, "pp")
+        ):
+            what = type(p2p_communicator).__name__
+            raise ValueError(f"p2p_communicator of type {what}; allowed: None, or one whose pp_group is the group pp")
         groups = self.groups if pg_collection is None else pg_collection
         for name in ("pp", "ep"):
             if group_of(groups, name) is not group_of(self.groups, name):
@@ -417,9 +415,10 @@ class ChunkEngine:
         config, losses, engine = steps[0].config, steps[0].losses, self.engine
         microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
 
-        if engine.tuner.verifies_next(grad=grad):
+        verifies = engine.tuner.verifies_next(grad=grad)
+        if verifies:
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
-                step.data_iterator = iterator
+                step.data_iterator, step.before = iterator, dict(getattr(iterator, "__dict__", ()))
 
         def feed() -> Feed:
             for step in steps:
@@ -438,6 +437,9 @@ class ChunkEngine:
                 for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
                     if sync is not None:
                         sync(model.parameters())
+                    # Forwards would bring other ranks' new weights, which the plays of one step would not share.
+                    if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
+                        attribute_of(model, "start_param_sync")(force_sync=True)
                 gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
                 stepping.enter_context(gradient_sync.stepping())
                 engine.player.around = gradient_sync.around if gradient_sync.acts else None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +149,10 @@ def logged() -> Iterator[dict[str, Any]]:
 
 @dataclass
 class ChunkStep:
-    """The arguments of one call that a chunk needs, and how many of its microbatches have begun."""
+    """The arguments of one call that a chunk needs, and how many of its microbatches have begun.
+
+    In a step that is compared, ``before`` has the attributes of the data iterator at the step's begin.
+    """
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
@@ -157,13 +160,14 @@ class ChunkStep:
     losses: Losses
     marks_first: bool
     begun: int = 0
+    before: Mapping[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
         """Begin a play of the step: a step that is compared with a serial one is played several times."""
         self.begun = 0
         self.losses.tokens.zero_()
-        if isinstance(self.data_iterator, Rewound):
-            self.data_iterator.at = 0
+        if self.before:
+            vars(self.data_iterator).update(self.before)
 
 
 class Rewound(Iterator[Any]):
@@ -174,7 +178,7 @@ class Rewound(Iterator[Any]):
 
     @classmethod
     def of(cls, iterators: Sequence[Any]) -> list[Any]:
-        """Return what reads from these iterators; what is no iterator stays as it is."""
+        """Return what reads from these iterators; what is none, such as slime's, stays: attributes say where it is."""
         made = {id(one): cls(one) if hasattr(one, "__next__") else one for one in iterators}
         return [made[id(one)] for one in iterators]
 

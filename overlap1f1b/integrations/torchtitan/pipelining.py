@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.integrations.torchtitan.rows import exchange_by_rows
+from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher, exchange_by_rows
 from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.schedule import Program, build_schedule
 
-Dispatcher = Literal["own", "rows"]
 SCHEDULES: Mapping[str, str] = MappingProxyType(
     {
         "1F1B": "combined_1f1b",
@@ -77,8 +76,7 @@ def pipelining_fn(
             microbatches that does not fit it.
     """
     _check(parallel_dims, training, parallelism, compile_config)
-    if dispatcher not in get_args(Dispatcher):
-        raise ValueError(f"dispatcher={dispatcher!r}; allowed: {', '.join(map(repr, get_args(Dispatcher)))}")
+    check_dispatcher(dispatcher)
     over = ("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
     options = replace(EngineOptions() if options is None else options, experts_over=over)
     if options.recompute == "none" and ac_config is not None and parallel_dims.ep > 1:

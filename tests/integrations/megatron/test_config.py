@@ -58,6 +58,8 @@ def test_groups_of_several_modules_are_refused() -> None:
                 ("cuda_graph_impl", "transformer_engine", "none"),
                 ("enable_cuda_graph", True, False),
                 ("external_cuda_graph", True, False),
+                ("moe_paged_stash", True, False),
+                ("overlap_dispatch_backward_with_experts_wgrad", True, False),
             )
         ],
         ({"later_loss_scale_func": 3}, "^later_loss_scale_func=3; allowed: None, or one of grad_scale_func, moe_grad"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -31,10 +31,12 @@ from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
+from tests.engine.test_numbers import any_number
 from tests.integrations.megatron.chunks import (
     COSTS,
     Item,
     Part,
+    Wrapped,
     build,
     call,
     forward_step,
@@ -204,6 +206,39 @@ def test_one_engine_plays_any_number_of_microbatches() -> None:
         assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
     (prepared,) = function._engines.values()
     assert prepared.engine.tuner.steps == 3
+
+
+def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
+    groups, shard = ProcessGroups(pp=mesh.get_group("pp"), ep=mesh.get_group("ep")), mesh.get_local_rank("ep")
+
+    def player(**options: Any) -> tuple[ForwardBackward, Callable[..., Any]]:
+        function = get_forward_backward_func(
+            schedule="combined_1f1b", pg_collection=groups, options=EngineOptions(timeout=60, **options)
+        )
+        (part,) = build(2, mesh.get_group("ep"))[mesh.get_local_rank("pp") :: 2]
+
+        def play(number: int, **more: Any) -> Any:
+            reports = call(function, [part], items(number, seed=100 * shard + number), **more)
+            grads = [p.grad for p in part.parameters() if p.grad is not None]
+            return [report["loss"] for report in reports] if more else (part.zero_grad(), grads)[1]
+
+        return function, play
+
+    expected = {}
+    for number in range(1, most + 1):
+        function, play = player(overlap="serial", costs=COSTS, verify=False)
+        expected[number] = play(number), play(number, forward_only=True)
+        function.close()
+    function, play = player(tries=1)
+    play(4)  # makes the engine
+    (prepared,) = function._engines.values()
+    return any_number(steps, expected, prepared.engine, play, partial(play, forward_only=True))
+
+
+@pytest.mark.parametrize(("steps", "most"), [(16, 4), pytest.param(100, 9, marks=pytest.mark.wide)])
+def test_any_number_of_microbatches_is_played_by_one_engine(ranks4: Ranks, steps: int, most: int) -> None:
+    assert ranks4.run(_any, steps, most, timeout=280) == [[]] * 4
 
 
 def test_chunks_of_another_place_are_refused() -> None:
@@ -461,7 +496,7 @@ def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> No
         ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: one with this"),
         ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
         ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
-        ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None"),
+        ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None, or one whose pp_group is the group pp"),
         ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn with forward_backward_no_pipelining; allowed"),
         ({"pg_collection": SimpleNamespace(ep=SimpleNamespace(size=lambda: 2))}, "pg_collection with another group ep"),
         (
@@ -501,6 +536,12 @@ def test_a_chunk_under_fsdp2_is_refused(ranks2: Ranks) -> None:
             "(Part) under FSDP2; allowed: Megatron-Core's DistributedDataParallel, or a finalize_model_grads_func "
             "that sums gradients"
         )
+
+
+def test_a_chunk_under_megatron_fsdp_is_refused() -> None:
+    wrapped = type("MegatronFSDP", (Wrapped,), {})(build(1)[0])  # its real name: core/test_limits.py
+    with pytest.raises(ValueError, match="under Megatron-FSDP; allowed: Megatron-Core's DistributedDataParallel"):
+        call(get_forward_backward_func(), [wrapped], items(1))
 
 
 def test_bad_choices_are_named() -> None:

@@ -91,6 +91,7 @@ HYBRIDEP = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": 
 MTP = {"mtp_num_layers": 1}
 DDP: Fields = {"overlap_grad_reduce": False}
 OVERLAP_REDUCE: Fields = {"overlap_grad_reduce": True, "bucket_size": 4000}
+SHARDED: Fields = {**OVERLAP_REDUCE, "use_distributed_optimizer": True, "overlap_param_gather": True}
 EIGHT = {"num_moe_experts": 8, "moe_router_topk": 3}
 ONE_A_RANK = {"num_moe_experts": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 PADDED = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
@@ -200,6 +201,17 @@ CASES: dict[str, Case] = {
     "vp 2, aux loss, shared expert": Case(
         {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
     ),
+    "parameters gathered beside the forward": Case(SHARED, ddp=SHARDED, quick=True),
+    "vp 2, parameters gathered beside the forward, aligned": Case(
+        {}, layers=4, pp=2, vp=2, microbatches=4, ddp={**SHARDED, "align_param_gather": True}, aligned=True
+    ),
+    "layout: embedding and loss are stages": Case(
+        {**AUX, "pipeline_model_parallel_layout": "E|tt|tt|L"}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP,
+        quick=True,
+    ),
+    "layout: uneven, MTP beside the loss": Case(
+        {**MTP, "pipeline_model_parallel_layout": "Et|tt||tmL"}, layers=4, pp=2, vp=2, microbatches=4
+    ),
 }  # fmt: skip
 """By name. Sizes are small: what differs between two schedules differs at every size. Options
 that do not meet in the code share a case, and those that do meet in pairs.
@@ -213,6 +225,10 @@ PROGRAMS: dict[str, Case] = {
     "zb_h2, MTP, tied": Case(MTP, pp=2, microbatches=4, tied=True, ddp=DDP, program="zb_h2"),
     "auto": Case(SHARED, pp=2, microbatches=4, measures=True, program="auto"),
     "auto, vp 2": Case(AUX, layers=4, pp=2, vp=2, microbatches=4, ddp=OVERLAP_REDUCE, measures=True, program="auto"),
+    "afab, vp 2": Case({**SHARED, **AUX}, layers=4, pp=2, vp=2, microbatches=4, program="afab"),
+    "zb_h1, layout": Case(
+        {**SHARED, "pipeline_model_parallel_layout": "E|tt|t|tL"}, layers=4, pp=2, vp=2, microbatches=4, program="zb_h1"
+    ),
     "dualpipev": Case(
         {**SHARED, **AUX}, layers=4, pp=2, vp=2, microbatches=4, program="dualpipev", in_v=True, quick=True
     ),

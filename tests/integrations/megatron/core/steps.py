@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions
@@ -74,6 +75,19 @@ def unlike(expected: list[Step], found: list[Step]) -> list[str]:
     return lines
 
 
+def of_pipeline(steps: list[Step]) -> list[Step]:
+    """Return what steps have given on all ranks of this rank's pipeline, by the place of each weight in the model."""
+    from megatron.core import parallel_state
+
+    group, found = parallel_state.get_pipeline_model_parallel_group(), []
+    for step in steps:
+        every: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, step, group=group)
+        grads = {name.partition(".")[2]: grad for one in every for name, grad in one.grads.items()}
+        found.append(Step([loss for one in every for loss in one.losses], grads, {}))
+    return found
+
+
 def one_step(function: Callable[..., Any], chunk: nn.Module, microbatches: int, *, fails: bool = False) -> None:
     """Play one step of a chunk by a function; with ``fails`` its forward raises."""
 
@@ -114,6 +128,9 @@ def _train(case: Case, function: Callable[..., Any], *, delayed: bool, in_v: boo
         found.append(Step(models.losses(reports), models.grads(chunks), _tracked()))
         with torch.no_grad():  # so that every step has other weights
             for number, chunk in enumerate(chunks):
+                if (case.ddp or {}).get("use_distributed_optimizer"):  # a rank has a shard; forwards gather the others
+                    _update_shards(chunk)
+                    continue
                 for parameter in chunk.parameters():
                     grad = found[-1].grads[f"{number}.{parameter.place}"]
                     if grad is not None:
@@ -121,6 +138,14 @@ def _train(case: Case, function: Callable[..., Any], *, delayed: bool, in_v: boo
     for chunk in chunks if case.ddp is not None else ():
         vars(chunk).clear()  # hooks of its own keep it after Megatron-Core's schedule, and would keep its groups
     return found
+
+
+def _update_shards(chunk: Any) -> None:
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        ranks, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
+        for bucket in group.buckets:
+            weights, grads = (data.chunk(ranks)[rank] for data in (bucket.param_data, bucket.grad_data))
+            weights.sub_(LEARNING_RATE * grads)
 
 
 def _prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
@@ -143,7 +168,7 @@ def _prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
             parameter.requires_grad_(not parameter.place.startswith(case.frozen))
     if case.ddp is not None:
         options = DistributedDataParallelConfig(
-            use_distributed_optimizer=False, delay_wgrad_compute=delayed, **case.ddp
+            **{"use_distributed_optimizer": False, "delay_wgrad_compute": delayed, **case.ddp}
         )
         chunks = [
             DistributedDataParallel(config, options, chunk, disable_bucketing=number > 0)
@@ -155,6 +180,8 @@ def _prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
             if case.aligned:
                 starts = [chunk.start_grad_sync for chunk in chunks]
                 config.grad_sync_func = starts if len(chunks) > 1 else starts[0]
+            if options.align_param_gather:
+                config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
         config.finalize_model_grads_func = finalize_model_grads
     return chunks
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch.distributed as dist
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
+from overlap1f1b.integrations.megatron.chunk import SHARDS
 from overlap1f1b.integrations.megatron.config import Config
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING, SCHEDULES, ForwardBackward
 from tests.integrations.megatron.core import flex, models, shim
@@ -52,6 +56,27 @@ def test_functions_take_what_megatrons_take(megatron: Callable[[int], Ranks]) ->
     assert megatron(2).run(_missing) == [[], []]
 
 
+def _without_a_row(rank: int, size: int) -> list[str]:
+    """Return the fields of Megatron-Core's configs about experts, overlap, recompute … that the page does not name."""
+    shim.apply()
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+    from megatron.core.transformer import TransformerConfig
+
+    assert MegatronFSDP.__name__ in SHARDS
+    page = (Path(__file__).parents[4] / "docs" / "coming-from.md").read_text()
+    table = page.partition("## From Megatron flags")[2].partition("\n## ")[0]
+    named = {token.lstrip("-").split()[0].replace("-", "_") for token in re.findall(r"`([^`]+)`", table)}
+    families = re.compile(
+        "moe|overlap|recompute|expert|wgrad|offload|cuda_graph|mtp_|dispatch|p2p|deallocate|stash|mhc"
+    )
+    asked = [field.name for field in fields(TransformerConfig) if families.search(field.name)]
+    return [field for field in asked if not any(fnmatch(field, pattern) for pattern in named)]
+
+
+def test_every_field_about_experts_overlap_and_recompute_has_a_row(megatron: Callable[[int], Ranks]) -> None:
+    assert megatron(2).run(_without_a_row) == [[], []]
+
+
 def _failure(rank: int, size: int) -> str:
     """Return the message of a step that fails on rank 0, while rank 1 waits in a collective of a layer."""
     shim.apply()
@@ -85,6 +110,26 @@ def _bare_later(rank: int, size: int) -> str:
             one_step(function, chunk, 2)
         chunk.forward = whole
         return str(caught.value)
+
+
+def _unknown_library(rank: int, size: int) -> str:
+    """Return the message of a step whose dispatcher calls NCCL EP; our exchange takes its place."""
+    shim.apply()
+    flex.apply()
+    with models.init_parallel(ep=size):
+        (chunk,) = models.build(models.config_of(layers=1, ep=size, **DEEPEP))
+        chunk.config.moe_flex_dispatcher_backend = "ncclep"
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=EngineOptions(timeout=10))
+        with pytest.raises(ValueError, match="ncclep") as caught:
+            one_step(function, chunk, 2)
+        own = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, dispatcher="rows")
+        one_step(own, chunk, 2)
+        return str(caught.value)
+
+
+def test_a_library_whose_buffers_microbatches_share_is_refused(megatron: Callable[[int], Ranks]) -> None:
+    said = "moe_flex_dispatcher_backend='ncclep' with dispatcher='own'; allowed: deepep, hybridep"
+    assert megatron(2).run(_unknown_library) == [said] * 2
 
 
 def test_a_library_exchanges_without_a_gradient_later(megatron: Callable[[int], Ranks]) -> None:

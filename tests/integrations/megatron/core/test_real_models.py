@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -48,22 +47,11 @@ def test_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) ->
 def played(rank: int, size: int, name: str) -> list[str]:
     """Run a program and Megatron-Core's own schedule; compare what all ranks of a pipeline have, by its place."""
     shim.apply()
-    from megatron.core import parallel_state
-
-    from tests.integrations.megatron.core.steps import Step, our_step, serial_step, unlike
-
-    def whole(steps: list[Step]) -> list[Step]:
-        group, found = parallel_state.get_pipeline_model_parallel_group(), []
-        for step in steps:
-            every: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(every, step, group=group)
-            grads = {name.partition(".")[2]: grad for one in every for name, grad in one.grads.items()}
-            found.append(Step([loss for one in every for loss in one.losses], grads, {}))
-        return found
+    from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
 
     case = PROGRAMS[name]
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
-        return unlike(whole(serial_step(case)), whole(our_step(case, 3)))[:3]
+        return unlike(of_pipeline(serial_step(case)), of_pipeline(our_step(case, 3)))[:3]
 
 
 @pytest.mark.parametrize(
