@@ -221,6 +221,7 @@ def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
     return problems + models.equal(*found)
 
 
+@pytest.mark.wide
 def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
     assert _spoiled(0, 1, 1) == []
 
