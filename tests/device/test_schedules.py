@@ -57,6 +57,7 @@ def _sequential(layout: Layout, microbatches: int, **options: Any) -> list[dict[
     return wanted
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 4, 1) == [[]]
@@ -72,6 +73,7 @@ def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, op
     assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev", AUTO])
 def test_three_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 3, 1) == [[]]

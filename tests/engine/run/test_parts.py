@@ -185,6 +185,7 @@ def test_two_stages_and_two_expert_ranks(ranks4: Ranks) -> None:
     assert max(ranks4.run(_against_one_part, 2)) < 1e-12
 
 
+@pytest.mark.wide
 def test_four_expert_ranks(ranks4: Ranks) -> None:
     assert max(ranks4.run(_against_one_part, 1)) < 1e-12
 
