@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.fp8 import dequantized, quantize_rows
+
 
 class ExpertRows(Sequence[int]):
     """Number of rows of each expert. The host reads them only if needed, since on CUDA the read waits for the device.
@@ -73,17 +76,21 @@ class KnownRows(list[int]):
         self.rows = rows
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
     """Multiply each expert's rows with its weight, ``rows[e] @ weight[e].T``.
 
     Args:
         rows: ``[R, A]``, sorted by expert.
         weight: ``[E, C, A]``, as ``nn.Linear`` lays it out.
         counts: Rows of each expert, summing to R or less; zeros are allowed.
+        eight: Quantizes rows and weight to eight bits, see :mod:`~overlap1f1b.kernels.fp8`; None for a product of what
+            is given.
 
     Returns:
         ``[R, C]``; rows that belong to no expert are undefined.
     """
+    if eight is not None:
+        return _of_eight_bits(rows, weight, counts, eight)
     if _native(rows, weight):
         return F.grouped_mm(aligned(rows), weight.transpose(1, 2), offs=offsets(counts, rows))
     out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -92,8 +99,32 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return out
 
 
-def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+def _of_eight_bits(rows: Tensor, weight: Tensor, counts: Sequence[int], kernels: Kernels) -> Tensor:
+    """Multiply quantized rows and weights, on a CPU the same values in float32.
+
+    An expert's rows may begin anywhere for torch's kernel, since they are not the dimension that is summed. In a weight
+    gradient they are, and would have to be multiples of 16: it is a product of what is not quantized.
+    """
+    left, right = kernels(quantize_rows, rows), kernels(quantize_rows, weight)
+    if not (rows.is_cuda and len(rows)):
+        a, b = (dequantized(quantized, torch.float32) for quantized in (left, right))
+        return grouped_mm(a, b, counts).to(rows.dtype)
+    product: Tensor = torch._scaled_grouped_mm(
+        left.values,
+        right.values.mT,
+        left.scales,
+        right.scales,
+        offs=offsets(counts, rows),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,  # its sums have fewer bits than float32
+    )
+    return product.to(rows.dtype)
+
+
+def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
     """Return the gradient ``[R, A]`` of ``rows`` from the product's gradient ``[R, C]``."""
+    if eight is not None:
+        return _of_eight_bits(grad, weight.mT, counts, eight)
     if _native(grad, weight):
         return F.grouped_mm(aligned(grad), weight, offs=offsets(counts, grad))
     out = grad.new_empty(grad.shape[0], weight.shape[2])
@@ -179,19 +210,20 @@ class GroupedMM(torch.autograd.Function):
     """:func:`grouped_mm` for plain autograd; under autocast in autocast's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        ctx.counts, ctx.dtype, ctx.rows_dtype = counts, product_dtype(weight), rows.dtype
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
+        ctx.counts, ctx.dtype, ctx.rows_dtype, ctx.eight = counts, product_dtype(weight), rows.dtype, eight
         rows = rows.to(ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        return grouped_mm(rows, weight.to(ctx.dtype), counts)
+        return grouped_mm(rows, weight.to(ctx.dtype), counts, eight)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (rows, weight), counts = grads, ctx.saved_tensors, ctx.counts
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype)
-        return grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts).to(ctx.rows_dtype), grad_weight, None
+        of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts, ctx.eight).to(ctx.rows_dtype)
+        return of_rows, grad_weight, None, None
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -37,10 +37,11 @@ class Layout(NamedTuple):
     between: tuple[int, int]
 
     @classmethod
-    def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype) -> Layout:
-        """Return the layout of rows of a dtype."""
-        size = -(-(hidden * dtype.itemsize + choices * (2 + weights.itemsize)) // ALIGNED) * ALIGNED
-        between = hidden * dtype.itemsize // 2, choices * weights.itemsize // 2
+    def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype, *, scaled: bool = False) -> Layout:
+        """Return the layout of rows of a dtype; ``scaled`` rows have a byte an element, and a float32 behind them."""
+        row = hidden + 4 if scaled else hidden * dtype.itemsize
+        size = -(-(row + choices * (2 + weights.itemsize)) // ALIGNED) * ALIGNED
+        between = row // 2, choices * weights.itemsize // 2
         return cls(hidden, choices, weights, size // dtype.itemsize, between)
 
     def opened(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,6 +70,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
             "checks",
             "kernels",
             "layer",
+            "eight",
             "steps",
             "overhead",
             "memory",
@@ -86,6 +87,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     rows = sections["kernels"]["result"]["rows"]
     assert {row["kernel"] for row in rows if "compiled_ms" in row} == {row["kernel"] for row in rows} - {"weight.grad"}
     assert sections["layer"]["result"]["rows"][0]["inside_error"] < 1e-5
+    assert 0 < sections["eight"]["result"]["rows"][0]["layer_error"] < 0.1
     (table,) = sections["steps"]["result"]["tables"]
     assert [row["name"] for row in table["rows"]] == [
         "sequential · serial", "combined_1f1b · pairs", "combined_1f1b+1 · 2", "combined_1f1b+1 · 3",

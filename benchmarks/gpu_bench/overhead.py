@@ -5,13 +5,20 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+import torch
+
 from gpu_bench.context import Context
 from gpu_bench.model import build
-from gpu_bench.steps import Steps
+from gpu_bench.steps import Steps, deterministic, gradients
 from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import LocalExchange
 
-ROWS: tuple[tuple[str, int, Overlap], ...] = (("sequential", 0, 3), ("combined_1f1b", 1, 3))
+ROWS: tuple[tuple[str, int, Overlap, bool], ...] = (
+    ("sequential", 0, 3, False),
+    ("combined_1f1b", 1, 3, False),
+    ("combined_1f1b", 1, 3, True),
+)
+"""The last says whether blocks are replayed as device graphs."""
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -22,11 +29,23 @@ def run(context: Context) -> dict[str, Any]:
         work.model.zero_grad()
         return context.seconds(work.plain_step)[0]
 
-    engines = [Steps(context, work, row, LocalExchange()) for row in ROWS]
-    for engine in engines:
+    engines = [Steps(context, work, (name, w, k), LocalExchange(), graphs=graphs) for name, w, k, graphs in ROWS]
+    problems = []
+    for engine, (*_, graphs) in zip(engines, ROWS, strict=True):
         while engine.engine.costs is None:
             engine.step()
+        engine.name += " · graphs" if graphs else ""
         engine.step()  # this one compiles the plan
+        with deterministic():
+            engine.step()
+        engine.grads = gradients(work.model.parameters())
+        engine.step()  # captures anew: other kernels
+        if not all(torch.equal(a, b) for a, b in zip(engine.grads, engines[0].grads, strict=True)):
+            problems.append(f"{engine.name}: gradients differ")
+        for stage in engine.engine.stages.values():
+            if stage.graphs is not None:
+                problems += stage.graphs.unfit.values()
+                context.say(f"{engine.name}: {stage.graphs.bytes / 2**30:.2f} GiB of graphs")
     samples: dict[str, list[float]] = {"plain": [], **{engine.name: [] for engine in engines}}
     launched: dict[str, list[float]] = {engine.name: [] for engine in engines}
     plain()
@@ -45,4 +64,4 @@ def run(context: Context) -> dict[str, Any]:
     ]
     for row in rows:
         context.say(f"{row['name']}: {row['step_ms']:.2f} ms, {row['over_plain']:.3f} of the plain loop")
-    return {"workload": work.options, "rows": rows}
+    return {"workload": work.options, "rows": rows, "problems": problems}

@@ -17,7 +17,20 @@ from typing import Any
 
 import torch
 
-from gpu_bench import ceilings, checks, compiles, contention, kernels, layer, memory, nccl, overhead, steps, trace
+from gpu_bench import (
+    ceilings,
+    checks,
+    compiles,
+    contention,
+    eight,
+    kernels,
+    layer,
+    memory,
+    nccl,
+    overhead,
+    steps,
+    trace,
+)
 from gpu_bench.context import Context, NoTimeError
 from gpu_bench.tables import markdown
 
@@ -28,6 +41,7 @@ SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
     "checks": (checks.run, 40),
     "kernels": (kernels.run, 100),
     "layer": (layer.run, 40),
+    "eight": (eight.run, 30),
     "steps": (steps.run, 210),
     "overhead": (overhead.run, 25),
     "memory": (memory.run, 40),

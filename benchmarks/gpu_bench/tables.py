@@ -115,6 +115,19 @@ def _layer(result: dict[str, Any]) -> list[str]:
     return [table(result["rows"], columns)]
 
 
+def _eight(result: dict[str, Any]) -> list[str]:
+    columns = {
+        "experts": lambda row: row["shape"]["name"],
+        "bf16 forward, both ms": lambda row: f"{row['bf16_forward_ms']:.3f}, {row['bf16_both_ms']:.3f}",
+        "fp8 forward, both ms": lambda row: f"{row['fp8_forward_ms']:.3f}, {row['fp8_both_ms']:.3f}",
+        "speed-up": lambda row: f"{row['layer_speedup']:.2f}×",
+        "product, bf16 and fp8 ms": lambda row: f"{row['bf16_product_ms']:.3f}, {row['fp8_product_ms']:.3f}",
+        "quantize rows, weight ms": lambda row: f"{row['quantize_rows_ms']:.3f}, {row['quantize_weight_ms']:.3f}",
+        "error of the product, layer": lambda row: f"{row['error']:.1e}, {row['layer_error']:.1e}",
+    }
+    return [table(result["rows"], columns)]
+
+
 def _gibibytes(size: int | None) -> str:
     return number(None if size is None else size / 2**30, ".2f")
 
@@ -194,6 +207,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "compiles": _compiles,
     "kernels": _kernels,
     "layer": _layer,
+    "eight": _eight,
     "steps": _steps,
     "overhead": _overhead,
     "memory": _memory,

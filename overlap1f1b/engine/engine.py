@@ -40,12 +40,13 @@ from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
 from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
 from overlap1f1b.engine.run.attributes import places_of
+from overlap1f1b.engine.run.graphs import Graphs
 from overlap1f1b.engine.run.microbatch import LossFunction
 from overlap1f1b.engine.run.model import refuse_graphs
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
 from overlap1f1b.engine.tuner import State, Tuner
-from overlap1f1b.engine.verify import Verification
+from overlap1f1b.engine.verify import Verification, VerificationError
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.schedule import Program
@@ -201,6 +202,11 @@ class Engine:
                     counts_block=not self.exchange.background and options.capacity is None,
                 )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
+            self.tuner.graphs = (
+                options.graphs and watch is not None and self.mesh.group("tp") is None and self.mesh.group("cp") is None
+            )
+            for stage in self.stages.values() if self.tuner.graphs else ():
+                stage.graphs = Graphs(stage, stage.blocks, device, stage.anchor)
             ep = self.mesh.exchanging
             for stage in self.stages.values():
                 stage.exchange = self.exchange
@@ -413,6 +419,7 @@ class Engine:
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
             # 4. What the step has shown decides how the next ones are played.
+            self._name_unfit()
             tuner.learn(plan, played.result, count if notes else None)
         return played
 
@@ -438,6 +445,9 @@ class Engine:
             self._check_devices()
         feed, nodes, placement = make_feed(), plan.ranks[self.rank], plan.program.placement
         check_feed(feed, plan.program, self.rank)
+        for stage in self.stages.values():
+            if stage.graphs is not None:
+                stage.graphs.active = grad and self.tuner.replays and plan is self.tuner.plan
         for stage in self.stages.values() if grad and self.tuner.looks else ():
             stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
@@ -478,9 +488,22 @@ class Engine:
 
     def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
         """Play a step of a plan that was not played before, and compare it with a plain loop."""
-        played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+        try:
+            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+        except VerificationError as error:
+            if not self.tuner.replays or plan is not self.tuner.plan:
+                raise
+            self.tuner.graphs = False
+            warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
+            played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
         self.tuner.note_verified(plan)
         return played
+
+    def _name_unfit(self) -> None:
+        """Warn, once, of blocks that run without device graphs."""
+        for stage in self.stages.values():
+            for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
+                warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:

@@ -60,6 +60,10 @@ class EngineOptions:
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
             :class:`~overlap1f1b.engine.verify.Verification`. The steps that measure nodes, which hide nothing, are not,
             nor plans for other numbers of microbatches of which no more are open at once.
+        graphs: Whether what blocks compute beside their experts is captured as device graphs and replayed, once the
+            plan is settled: for models whose kernels are as short as their launches. Gradients are the same to the bit.
+            Blocks that cannot be captured run as before, and a warning names them; so do all blocks on a CPU, and over
+            "tp" and "cp". What a forward does in Python alone is not repeated: see docs/gpu.md.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
             and over a tensor group batches, gradients and the tokens at the experts.
@@ -87,6 +91,7 @@ class EngineOptions:
     plan: Plan | None = None
     tries: int = TRIES
     verify: bool = True
+    graphs: bool = False
     reduce: bool = True
     count_tokens: Callable[..., int | Tensor] | None = None
     dynamic_shapes: bool = False
@@ -115,7 +120,7 @@ class EngineOptions:
             raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-        for name in ("verify", "reduce", "dynamic_shapes"):
+        for name in ("verify", "graphs", "reduce", "dynamic_shapes"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):

@@ -34,7 +34,7 @@ WARM_STEPS = 3
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
 LEAST_WARMUP_GAIN = 0.01
-"""Least predicted gain, as a share of the step, for which a limit of memory is used for another forward to warm up."""
+"""Least predicted gain, as a share of the step, for which memory is used for another forward to warm up."""
 SPARE = 0.03
 """Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
 LEAST_GAIN = 0.02
@@ -114,6 +114,7 @@ class Tuner:
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
+        graphs: Whether settled plans are played with device graphs.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
             the first step shows with which ranks blocks communicate.
@@ -139,6 +140,8 @@ class Tuner:
         self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
+        self.graphs = False
+        self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
         self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
@@ -298,6 +301,11 @@ class Tuner:
         return self.state is not State.SETTLED
 
     @property
+    def replays(self) -> bool:
+        """Whether the next step replays device graphs."""
+        return self.graphs and self.steps > 0 and self.state is State.SETTLED
+
+    @property
     def choice(self) -> str:
         """Name of the plan of the next step, and the times by which it was chosen."""
         name = f"{self.plan.program.name} {self.plan.order}"
@@ -339,7 +347,11 @@ class Tuner:
 
         A plan for another number of microbatches than the first has to be if more of them are open at once than before.
         """
-        if not self.options.verify or self.state is State.MEASURING or plan.fingerprint in self.verified:
+        if not self.options.verify or self.state is State.MEASURING:
+            return False
+        if self.replays and plan is self.plan and plan.fingerprint not in self._captured:
+            return True
+        if plan.fingerprint in self.verified:
             return False
         count, forwards, most = _described(plan)
         known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
@@ -350,6 +362,8 @@ class Tuner:
     def note_verified(self, plan: Plan) -> None:
         """Note that the first step of a plan was equal to a plain loop's."""
         self.verified[plan.fingerprint] = _described(plan)
+        if self.replays:
+            self._captured.add(plan.fingerprint)
 
     def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""
@@ -539,7 +553,10 @@ class Tuner:
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
-        for number, other in enumerate(lighter(program) if rooms else (program,)):
+        # For costs that were measured: a GPU has no memory to spare for a forward that gains nothing.
+        chooses = self._player.watch is not None and (self._tries or (self._costs is None and self.options.tries > 0))
+        others = lighter(program) if rooms else warmups(program) if chooses else (program,)
+        for number, other in enumerate(others):
             room = spared if number else rooms  # the lightest holds one microbatch at a time
             found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
@@ -604,10 +621,20 @@ def lighter(program: Program) -> Iterator[Program]:
     >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
     ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
     """
-    placement, (name, _, extra) = program.placement, program.name.partition("+")
+    placement = program.placement
     yield one_by_one(program.microbatches, placement)
     if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
         yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
+    yield from warmups(program)
+
+
+def warmups(program: Program) -> Iterator[Program]:
+    """Yield the program with fewer forwards to warm up and with all, fewest first.
+
+    >>> [other.name for other in warmups(build_schedule("combined_1f1b", microbatches=4))]
+    ['combined_1f1b', 'combined_1f1b+1']
+    """
+    placement, (name, _, extra) = program.placement, program.name.partition("+")
     for less in range(int(extra) if extra.isdecimal() else 0):
         sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
         yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.fp8 import FITS, check_device
 from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
@@ -24,6 +25,8 @@ from overlap1f1b.transport.suspend import computed_once
 
 WeightsIn = Literal["combine", "activation"]
 """Place where the experts' rank applies the routing weights: the sum of their results, or their activation before."""
+Precision = Literal["fp8"]
+"""Precision of the experts' products and of the rows sent to them: e4m3 with a scale a row; other sums are as ever."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -40,14 +43,15 @@ class Experts(nn.Module):
         local_experts: E / ranks; rank ``r`` holds experts ``r·E/ranks`` to ``(r+1)·E/ranks - 1``.
         group: Ranks that share the experts; None for one rank.
         exchange: Exchange between these ranks.
-        product: Grouped matrix product for :meth:`compute`; the engine replaces it with its own.
         kernels: Choice between Triton and torch for permutations, sums and activations, in the engine too.
         capacity: Room for rows in an engine's step, see :class:`~overlap1f1b.moe.route.Route`; None outside.
         parts: Parts of the tokens of a call, each with exchanges of its own, in an engine's step; 1 outside.
         weights_in: Place where routing weights are applied.
+        precision: Of products and of rows sent to the experts; None for that of what is given.
     """
 
     weights_in: WeightsIn = "combine"
+    precision: Precision | None = None
     capacity: float | None = None
     parts: int = 1
 
@@ -55,8 +59,17 @@ class Experts(nn.Module):
     local_experts: int
     group: dist.ProcessGroup | None
     exchange: Exchange
-    product: GroupedProduct
     kernels: Kernels
+
+    @property
+    def eight(self) -> Kernels | None:
+        """What quantizes the operands of products; None for no product in eight bits."""
+        return self.kernels if self.precision == "fp8" else None
+
+    def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the grouped matrix product for :meth:`compute`; the engine replaces it with its own."""
+        product: Tensor = GroupedMM.apply(rows, weight, counts, self.eight)
+        return product
 
     @property
     def reads_counts_late(self) -> bool:
@@ -78,7 +91,7 @@ class Experts(nn.Module):
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
         self.experts, self.local_experts = experts, experts // ranks
-        self.product, self.kernels = GroupedMM.apply, kernels or Kernels()
+        self.kernels = kernels or Kernels()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy with parameters of its own; it shares the group, which cannot be copied."""
@@ -124,9 +137,9 @@ class Experts(nn.Module):
         return computed_once(partial(self._there_and_back, tokens, indices, weights))
 
     def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        options: dict[str, Any] = {"capacity": self.capacity, "eight": self.precision == "fp8"}
         routes = [
-            Route(part, self.experts, self.exchange.ranks, self.kernels, capacity=self.capacity)
-            for part in self._parts_of(indices)
+            Route(part, self.experts, self.exchange.ranks, self.kernels, **options) for part in self._parts_of(indices)
         ]
         given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
         returned = exchange_parts(
@@ -160,12 +173,15 @@ class GroupedExperts(Experts):
         intermediate: I.
         weights_in: Place where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up
             · p`` as in Megatron-Core, the sum of the results has no weights, and its backward does not need them.
+        precision: See :data:`Precision`; None for the dtype of what is given. In ``"fp8"`` H and I are multiples of 16,
+            and a GPU is of compute capability 9; a CPU computes the same in float32. Weight gradients are as ever.
         group: Ranks that share the experts.
         kernels: Choice between Triton and torch.
 
     Raises:
         ValueError: A size is not a whole number from 1, E is not divisible by the ranks, or a subclass with its own
-            ``compute`` has ``weights_in="activation"``. In a call: shapes or dtypes are wrong, or an expert is unknown.
+            ``compute`` has ``weights_in="activation"``, or ``precision`` is unknown or does not fit. In a call: shapes
+            or dtypes are wrong, an expert is unknown, or a GPU has no such products.
     """
 
     def __init__(
@@ -175,6 +191,7 @@ class GroupedExperts(Experts):
         intermediate: int,
         *,
         weights_in: WeightsIn = "combine",
+        precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
@@ -184,7 +201,7 @@ class GroupedExperts(Experts):
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
         self.share(experts, group, kernels)
-        self.weights_in = check_weights_in(weights_in)
+        self.weights_in, self.precision = check_weights_in(weights_in), check_precision(precision, hidden, intermediate)
         if weights_in == "activation" and not self.reads_counts_late:
             raise ValueError(
                 f"weights_in='activation' of {type(self).__name__}, which computes itself; allowed: 'combine'"
@@ -208,7 +225,7 @@ class GroupedExperts(Experts):
 
     @property
     def row_kind(self) -> object:
-        return self.experts, self.gate_up.shape[2], self.gate_up.dtype
+        return self.experts, self.gate_up.shape[2], self.gate_up.dtype, self.precision
 
     @property
     def reads_counts_late(self) -> bool:
@@ -237,6 +254,8 @@ class GroupedExperts(Experts):
             )
         if weights.shape != indices.shape or not weights.is_floating_point():
             raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
+        if self.precision is not None:
+            check_device(tokens)
         return super().__call__(tokens, indices, weights)
 
     def extra_repr(self) -> str:
@@ -251,6 +270,20 @@ def check_weights_in(value: WeightsIn) -> WeightsIn:
     """
     if value not in get_args(WeightsIn):
         raise ValueError(f"weights_in={value!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
+    return value
+
+
+def check_precision(value: Precision | None, hidden: int, intermediate: int) -> Precision | None:
+    """Return ``value`` if it is allowed for experts of these sizes.
+
+    Raises:
+        ValueError: ``value`` is unknown, or a size cannot be aligned.
+    """
+    if value not in (None, *get_args(Precision)):
+        raise ValueError(f"precision={value!r}; allowed: None, {', '.join(map(repr, get_args(Precision)))}")
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if value is not None and size % FITS:
+            raise ValueError(f"{name}={size} with precision={value!r}; allowed: multiples of {FITS}")
     return value
 
 

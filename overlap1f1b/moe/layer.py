@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
+from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn
 from overlap1f1b.moe.router import Router, RouterConfig
 from overlap1f1b.schedule.values import check_kind, check_size
 
@@ -57,12 +57,13 @@ class MoE(nn.Module):
         router: Number of experts and rules of the choice.
         shared_intermediate: Intermediate size of the shared expert, 0 for none.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
+        precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
         group: Ranks that share the experts.
         kernels: Choice between Triton and torch for router, experts and activations; shared by the layers of a model.
 
     Raises:
         ValueError: A size is not a whole number, the experts cannot be divided evenly over the ranks, or ``weights_in``
-            is unknown.
+            or ``precision`` is unknown or does not fit.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class MoE(nn.Module):
         *,
         shared_intermediate: int = 0,
         weights_in: WeightsIn = "combine",
+        precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
@@ -84,7 +86,7 @@ class MoE(nn.Module):
         check_kind("router", router, RouterConfig)
         factory: dict[str, Any] = {"kernels": kernels or Kernels(), "dtype": dtype, "device": device}
         self.router = Router(hidden, router, **factory)
-        options = {"weights_in": weights_in, "group": group, **factory}
+        options = {"weights_in": weights_in, "precision": precision, "group": group, **factory}
         self.experts = GroupedExperts(router.experts, hidden, intermediate, **options)
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
+from overlap1f1b.kernels.fp8 import narrow_rows, widen_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
-from overlap1f1b.kernels.permute import expand_rows, layout_of, pack_rows, spread_rows, take_rows
+from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from overlap1f1b.plan import rows_per_token
 from overlap1f1b.transport.calls import Splits
@@ -40,6 +41,7 @@ class Route(Splits):
         ranks: Ranks that share the experts.
         kernels: Choice between Triton and torch.
         capacity: Room for rows and choices of a rank, as a multiple of an even share; None for exact sizes.
+        eight: Whether rows are sent to the experts in eight bits, and their gradients back; never on one rank.
 
     Attributes:
         tokens: T.
@@ -68,11 +70,12 @@ class Route(Splits):
         kernels: Kernels,
         *,
         capacity: float | None = None,
+        eight: bool = False,
     ) -> None:
         super().__init__((), ())
         self.tokens, self.top_k = indices.shape
         self.experts, self.ranks, self.kernels, self.capacity = experts, ranks, kernels, capacity
-        self.local = experts // ranks
+        self.local, self.eight = experts // ranks, eight and ranks > 1
         assert self.local < 1 << 15, "numbers of a rank's experts travel as int16"
         self.indices = indices
         self.room: int | None = None
@@ -153,18 +156,26 @@ class Route(Splits):
         """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
         self.hidden = tokens.shape[1]
         self._layout = layout_of(tokens, weights)
+        if self.eight:
+            kinds = self._layout.choices, tokens.dtype, weights.dtype
+            self._narrow = Layout.of(self.hidden, *kinds, scaled=True)
         places = self.order, self.spots, self.local, self._layout, self.partial
-        return self.kernels(pack_rows, tokens, self.indices, weights, *places)
+        packed = self.kernels(pack_rows, tokens, self.indices, weights, *places)
+        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
 
     def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients ``[T, H]`` of the tokens and ``[T, K]`` of the weights."""
         if self.spots is None:
             tokens, weights, _ = self._layout.opened(grad)
             return tokens, weights
+        if self.eight:
+            grad = widen_rows(grad, self._layout, self._narrow)
         return self.kernels(open_grads, grad, self.inverse, self.spots, self._layout)
 
     def expand(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``."""
+        if self.eight:
+            packed = widen_rows(packed, self._layout, self._narrow)
         if self._slots is None:
             chosen = self._layout.opened(packed)[2][:, : self._layout.choices]
             self._slots = self.kernels(place_slots, chosen, self.local, self.choices)
@@ -176,7 +187,8 @@ class Route(Splits):
     def expand_backward(self, grad_rows: Tensor, grad_weights: Tensor) -> Tensor:
         """Return the gradient ``[rows, W]`` of received rows."""
         assert self._slots is not None
-        return self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
+        packed = self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
+        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
 
     def weigh(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows of each received row's choices by their weights, None for 1: ``[C, H] → [rows, H]``."""

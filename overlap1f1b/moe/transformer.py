@@ -15,7 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Choice, Kernels
-from overlap1f1b.moe.experts import GroupedExperts, WeightsIn, check_weights_in
+from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn, check_precision, check_weights_in
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig, Score
 
@@ -45,6 +45,7 @@ class MoEConfig:
         score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient, force_load_balance: See
             :class:`~overlap1f1b.moe.router.RouterConfig`.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
+        precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
 
     Raises:
@@ -75,6 +76,7 @@ class MoEConfig:
     z_coefficient: float = 0.0
     force_load_balance: bool = False
     weights_in: WeightsIn = "combine"
+    precision: Precision | None = None
     kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class MoEConfig:
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
+        check_precision(self.precision, self.hidden, self.intermediate)
         if self.shared_intermediate < 0:
             raise ValueError(f"shared_intermediate={self.shared_intermediate}; allowed: 0 and more")
         if self.hidden % (2 * self.heads):
@@ -233,7 +236,7 @@ class MoETransformer(nn.Sequential):
         def mlp(layer: int) -> MoE | SwiGLU:
             if layer < config.dense_layers:
                 return SwiGLU(config.hidden, config.dense_intermediate, **mlp_options)
-            options = {"weights_in": config.weights_in, "group": group, **mlp_options}
+            options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **mlp_options}
             sizes = config.hidden, config.intermediate, config.router
             return MoE(*sizes, shared_intermediate=config.shared_intermediate, **options)
 

@@ -100,6 +100,9 @@ class RunOptions:
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
+    precision: Annotated[Literal["fp8"] | None, by_default("fp8", "that of the weights")] = None
+    """fp8: the experts' products, and the rows sent to them, in eight bits with a scale a row; on a GPU one of compute
+    capability 9."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None
@@ -249,6 +252,8 @@ def check_run(options: RunOptions) -> None:
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
     if options.hf_config is not None and options.weights_in != "combine":
         raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
+    if options.hf_config is not None and options.precision is not None:
+        raise ValueError(f"--precision {options.precision} with --hf-config; allowed: without --precision")
     if options.overflow == "rerun" and options.capacity is None:
         raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)

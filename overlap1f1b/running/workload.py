@@ -35,6 +35,7 @@ def model_config(options: RunOptions) -> MoEConfig:
         score=router,
         aux_coefficient=0.0 if router == "sigmoid" else 0.01,
         weights_in=options.weights_in,
+        precision=options.precision,
         kernels=options.kernels,
     )
 

@@ -6,8 +6,10 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 
 from __future__ import annotations
 
+import gc
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -116,6 +118,53 @@ def watch_of(device: torch.device) -> Watch | None:
         return None
     wait, hold = partial(settle, device), partial(sleep, device, HOLD_CYCLES)
     return Watch(Stamps(device), lambda a, b: a.event.elapsed_time(b.event) / 1e3, wait, hold)
+
+
+class GraphCapture:
+    """Captures what a thread queues on a GPU instead of running it: device graphs that share one pool of memory.
+
+    They are replayed one after another, on the stream that is the current one then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = of(device)
+        self._pool, self._stream = self._gpu.graph_pool_handle(), self._gpu.Stream(device)
+        self._graph: Any = None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Return the context of captures: their stream, and no casts of weights that others have cached.
+
+        Python collects no garbage there: to free what belongs to a device is not allowed in a capture.
+        """
+        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
+        torch.set_autocast_cache_enabled(False)
+        gc.disable()
+        try:
+            with self._gpu.stream(self._stream):
+                yield
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            if collects:
+                gc.enable()
+
+    def begin(self) -> None:
+        """Capture what is queued from now on."""
+        self._graph = self._gpu.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Callable[[], object]:
+        """Return what queues all of it."""
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def leave(self) -> None:
+        """Give up a capture that has begun; do nothing without one."""
+        if self._graph is not None:
+            with suppress(RuntimeError), self._gpu.stream(self._stream):
+                self.end()
 
 
 def in_host_memory(like: Tensor) -> Tensor:

@@ -314,6 +314,7 @@ class ThreadState(NamedTuple):
                 _C._functorch.peek_interpreter_stack() is not None,
                 _autograd._saved_tensors_hooks_is_enabled(),
                 _C._is_torch_function_enabled(),
+                _computes_in_fp8(),
                 None if gpu is None else gpu.current_stream(device),
             ),
         )
@@ -400,8 +401,16 @@ _FIXED = (
     "a functorch transform",
     "disable_saved_tensors_hooks",
     "DisableTorchFunctionSubclass",
+    "TransformerEngine's fp8_autocast",
     "another stream of the device",
 )
+
+
+def _computes_in_fp8() -> bool:
+    """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
+    modules, package = sys.modules, "transformer_engine.pytorch"
+    module = modules.get(f"{package}.quantization") or modules.get(f"{package}.fp8")  # newer and older releases
+    return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def _saved_tensor_hooks() -> tuple[tuple[Any, Any], ...]:

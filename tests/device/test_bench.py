@@ -53,3 +53,11 @@ def _read(rank: int, size: int) -> list[object]:
 
 def test_the_host_reads_answered_counts_from_a_copy(alone: Ranks) -> None:
     assert alone.run(_read) == [[[[5, 6, 7, 8], [1, 2, 3, 4]], 1]]
+
+
+def test_an_answer_carries_what_was_recorded_where_it_is_as_long() -> None:
+    """Behind answered zeros the next layer chooses others: what comes back to it is as much as it has sent then."""
+    answers = AnsweringExchange(2, 0, {}, {7: torch.ones(3, 2)})
+    source = torch.randn(4, 5)
+    assert answers.rows(source, [2, 2], [1, 2], 7).result.tolist() == [[0, 0, 0, 1, 1]] * 3
+    assert answers.rows(source, [2, 2], [2, 2], 7).result.tolist() == [[0] * 5] * 4

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.moe.experts import Precision
 from overlap1f1b.plan import Overlap, exchanged_bytes
 from overlap1f1b.running.bench.exchanges import RecordingExchange
 from overlap1f1b.schedule import build_schedule
@@ -69,8 +70,14 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
     """Within one per cent, with what rows carry; experts are all equally likely."""
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), []
     experts, hidden, tokens, microbatches = 16, 32, 16_384, 2
-    for chosen, share in ((1, 1.0), (2, 0.77), (8, 0.25)):
-        layer = MoE(hidden, 8, RouterConfig(experts, chosen), group=mesh.get_group("ep"))
+    cases: tuple[tuple[int, float, Precision | None], ...] = (
+        (1, 1.0, None),
+        (2, 0.77, None),
+        (8, 0.25, None),
+        (2, 0.5, "fp8"),
+    )
+    for chosen, share, precision in cases:
+        layer = MoE(hidden, 16, RouterConfig(experts, chosen), precision=precision, group=mesh.get_group("ep"))
         generator = torch.Generator().manual_seed(rank)
 
         def choose(x: Tensor, chosen: int = chosen, generator: torch.Generator = generator) -> tuple[Tensor, Tensor]:
@@ -93,11 +100,13 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
         total = torch.tensor(sum(sizes.sent_bytes(rank) for sizes in recording.sizes.values()))
         dist.all_reduce(total)
         sent = int(total) / size
-        options = {"itemsize": 4, "weight_itemsize": 4}
+        options = {"itemsize": 4, "weight_itemsize": 4, "eight": precision == "fp8"}
         counted = 2 * microbatches * sum(exchanged_bytes(tokens, hidden, experts, chosen, size, **options))
         before = 4 * microbatches * tokens * chosen * hidden * 4 / 2
         if not abs(sent / counted - 1) < 0.01 or not sent / before < share + 0.25:
-            problems.append(f"{chosen} chosen: {sent} bytes, {counted} were counted, {before} for each choice")
+            problems.append(
+                f"{chosen} chosen, {precision}: {sent} bytes, {counted} were counted, {before} for each choice"
+            )
     return problems
 
 

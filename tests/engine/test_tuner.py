@@ -70,6 +70,22 @@ def test_steps_are_serial_until_there_are_costs() -> None:
     assert of.plan.fingerprint == serial.fingerprint
 
 
+@pytest.mark.parametrize(("exchange", "name"), [(1.0, "combined_1f1b"), (7.0, "combined_1f1b+1")])
+def test_a_device_warms_up_by_another_forward_only_if_that_gains(exchange: float, name: str) -> None:
+    costs = NodeCosts.uniform(attention=4.5, experts=2.4, dispatch=exchange)
+    of = tuner()
+    of.microbatches = 16
+    assert of._fastest(SHAPES, costs)[0].program.name == "combined_1f1b+1"  # as it was given
+    with patch.object(of._player, "watch", object()):
+        chosen = of._fastest(SHAPES, costs)
+        of.costs = costs
+        assert of._fastest(SHAPES, costs)[0].program.name == "combined_1f1b+1"  # for costs that are given, too
+    every = [build_schedule("combined_1f1b", microbatches=16, extra_warmup=extra) for extra in (0, 1)]
+    fewer, more = (fastest(program, SHAPES, costs, 3)[0].predicted for program in every)
+    assert chosen[0].program.name == name
+    assert chosen[0].predicted == (more if more < 0.99 * fewer else fewer)
+
+
 def test_a_plan_that_is_set_stays_until_costs_are() -> None:
     mine = compile(PROGRAM, SHAPES, COSTS, "pairs")
     of = tuner(plan=mine)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
-from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.kernels.fp8 import check_device
+from overlap1f1b.moe import GroupedExperts, MoE, MoEConfig, RouterConfig
 from tests.ranks import over
 
 T, K, E, H = 5, 2, 4, 8
@@ -42,6 +45,25 @@ def test_shapes_and_dtypes(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
         experts(tokens, indices, weights)
+
+
+def test_precisions_and_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes, precision, error in (
+        ((16, 16), "fp4", "precision='fp4'; allowed: None, 'fp8'"),
+        ((24, 16), "fp8", "hidden=24 with precision='fp8'; allowed: multiples of 16"),
+        ((16, 40), "fp8", "intermediate=40 with precision='fp8'; allowed: multiples of 16"),
+    ):
+        for build in (partial(GroupedExperts, E, *sizes), partial(MoE, *sizes, RouterConfig(E, K))):
+            with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+                build(precision=precision)
+    with pytest.raises(ValueError, match=r"^hidden=24 with precision='fp8'"):
+        MoEConfig(hidden=24, heads=4, precision="fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    on_a_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    with pytest.raises(
+        ValueError, match=r"^precision='fp8' on a GPU of compute capability 8\.0; allowed: 9\.0, or prec"
+    ):
+        check_device(on_a_gpu)
 
 
 def test_shapes_are_seen_before_whatever_stands_in_for_the_forward(experts: GroupedExperts) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +185,34 @@ def test_a_context_that_cannot_be_carried_is_refused_by_name(context: Any) -> No
     with pytest.raises(ValueError, match="exchanges rows inside"):
         step(models.build(block=block), programs(2)[1], 2, models.batch(2))
     assert not torch.is_inference_mode_enabled()
+
+
+def test_eight_bits_of_transformer_engine_are_refused_around_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are state of a class there, which other microbatches would compute with; around a step they are the same."""
+
+    class State:
+        enabled = False
+
+        @classmethod
+        def is_fp8_enabled(cls) -> bool:
+            return cls.enabled
+
+    @contextlib.contextmanager
+    def fp8_autocast() -> Iterator[None]:
+        State.enabled = True
+        try:
+            yield
+        finally:
+            State.enabled = False
+
+    stand_in = SimpleNamespace(FP8GlobalStateManager=State)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", stand_in)  # type: ignore[misc]
+    block = type("Block", (Wrapped,), {"context": staticmethod(fp8_autocast)})
+    with pytest.raises(ValueError, match=r"exchanges rows inside TransformerEngine's fp8_autocast, which cannot be"):
+        step(models.build(block=block), programs(2)[1], 2, models.batch(2))
+    assert not State.enabled
+    with fp8_autocast():
+        step(models.build(), programs(2)[1], 2, models.batch(2))
 
 
 class Failing(models.Block):

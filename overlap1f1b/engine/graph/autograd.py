@@ -76,6 +76,11 @@ class WeightQueue:
         other._waiting += [entry for entry in self._waiting if entry[0] in weights]
         self._waiting = [entry for entry in self._waiting if entry[0] not in weights]
 
+    def take(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
+        """Return the gradients that are left for later, and empty the queue."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
     def compute(self) -> Gradients:
         """Return all gradients, summed per parameter, and empty the queue."""
         total, self._ready = self._ready, {}
@@ -144,7 +149,7 @@ class SplitGroupedMM(torch.autograd.Function):
     """``grouped_mm`` whose backward computes the gradient of the rows, and queues the weight's.
 
     Weight and anchor are as in :class:`SplitLinear`. With ``kernels`` the weight's gradient is added to its main
-    gradient, if there is one.
+    gradient, if there is one. ``eight`` is that of the product.
     """
 
     @staticmethod
@@ -156,13 +161,14 @@ class SplitGroupedMM(torch.autograd.Function):
         queue: WeightQueue,
         kernels: Kernels | None,
         anchor: Tensor | None,
+        eight: Kernels | None,
     ) -> Tensor:
         (weight,) = weights
-        ctx.counts, ctx.queue, ctx.weight, ctx.kernels = counts, queue, weight, kernels
+        ctx.counts, ctx.queue, ctx.weight, ctx.kernels, ctx.eight = counts, queue, weight, kernels, eight
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = as_dtype(rows, ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts)
+        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts, eight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -180,9 +186,9 @@ class SplitGroupedMM(torch.autograd.Function):
             ctx.queue.put(parameter, weight_grad)
         of_rows = None
         if ctx.needs_input_grad[0]:
-            of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts)
+            of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts, ctx.eight)
             of_rows = as_dtype(of_rows, ctx.rows_dtype)
-        return of_rows, None, None, None, None, None
+        return of_rows, None, None, None, None, None, None
 
 
 split_linear = quick_apply(SplitLinear)

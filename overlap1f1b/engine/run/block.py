@@ -330,8 +330,9 @@ class BlockRun:
         given, values = {}, list[Tensor | None](x)
         if isinstance(self.module, MicrobatchBlock):
             given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
+        captured = self.stage.captured(self.block, microbatch.index, x) if microbatch.grad else None
         try:
-            returned = self.module(*values, **given)
+            returned = self.module(*values, **given) if captured is None else captured(*x)
         except RuntimeError as error:
             if OUTSIDE not in str(error):
                 raise

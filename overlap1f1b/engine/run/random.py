@@ -80,6 +80,10 @@ class Draws:
             return _NO_CONTEXT
         return stream if draws or self._always[block] else self._watched(key, stream)
 
+    def draws(self, block: int) -> bool:
+        """Return whether a block may draw."""
+        return self._draws.get((block, self._blocks[block].training), True)
+
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
         with stream:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from operator import is_, itemgetter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from overlap1f1b.engine.graph.edges import next_sequence_number
 from overlap1f1b.engine.run.attributes import ModuleAttributes
 from overlap1f1b.engine.run.buffers import Buffers
 from overlap1f1b.engine.run.crossing import functions_cross
+from overlap1f1b.engine.run.graphs import Graphs
 from overlap1f1b.engine.run.model import (
     blocks_of,
     device_of,
@@ -66,6 +67,8 @@ class Stage:
             ``recompute``.
     """
 
+    graphs: Graphs | None = None
+    """Device graphs of blocks, if they are to be used."""
     thread: ThreadState
     """State of the thread between the nodes of a step."""
     began: int
@@ -241,6 +244,22 @@ class Stage:
         looked_at = foreign.seen is not None and block in foreign.seen
         return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
 
+    def captured(self, block: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """Return the forward of a block by device graphs; None if it has to run its own."""
+        graphs = self.graphs
+        if graphs is None or not graphs.active or not self.shape[block].expert_calls:
+            return None
+        if block not in graphs.unfit:
+            reasons = {
+                "it computes activations again": self.shape[block].recompute != "none",
+                "it uses parameters of another block, or tensors that another has left": self.watches(block),
+                "its forward sets what others find": self.state_of(block) is not None,
+                "it draws random numbers": self.draws.draws(block),
+            }
+            if any(reasons.values()):
+                graphs.unfit[block] = next(reason for reason, is_so in reasons.items() if is_so)
+        return graphs.of(block, microbatch, x)
+
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
         self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
@@ -302,7 +321,8 @@ class Stage:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         if self.agree is not None and (block, number) not in self._agreed:
             self._agreed.add((block, number))
-            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}"
+            bits = ", sent in 8 bits" * route.eight
+            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}{bits}"
             self.agree({f"call {number} of experts in {self.names[block]} of stage {self.number}": sizes})
         if self.first_rows is not None and (block, number) not in self.first_rows:
             self.first_rows[block, number] = call.tensors[0].detach()[:64, : route.hidden].clone()
@@ -345,6 +365,8 @@ class Stage:
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
         self.began, self.made = next_sequence_number(), []
         with replaced(self._replacements(aux_scale)), functions_cross(), self.draws.checked():
+            if self.graphs is not None:
+                self.graphs.begin()
             try:
                 yield
             finally:
@@ -384,11 +406,11 @@ class Stage:
 
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels = experts.kernels if self.adds_to_main else None
+        kernels, eight = experts.kernels if self.adds_to_main else None, experts.eight
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor)
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
 
         return product
 

@@ -108,7 +108,8 @@ class AnsweringExchange(Exchange):
         self, source: Tensor, send: Sequence[int], receive: Sequence[int], tag: int = 0, *_: Any
     ) -> Transfer[Tensor]:
         rows = source.new_zeros((sum(receive), *source.shape[1:]))
-        if (carried := self._carried.get(tag)) is not None:
+        carried = self._carried.get(tag)
+        if carried is not None and len(carried) == len(rows):  # behind zeros later layers choose, and get back, others
             rows[:, -carried.shape[1] :] = carried
         return Transfer(rows)
 

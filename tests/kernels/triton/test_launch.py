@@ -20,10 +20,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.kernels.routing import Rule
-from overlap1f1b.kernels.triton import combine, grouped_mm, permute, routing, slots, swiglu
+from overlap1f1b.kernels.triton import combine, fp8, grouped_mm, permute, routing, slots, swiglu
 from overlap1f1b.kernels.triton.launch import SUMMED, TILE, Kernel, tile
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
+NAMES[torch.float8_e4m3fn] = "fp8e4nv"
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         (combine.pack_grads, (sent, half(2 * rows), flat, layout)),
         (combine.open_grads, (packed, flat, whole(rows, 2), layout)),
         (combine.spread_grad, (tokens, sent, flat, flat, half(2 * rows))),
+        (fp8.quantize_rows, (tokens,)),
         (swiglu.swiglu_rows, (half(rows, 80), half(rows), ends[-1:])),
         (swiglu.swiglu_rows_backward, (half(rows, 40), half(rows, 80), half(rows), ends[-1:])),
         (slots.place_slots, (chosen, 4, 2 * rows)),
@@ -272,6 +274,10 @@ def test_all_others_compile(compiled: Any) -> None:
     assert [k.name for k in compiled(slots.place_slots, chosen, E, T * K)] == ["_count", "_offsets", "_place"]
     compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
     compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
+    for rows in (half(T, H + 24)[:, :H], half(2, INTERMEDIATE, H), half(2, INTERMEDIATE, H).mT):
+        ((_, ptx),) = compiled(fp8.quantize_rows, rows)
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
+        assert set(re.findall(r"\b(ld|st)\.global\S*\.v[24]\.b32", ptx)) == {"ld", "st"}
     main, ends = torch.empty(2, 2 * INTERMEDIATE, H), whole(2)
     ((_, ptx),) = compiled(grouped_mm.add_weight_grad_, main, half(T, 2 * INTERMEDIATE), half(T, H), ends)
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx

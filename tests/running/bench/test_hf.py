@@ -42,6 +42,9 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal("--weights-in", "activation").endswith(
         "error: --weights-in activation with --hf-config; allowed: combine\n"
     )
+    assert refusal("--precision", "fp8").endswith(
+        "error: --precision fp8 with --hf-config; allowed: without --precision\n"
+    )
     assert refusal("--layers", "3").endswith(
         "error: --layers 3 with --hf-config, which has the model's sizes; allowed: one of the two\n"
     )

@@ -1,0 +1,89 @@
+"""Rows in eight bits: e4m3 elements, and a scale for each row.
+
+A scale is a power of two, the least by which the row's largest element is at most 448. So a scale rounds nothing: an
+element is rounded once, to four significant bits, and a row that was quantized before is quantized to the same values.
+An element errs by at most 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest.
+
+:func:`~overlap1f1b.kernels.grouped_mm.grouped_mm` multiplies such rows with weights that are quantized along the same
+dimension. :func:`narrow_rows` quantizes rows that are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.permute import Layout
+
+FLOAT8 = torch.float8_e4m3fn
+FITS = 16
+"""Sizes of weights whose products have eight bits are multiples of it."""
+
+
+class Quantized(NamedTuple):
+    """Values ``[…, A]`` in e4m3, contiguous, and scales ``[…]`` in float32."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def quantize_rows(rows: Tensor) -> Quantized:
+    """Return the quantized rows ``[…, A]``, of any strides; the scale of a row that is not finite is infinite.
+
+    >>> values, scales = quantize_rows(torch.tensor([[448.0, -1.06], [7.0, 0.25]]))
+    >>> values.float().tolist(), scales.tolist()
+    ([[448.0, -1.0], [448.0, 16.0]], [1.0, 0.015625])
+    """
+    wide = rows.float()
+    # 448 is 1.75 · 2⁸: the exponent of the largest element, one more where its significand is above 1.75.
+    exponent = (wide.abs().amax(-1).view(torch.int32).clamp(max=0x7F800000) + 0x1FFFFF) >> 23
+    exponent = torch.where(exponent == 255, exponent, (exponent - 8).clamp_(min=1))
+    scales, inverse = ((bits << 23).view(torch.float32) for bits in (exponent, 254 - exponent))
+    return Quantized((wide * inverse.unsqueeze(-1)).to(FLOAT8).contiguous(), scales)
+
+
+def dequantized(quantized: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the quantized numbers ``[…, A]`` in ``dtype``."""
+    return quantized.values.to(dtype).mul_(quantized.scales.unsqueeze(-1))
+
+
+def check_device(tensor: Tensor) -> None:
+    """Raise ValueError if a tensor is on a GPU for which torch has no grouped product with a scale a row."""
+    if tensor.is_cuda and (found := torch.cuda.get_device_capability(tensor.device))[0] != 9:
+        raise ValueError(
+            f"precision='fp8' on a GPU of compute capability {found[0]}.{found[1]}; allowed: 9.0, or precision=None"
+        )
+
+
+def narrow_rows(packed: Tensor, layout: Layout, narrow: Layout, kernels: Kernels) -> Tensor:
+    """Return packed rows ``[R, W]`` with their elements quantized, and the scale behind them."""
+    (rows, *carried), out = layout.opened(packed), packed.new_zeros(len(packed), narrow.width)
+    (values, scales), narrowed = _quantized_of(out, narrow), narrow.opened(out)[1:]
+    quantized = kernels(quantize_rows, rows)
+    values.copy_(quantized.values)
+    scales.copy_(quantized.scales)
+    _carry(carried, narrowed, layout.choices)
+    return out
+
+
+def widen_rows(packed: Tensor, layout: Layout, narrow: Layout) -> Tensor:
+    """Return what :func:`narrow_rows` was given, with its elements rounded."""
+    out = packed.new_zeros(len(packed), layout.width)
+    rows, *carried = layout.opened(out)
+    rows.copy_(dequantized(_quantized_of(packed, narrow), packed.dtype))
+    _carry(narrow.opened(packed)[1:], carried, layout.choices)
+    return out
+
+
+def _quantized_of(packed: Tensor, narrow: Layout) -> Quantized:
+    scales = packed.view(torch.float32)[:, narrow.hidden // 4]
+    return Quantized(packed.view(FLOAT8)[:, : narrow.hidden], scales)
+
+
+def _carry(source: Sequence[Tensor], target: Sequence[Tensor], choices: int) -> None:
+    for here, there in zip(source, target, strict=True):
+        there[:, :choices] = here[:, :choices]

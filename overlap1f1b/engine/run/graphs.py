@@ -1,0 +1,431 @@
+"""Parts of blocks as device graphs: what a block computes before its experts and behind them, at one launch each.
+
+All but the experts has fixed shapes, with exact sizes, too: norms, attention, router, shared experts. A block's own
+forward is run once without computing, and what it queues on the device is captured, in parts between its calls of
+experts; so is the backward of each part. Later forwards and backwards replay the graphs. Experts, exchanges and weight
+gradients of linear layers stay nodes of the plan.
+
+A graph has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
+gradient, and each slot has graphs of its own. All share one pool: memory that a graph needs only while it runs serves
+the others, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overlap1f1b.engine.graph.autograd import WeightQueue, main_grad
+from overlap1f1b.engine.graph.edges import edge_of, gradients, next_sequence_number, nodes_behind
+from overlap1f1b.engine.run.attributes import places_of
+from overlap1f1b.engine.run.crossing import CrossingMode, Replaces
+from overlap1f1b.engine.run.model import MicrobatchBlock, is_compiled
+from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.moe.experts import Experts
+from overlap1f1b.schedule.values import some
+from overlap1f1b.transport.devices import GraphCapture
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+
+
+class UnfitError(RuntimeError):
+    """A block that cannot be captured, and why."""
+
+
+class Queued(Protocol):
+    """A stage: where forwards that run now leave their weight gradients."""
+
+    queue: WeightQueue
+
+
+class Place(NamedTuple):
+    """A tensor of an earlier part: of what the part was given, or of what it hands on."""
+
+    part: int
+    given: bool
+    number: int
+
+
+@dataclass(eq=False)
+class Part:
+    """A part of a block between two calls of experts, captured for one slot.
+
+    Args:
+        start: Sequence number below those of its autograd nodes.
+        given: Memory from which it reads what it is called with: the block's inputs, or the experts' result.
+        outputs: Memory of what it hands on.
+        hidden: Memory of what later parts use besides.
+        places: Where earlier parts have what it uses of them.
+        entered: The same as tensors without a history.
+        parameters: Parameters whose gradients its backward computes.
+        roots: Memory of the gradients of hidden and other outputs, in this order.
+        found: Memory of the gradients of what it uses: given, entered, parameters; None for one without.
+        deferred: Weight gradients that its backward leaves to a queue.
+        leaves: Whether the gradients of what it is given leave the stage: a send may still read them when the slot has
+            another microbatch.
+    """
+
+    start: int
+    given: list[Tensor]
+    outputs: list[Tensor] = field(default_factory=list)
+    hidden: list[Tensor] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    entered: list[Tensor] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    roots: list[Tensor] = field(default_factory=list)
+    found: list[Tensor | None] = field(default_factory=list)
+    deferred: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = field(default_factory=list)
+    leaves: bool = False
+    forward: Callable[[], object] = lambda: None
+    backward: Callable[[], object] = lambda: None
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Hidden and other outputs."""
+        return [*self.hidden, *self.outputs]
+
+
+class _Replay(torch.autograd.Function):
+    """A part of a block: copies what it uses to where its graph reads it, and replays."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, stage: Queued, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.part, ctx.stage = part, stage
+        _copy(tensors, part.given)  # what entered from earlier parts is there already
+        part.forward()
+        results = [memory.detach() for memory in part.results]
+        ctx.mark_non_differentiable(*[r for r, m in zip(results, part.results, strict=True) if not m.requires_grad])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        part: Part = ctx.part
+        _copy([grad for grad, memory in zip(grads, part.results, strict=True) if memory.requires_grad], part.roots)
+        part.backward()
+        for weight, gradient in part.deferred:
+            ctx.stage.queue.put(weight, gradient)
+        given = len(part.given) if part.leaves else 0
+        return None, None, *[None if grad is None else grad.clone() for grad in part.found[:given]], *part.found[given:]
+
+
+def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+    for place, tensor in zip(memory, tensors, strict=False):
+        place.detach().copy_(tensor)
+
+
+@dataclass(eq=False)
+class CapturedBlock:
+    """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
+
+    Args:
+        parts: Its parts.
+        experts: What is called behind each part but the last.
+        several: Whether its forward returns a tuple.
+        kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
+            take it.
+    """
+
+    parts: list[Part]
+    experts: list[Experts]
+    several: bool
+    kept: list[Any]
+
+    @property
+    def bytes(self) -> int:
+        """Size of what it keeps."""
+        return sum(storage.nbytes() for storage in {s._cdata: s for s in self.kept}.values())
+
+    def __call__(self, stage: Queued, *x: Tensor) -> Any:
+        """Run the block forward."""
+        given, hidden, outputs = [list(x)], list[Sequence[Tensor]](), tuple[Tensor, ...]()
+        for number, part in enumerate(self.parts):
+            entering = [(given if place.given else hidden)[place.part][place.number] for place in part.places]
+            results = _Replay.apply(part, stage, *given[number], *entering, *part.parameters)
+            hidden.append(results[: len(part.hidden)])
+            outputs = results[len(part.hidden) :]
+            if number < len(self.experts):
+                given.append([self.experts[number](*outputs)])
+        return outputs if self.several else outputs[0]
+
+
+class _Made(TorchDispatchMode):
+    """Notes the memory of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for out in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(out, Tensor):
+                self._made.append(StorageWeakRef(out.untyped_storage()))
+        return result
+
+    def alive(self) -> list[Any]:
+        """Return the memory of those that are still there."""
+        found = (torch.UntypedStorage._new_with_weak_ptr(made.cdata) for made in self._made)
+        return [storage for storage in found if storage is not None]
+
+
+class _Capture:
+    """The forward of a block, run without computing, and its backward.
+
+    A function mode shows what a part uses of earlier ones: it enters the part without its history.
+
+    Args:
+        module: The block.
+        capture: Captures what the thread queues.
+        anchor: Leaf to which the nodes of layers lead whose weight gradients are left for later.
+    """
+
+    def __init__(self, module: nn.Module, capture: GraphCapture, anchor: Tensor) -> None:
+        self._module, self._capture, self._anchor = module, capture, anchor
+        self._parts: list[Part] = []
+        self._experts: list[Experts] = []
+        self._made = _Made()
+        self._entered: dict[Place, Tensor] = {}  # into the last part
+        self.again = self.noting = False  # as of Replaces: nothing is looked at but what enters
+        self.inside = self.forward = None
+        self._kept: list[Any] = []
+
+    def run(self, stage: Queued, x: Sequence[Tensor]) -> CapturedBlock:
+        """Return the graphs of a block for inputs like these.
+
+        Raises:
+            UnfitError: It cannot be captured.
+        """
+        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
+        experts = [module for module in self._module.modules() if isinstance(module, Experts)]
+        borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
+        outside, stage.queue = stage.queue, WeightQueue()
+        try:
+            with replaced(borders), self._capture.around(), self._made, torch.enable_grad():
+                before = _state(self._module)
+                self._begin(given)
+                with CrossingMode(cast(Replaces, self)):
+                    returned = self._module(*given)
+                self._end(returned if isinstance(returned, tuple) else (returned,))
+                _check_unchanged(before, _state(self._module))
+                for part in reversed(self._parts):
+                    self._backward(part, stage.queue)
+        finally:
+            stage.queue = outside
+            self._capture.leave()
+        return CapturedBlock(self._parts, self._experts, isinstance(returned, tuple), self._kept)
+
+    def _begin(self, given: list[Tensor]) -> None:
+        self._entered = {}
+        self._capture.begin()
+        self._parts.append(Part(next_sequence_number(), given))
+
+    def _end(self, outputs: Sequence[Any]) -> None:
+        if not outputs or not all(isinstance(out, Tensor) for out in outputs):
+            raise UnfitError("experts are called with, or the block returns, something else than tensors")
+        part = self._parts[-1]
+        part.outputs = [self.entered(out) for out in outputs]
+        part.forward = self._capture.end()
+        part.places, part.entered = list(self._entered), list(self._entered.values())
+        self._kept += self._made.alive()
+
+    def _border(self, experts: Experts, *tensors: Any, **named: Any) -> Tensor:
+        """End a part where the block calls experts, and begin the next with their result."""
+        if named:
+            raise UnfitError("experts are called with arguments by name")
+        self._end(tensors)
+        self._experts.append(experts)
+        result = torch.empty_like(tensors[0]).detach().requires_grad_()
+        self._begin([result])
+        return result
+
+    def entered(self, tensor: Tensor) -> Tensor:
+        place = self._place(tensor)
+        if place is None:
+            return tensor
+        if place not in self._entered:
+            self._entered[place] = tensor.detach().requires_grad_()
+        return self._entered[place]
+
+    def _place(self, tensor: Tensor) -> Place | None:
+        """Return where an earlier part has a tensor; None if the last part has made it, or it has no gradient."""
+        node = tensor.grad_fn
+        if node is None:
+            given = ((at, i) for at, p in enumerate(self._parts[:-1]) for i, t in enumerate(p.given) if t is tensor)
+            at, number = next(given, (-1, 0))
+            return None if at < 0 or not tensor.requires_grad else Place(at, True, number)
+        if node._sequence_nr() >= self._parts[-1].start:
+            return None
+        at = max((n for n, part in enumerate(self._parts) if part.start <= node._sequence_nr()), default=-1)
+        if at < 0:
+            raise UnfitError("it uses a tensor that was made before it, with its graph")
+        hidden = self._parts[at].hidden
+        known = (n for n, t in enumerate(hidden) if t.grad_fn is node and t.output_nr == tensor.output_nr)
+        number = next(known, len(hidden))
+        if number == len(hidden):
+            hidden.append(tensor)
+        return Place(at, False, number)
+
+    def used_apart(self, weight: nn.Parameter) -> None:
+        pass
+
+    def _backward(self, part: Part, queue: WeightQueue) -> None:
+        results = [memory for memory in part.results if memory.requires_grad]
+        edges = [edge_of(result) for result in results]
+        if not edges:
+            return
+        known = {id(t) for t in (self._anchor, *part.given, *part.entered)}
+        own = {id(p) for p in self._module.parameters()}
+        for leaf in _leaves(edges):
+            if id(leaf) in own:
+                part.parameters.append(leaf)
+            elif id(leaf) not in known:
+                raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
+        used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
+        part.roots = [torch.empty_like(result).detach() for result in results]
+        self._capture.begin()
+        found = iter(gradients(edges, part.roots, used))
+        part.backward = self._capture.end()
+        self._kept += self._made.alive()
+        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *part.parameters)]
+        part.deferred = queue.take()
+
+
+def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
+    return [node.variable for node in nodes_behind(edge.node for edge in edges) if hasattr(node, "variable")]
+
+
+_State = dict[tuple[int, Any], tuple[str, Any]]
+
+
+def _state(module: nn.Module) -> _State:
+    """Return what a module's forward may set, by the places, each with its name."""
+    return {
+        (number, name): (f"{place.before}{name}{place.after}", value)
+        for number, place in places_of(module).items()
+        for name, value in place.all.items()
+    }
+
+
+def _check_unchanged(before: _State, after: _State) -> None:
+    for key in before.keys() | after:
+        name, _ = (before if key in before else after)[key]
+        if key not in before or key not in after or before[key][1] is not after[key][1]:
+            raise UnfitError(f"its forward sets {name}")
+
+
+class Graphs:
+    """The graphs of a stage's blocks, made when a microbatch needs them.
+
+    Args:
+        stage: Where forwards leave weight gradients.
+        blocks: Its blocks.
+        device: Device of the blocks.
+        anchor: See :class:`_Capture`.
+
+    Attributes:
+        active: Whether the step that runs replays graphs.
+        unfit: Why a block has none, by its number.
+    """
+
+    def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device, anchor: Tensor) -> None:
+        self.active = False
+        self.unfit: dict[int, str] = {}
+        self._stage, self._blocks, self._anchor = stage, blocks, anchor
+        self._capture = GraphCapture(device)
+        self._device = device
+        self._captured: dict[
+            tuple[int, int], tuple[object, CapturedBlock]
+        ] = {}  # by block and slot, with what they are for
+        self._facts: dict[int, object] = {}
+        self._slots: dict[int, int] = {}  # of microbatches
+        self._told = set[int]()
+
+    def begin(self) -> None:
+        """Forget the slots of an earlier step, and the graphs of blocks that have changed since."""
+        self._slots.clear()
+        if not self.active:
+            return
+        for number, block in enumerate(self._blocks):
+            facts = _facts(block)
+            if self._facts.get(number) != facts:
+                self._captured = {key: value for key, value in self._captured.items() if key[0] != number}
+                self._facts[number] = facts
+
+    def end(self, microbatch: int) -> None:
+        """Let another microbatch have the slot of one that has ended."""
+        self._slots.pop(microbatch, None)
+
+    def of(self, number: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
+        """Return a block's forward by graphs; None if it has none, or cannot have one."""
+        if number in self.unfit:
+            return None
+        slot = self._slots.get(microbatch)
+        if slot is None:
+            taken = set(self._slots.values())
+            slot = self._slots[microbatch] = next(i for i in range(len(taken) + 1) if i not in taken)
+        kind = self._device.type
+        form = (
+            torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in x],
+        )
+        known = self._captured.get((number, slot))
+        if known is None or known[0] != form:
+            try:
+                captured = self._capture_block(number, x)
+            except Exception as error:  # of any kind: a block may do in its forward what it likes
+                self.unfit[number] = str(error).partition("\n")[0]
+                return None
+            known = self._captured[number, slot] = form, captured
+        return partial(known[1], self._stage)
+
+    def _capture_block(self, number: int, x: Sequence[Tensor]) -> CapturedBlock:
+        block = self._blocks[number]
+        if (reason := _unfit(block)) is not None:
+            raise UnfitError(reason)
+        captured = _Capture(block, self._capture, self._anchor).run(self._stage, x)
+        captured.parts[0].leaves = number == 0
+        return captured
+
+    def unfit_now(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """Return the reasons that were found since the last call, each with the names of its blocks."""
+        reasons: dict[str, list[str]] = {}
+        for number in self.unfit.keys() - self._told:
+            reasons.setdefault(self.unfit[number], []).append(names[number])
+        self._told |= self.unfit.keys()
+        return [(reason, some(blocks, 4)) for reason, blocks in reasons.items()]
+
+    @property
+    def bytes(self) -> int:
+        """Memory that graphs hold between steps."""
+        return sum(captured.bytes for _, captured in self._captured.values())
+
+
+def _unfit(block: nn.Module) -> str | None:
+    """Return why a block cannot be captured, as far as it can be seen before."""
+    if isinstance(block, MicrobatchBlock):
+        return "it is told its microbatch"
+    if is_compiled(block):
+        return "it is under torch.compile"
+    for name, module in block.named_modules():
+        if any(getattr(module, kind) for kind in _HOOKS) and not isinstance(module, Experts):
+            return f"{name or 'it'} has hooks"
+    for name, parameter in block.named_parameters():
+        if isinstance(parameter, DTensor) or main_grad(parameter) is not None:
+            return f"{name} is a DTensor, or has a main_grad"
+    return None
+
+
+def _facts(block: nn.Module) -> object:
+    """Return what a graph of a block depends on: torch's settings, where its tensors are, what modules are set to."""
+    tensors = [(t.data_ptr(), t.requires_grad) for t in (*block.parameters(), *block.buffers())]
+    settings = torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return settings, tensors, [(module.training, getattr(module, "aux_scale", None)) for module in block.modules()]

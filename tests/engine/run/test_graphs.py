@@ -1,0 +1,218 @@
+"""Blocks replayed as device graphs: on a GPU by its own, on a CPU by a tape; gradients are the same to the bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b import Engine, build_schedule
+from overlap1f1b.engine import EngineOptions
+from overlap1f1b.engine.run import graphs
+from overlap1f1b.engine.run.graphs import Graphs
+from overlap1f1b.moe import MoE, MoEConfig, MoETransformer, Router, RouterConfig
+from tests.tape import Tape
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = MoEConfig(
+    vocabulary=32, layers=3, hidden=16, heads=2, experts=4, top_k=2, intermediate=8, shared_intermediate=8, sequence=9,
+    aux_coefficient=0.01, z_coefficient=0.001,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "GraphCapture", Tape)
+
+
+def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+class Pair:
+    """Two engines over copies of a model, one with device graphs."""
+
+    def __init__(self, make: Callable[[], Any], *, microbatches: int = 4, schedule: str = "combined_1f1b") -> None:
+        self.models = [make().to(DEVICE) for _ in range(2)]
+        self.models[1].load_state_dict(self.models[0].state_dict())
+        self.engines = []
+        for model in self.models:
+            program = build_schedule(schedule, microbatches=microbatches)
+            self.engines.append(Engine(model, program, loss_fn=loss_fn, options=EngineOptions(tries=0)))
+        self.engine = self.engines[1]
+        for _ in range(6):  # it is settled
+            self.step(compare=False)
+        for stage in self.engine.stages.values():
+            stage.graphs = Graphs(stage, stage.blocks, stage.device, stage.anchor)
+        self.engine.tuner.graphs = True
+
+    @property
+    def graphs(self) -> Graphs:
+        (stage,) = self.engine.stages.values()
+        assert stage.graphs is not None
+        return stage.graphs
+
+    def step(self, *, compare: bool = True, **options: Any) -> None:
+        x = torch.randint(32, (8, 10), device=DEVICE)
+        results = []
+        for engine, model in zip(self.engines, self.models, strict=True):
+            model.zero_grad()
+            torch.manual_seed(1)
+            results.append(engine.step(x[:, :-1], target=x[:, 1:], **options))
+        if not compare:
+            return
+        assert all(map(torch.equal, results[0].losses, results[1].losses))
+        for (name, one), other in zip(self.models[0].named_parameters(), self.models[1].parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad), name
+        for (name, one), other in zip(self.models[0].named_buffers(), self.models[1].buffers(), strict=True):
+            assert torch.equal(one, other), name
+
+    def train(self) -> None:
+        for model in self.models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)
+
+
+@pytest.mark.parametrize("schedule", ["combined_1f1b", "zb_h1"])
+def test_steps_are_equal_to_the_bit_and_every_block_is_replayed(schedule: str) -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG), schedule=schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            pair.step()
+            pair.train()
+    assert not pair.graphs.unfit
+    assert pair.graphs.bytes > 0
+    slots = 2 if schedule == "combined_1f1b" else 1  # as many as microbatches are open
+    assert set(pair.graphs._captured) == {(block, slot) for block in (1, 2, 3) for slot in range(slots)}
+
+
+def test_what_has_changed_is_captured_anew() -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG))
+    pair.step()
+    pair.step(loss_scale=4.0)  # auxiliary losses have another scale
+    pair.step(microbatches=2)
+    pair.step(microbatches=8)
+    for model in pair.models:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        model.layer1.attention_norm.weight.requires_grad_(False)
+        model.layer1.attention_norm.weight.grad = None
+    x = torch.randint(32, (8, 10), device=DEVICE)
+    grads = []
+    for engine, model in zip(pair.engines, pair.models, strict=True):
+        model.zero_grad()
+        engine.step(x[:, :-1], target=x[:, 1:])
+        grads.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert all(map(torch.equal, *grads))
+
+
+class Strange(nn.Module):
+    """A block of experts that does something of its own."""
+
+    def __init__(self, own: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.own, self.norm = own, nn.LayerNorm(16)
+        self.moe = MoE(16, 8, RouterConfig(experts=4, top_k=2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.moe(self.own(self, self.norm(x)))
+        if self.own is leaves:
+            self.last = x.detach()
+        return x
+
+
+def counts(block: Any, x: Tensor) -> Tensor:
+    block.calls += 1
+    return x
+
+
+def reads(block: Any, x: Tensor) -> Tensor:
+    return x * 2 if float(x.detach().sum()) > 1e9 else x
+
+
+def draws(block: Any, x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def leaves(block: Any, x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize(
+    ("own", "reason"),
+    [
+        (counts, "its forward sets what others find"),
+        (leaves, "its forward sets attribute 'last'"),
+        (reads, "captur"),
+        (draws, "it draws random numbers"),
+    ],
+)
+def test_a_block_that_cannot_be_captured_runs_as_before(own: Callable[[Any, Tensor], Tensor], reason: str) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Embedding(32, 16), Strange(own), Strange(lambda block, x: x), nn.Linear(16, 32))
+
+    pair = Pair(make)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair.step()
+        pair.step()
+    told = [str(one.message) for one in caught if "without device graphs" in str(one.message)]
+    assert len(told) == 1
+    assert "block 1 (Strange)" in told[0]
+    assert reason in told[0]
+    assert list(pair.graphs.unfit) == [1]
+    blocks = {block for block, _ in pair.graphs._captured}
+    assert blocks == {2}
+
+
+def test_hooks_keep_a_block_as_it_is() -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG))
+    for model in pair.models:
+        model.layer0.attention_norm.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(UserWarning, match="without device graphs: attention_norm has hooks"):
+        pair.step()
+
+
+def test_a_difference_is_told_and_graphs_are_left() -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG))
+    replay = graphs._Replay.forward
+
+    def wrong(ctx: Any, part: Any, stage: Any, *tensors: Tensor) -> Any:
+        results = replay(ctx, part, stage, *tensors)
+        return tuple(r * 2 if r.is_floating_point() else r for r in results)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs._Replay, "forward", staticmethod(wrong))
+        with pytest.warns(UserWarning, match="graphs=True is not used"):
+            pair.step()
+        pair.step()
+    assert not pair.engine.tuner.graphs
+
+
+def test_a_cpu_has_no_device_graphs() -> None:
+    program = build_schedule("combined_1f1b", microbatches=2)
+    engine = Engine(MoETransformer(CONFIG), program, loss_fn=loss_fn, options=EngineOptions(graphs=True))
+    assert all(stage.graphs is None for stage in engine.stages.values())
+    with pytest.raises(ValueError, match="graphs='auto'; allowed: True or False"):
+        EngineOptions(graphs="auto")  # type: ignore[arg-type]
+
+
+def test_routers_count_what_is_replayed() -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG))
+    pair.step()
+    loads = [[m.load.clone() for m in model.modules() if isinstance(m, Router)] for model in pair.models]
+    pair.step()
+    for before, model in zip(loads, pair.models, strict=True):
+        after = [m.load for m in model.modules() if isinstance(m, Router)]
+        assert all(int((a - b).sum()) == 8 * 9 * 2 for a, b in zip(after, before, strict=True))

@@ -1,0 +1,131 @@
+"""Experts in eight bits over two ranks: equal in all orders, and near what all bits give."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
+from overlap1f1b.moe.experts import Precision
+from overlap1f1b.plan import Overlap
+from overlap1f1b.schedule import build_schedule
+from tests import models
+from tests.engines import COSTS, make
+from tests.ranks import Ranks, over
+
+H, E, MICROBATCHES = 32, 8, 4
+ORDERS: list[tuple[str, Overlap, dict[str, Any]]] = [
+    ("sequential", "serial", {}),
+    ("combined_1f1b", "pairs", {}),
+    ("combined_1f1b", 2, {"recompute": "experts"}),
+    ("zb_h1", 3, {"recompute": "block"}),
+    ("combined_1f1b", 2, {"capacity": 4.0}),
+]
+IN_PARTS: list[tuple[str, Overlap, dict[str, Any]]] = [
+    ("sequential", "serial", {"parts": 2}),
+    ("combined_1f1b", 3, {"parts": 2}),
+]
+
+
+class Block(nn.Module):
+    """Experts of which the last gets no token, and the others unevenly many."""
+
+    def __init__(self, group: Any, precision: Precision | None, weights_in: Any) -> None:
+        super().__init__()
+        self.gate, self.post = nn.Linear(H, E - 1), nn.Linear(H, H)
+        self.experts = GroupedExperts(E, H, 16, group=group, precision=precision, weights_in=weights_in)
+        self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, H)
+        weights, indices = (self.gate(tokens) + torch.linspace(0, 1, E - 1)).softmax(-1).topk(3, -1)
+        return x + self.post(self.experts(tokens, indices, weights)).view_as(x)
+
+
+def build(group: Any = None, precision: Precision | None = None, weights_in: Any = "combine") -> nn.Sequential:
+    torch.manual_seed(11)
+    blocks = [Block(group, precision, weights_in) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(models.V, H), *blocks, nn.Linear(H, models.V))
+
+
+@over(2, timeout=240)
+def test_orders_are_equal_to_the_bit(rank: int, size: int) -> list[str]:
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    data = [models.batch(MICROBATCHES, seed=r) for r in range(size)]
+    for dtype, weights_in, orders in (
+        (torch.float32, "combine", ORDERS),
+        (torch.bfloat16, "activation", ORDERS[::3]),
+        (torch.bfloat16, "combine", IN_PARTS),
+    ):
+        whole = build(weights_in=weights_in)
+        for batch in data:
+            _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
+        reference: dict[str, Tensor] = {}
+        for name, overlap, more in orders:
+            model = build(mesh.get_group("ep"), "fp8", weights_in).to(dtype)
+            program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
+            engine = make(model, program, mesh=mesh, overlap=overlap, costs=COSTS, timeout=30, **more)
+            engine.step(data[rank][0], target=data[rank][1])
+            found = models.gradients(model)
+            reference = reference or found
+            problems += [f"{dtype} {name} {more}: {label}" for label in models.equal(found, reference)]
+        for label, grad in expected.items():
+            mine = grad[rank * E // size : (rank + 1) * E // size] if "experts" in label else grad
+            apart = float((reference[label].float() - mine).norm() / mine.norm().clamp(min=1e-30))
+            # Eight products and two dispatches on the way, each within 0.05 (tests/kernels/test_fp8.py), and tokens
+            # that choose other experts in the second layer: √10 · 0.05 = 0.16, more for gates, which see differences.
+            least = 1e-3 if "experts" in label else 0.0
+            problems += [] if least < apart < 0.25 else [f"{dtype}: {label} differs by {apart:.1e}"]
+    return problems
+
+
+@over(2)
+def test_ranks_of_other_precisions_are_refused(rank: int, size: int) -> list[str]:
+    """Their rows have other widths, by which gloo would abort the process."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    model, program = build(mesh.get_group("ep"), "fp8" if rank else None), build_schedule("1f1b", microbatches=2)
+    engine = make(model, program, mesh=mesh, overlap="serial", timeout=20)
+    x, y = models.batch(2)
+    try:
+        engine.step(x, target=y)
+    except ValueError as error:
+        return [] if "8 bits" in str(error) else [str(error)]
+    return ["not refused"]
+
+
+def _losses(rank: int, size: int, precision: Precision | None) -> float:
+    """Mean loss of the last 30 of 300 steps on bytes of Python's own source, under autocast to bfloat16."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8).long()
+    config = MoEConfig(layers=2, hidden=64, intermediate=64, sequence=64, precision=precision)
+    model = MoETransformer(config, group=mesh.get_group("ep"))
+    program = build_schedule("combined_1f1b", microbatches=2)
+    engine = make(model, program, mesh=mesh, overlap=2, costs=COSTS, verify=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator, total = torch.Generator().manual_seed(100 + rank), torch.zeros(())
+    for step in range(300):
+        starts = torch.randint(len(text) - 65, (8, 1), generator=generator)
+        batch = text[starts + torch.arange(65)]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = engine.step(batch[:, :-1], target=batch[:, 1:]).loss
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.float().cpu() / (30 * size) if step >= 270 else 0
+    dist.all_reduce(total)
+    return float(total)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(400)
+def test_a_model_learns_as_in_bfloat16(ranks2: Ranks) -> None:
+    """0.02 apart when written, 1.12 against 1.14; with another seed bfloat16 was 0.01 from itself, 0.10 on the way."""
+    wide, eight = (ranks2.run(_losses, precision, timeout=190)[0] for precision in (None, "fp8"))
+    assert wide < 1.3  # from 5.5
+    assert abs(eight - wide) < 0.05

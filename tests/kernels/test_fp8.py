@@ -1,0 +1,124 @@
+"""Quantized rows and their products against float32, within what four significant bits allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.fp8 import dequantized, narrow_rows, quantize_rows, widen_rows
+from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, grouped_mm, grouped_mm_input_grad
+from overlap1f1b.kernels.permute import Layout
+from overlap1f1b.plan import row_bytes
+from tests.kernels.against import DEVICE, DTYPES, SHAPES, draw
+
+TORCH = Kernels("torch")
+ROUNDED = 2.0**-4
+"""Largest error of an element of e4m3, as a part of it: half a step of three bits behind the point."""
+LEAST = 2.0**-17
+"""Largest error of an element near zero, as a part of its row's largest: half of 2⁻⁹ under a scale of 1/224 or less."""
+RANDOM = ROUNDED * (2 / 3) ** 0.5
+"""Largest deviation of a product's error, as a part of the product's, of two factors rounded evenly and apart."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_an_element_is_rounded_once_to_four_bits(dtype: torch.dtype) -> None:
+    rows = torch.randn(500, 64).mul_(torch.logspace(-30, 30, 500).unsqueeze(1)).to(dtype)
+    rows[3] = 0.0
+    rows[4:] *= torch.where(torch.rand(496, 64) < 0.3, 1e-4, 1.0).to(dtype)
+    quantized = quantize_rows(rows)
+    found, wide = dequantized(quantized, torch.float32), rows.float()
+    largest = wide.abs().amax(1, keepdim=True)
+    assert ((found - wide).abs() <= torch.maximum(ROUNDED * wide.abs(), LEAST * largest)).all()
+    assert (quantized.values.float().abs().amax(1) >= 224)[torch.arange(500) != 3].all()
+    assert (torch.frexp(quantized.scales).mantissa == 0.5).all()  # powers of two: nothing is rounded a second time
+    again = dequantized(quantized, torch.bfloat16)
+    assert torch.equal(again.float(), found)
+    assert torch.equal(dequantized(quantize_rows(again), torch.float32), found)
+
+
+@pytest.mark.triton
+def test_a_row_that_is_not_finite_stays_so_and_is_alone() -> None:
+    rows = torch.randn(4, 32, device=DEVICE)
+    rows[1, 3], rows[2, 5] = float("inf"), float("nan")
+    alone = dequantized(quantize_rows(rows[3:]), torch.float32)[0]
+    for found in (Kernels("triton")(quantize_rows, rows), quantize_rows(rows)):
+        wide = dequantized(found, torch.float32)
+        assert wide.isfinite().all(1).tolist() == [True, False, False, True]
+        assert not wide[1:3].isfinite().any()
+        assert torch.equal(wide[3], alone)
+
+
+def drawn(counts: list[int], dtype: torch.dtype = torch.float32) -> tuple[ExpertRows, Tensor, Tensor, Tensor]:
+    """Rows, weights and gradients of uneven experts, with a few large columns, as activations have."""
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0, dtype=torch.int32)
+    rows, weight = draw(sum(counts), 256, dtype=dtype), draw(len(counts), 96, 256, dtype=dtype)
+    rows[:, ::50] *= 20
+    return ExpertRows(ends, counts), rows, weight, draw(sum(counts), 96, dtype=dtype)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 70, 1], [0, 0], [33]])
+def test_products_err_as_their_operands_are_rounded(counts: list[int]) -> None:
+    """Also on a GPU, by torch's kernel, with experts whose rows begin anywhere."""
+    known, rows, weight, grad = drawn(counts, torch.bfloat16)
+    cases = (
+        (grouped_mm(rows, weight, known, TORCH), rows, weight),
+        (grouped_mm_input_grad(grad, weight, known, TORCH), grad, weight.mT),
+    )
+    for found, left, right in cases:
+        assert found.dtype == torch.bfloat16
+        a, b, apart = left.float().cpu(), right.float().cpu(), found.float().cpu()
+        exact = grouped_mm(a, b, counts)
+        apart -= exact
+        # Each factor within 2⁻⁴, and the sum of all of them rounded to bfloat16 once more.
+        allowed = grouped_mm(a.abs(), b.abs(), counts) * (2 * ROUNDED + ROUNDED**2 + 2 * LEAST * 256) + 2**-8
+        assert (apart.abs() <= allowed).all()
+        if len(a):
+            assert RANDOM / 4 < apart.norm() / exact.norm() < RANDOM
+        # The kernel on a GPU is the twin's arithmetic: both round to bfloat16. Hopper cuts summands of eight bits to 14
+        # bits of the largest of 32.
+        twin = grouped_mm(*(dequantized(quantize_rows(x), torch.float32) for x in (a, b)), counts)
+        sums = grouped_mm(a.abs(), b.abs(), counts) * (2**-10 if DEVICE == "cuda" else 2**-20)
+        assert ((found.float().cpu() - twin).abs() <= 2**-8 * twin.abs() + sums).all()
+
+
+def test_weight_gradients_are_of_what_was_not_quantized() -> None:
+    counts, rows, weight, grad = drawn([3, 0, 20])
+    rows.requires_grad_()
+    found, plain = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = GroupedMM.apply(rows, found, counts, TORCH)
+    y.backward(grad)
+    assert torch.equal(rows.grad, grouped_mm_input_grad(grad, weight, counts, TORCH))  # type: ignore[arg-type]
+    GroupedMM.apply(rows, plain, counts).backward(grad)
+    assert torch.equal(found.grad, plain.grad)  # type: ignore[arg-type]
+    assert not torch.equal(y, grouped_mm(rows.detach(), weight, counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32, torch.float64])
+def test_sent_rows_carry_their_scale_and_all_else_as_it_is(dtype: torch.dtype, wide: torch.dtype) -> None:
+    layout, narrow = (Layout.of(32, 3, dtype, wide, scaled=scaled) for scaled in (False, True))
+    assert narrow.width * dtype.itemsize == row_bytes(32, 3, dtype.itemsize, wide.itemsize, eight=True)
+    packed = torch.zeros(7, layout.width, dtype=dtype)
+    rows, weights, chosen = layout.opened(packed)
+    rows.copy_(torch.randn(7, 32))
+    weights.copy_(torch.rand(7, 3))
+    chosen[:, :3] = torch.randint(300, (7, 3))
+    sent = narrow_rows(packed, layout, narrow, TORCH)
+    assert sent.shape == (7, narrow.width)
+    assert sent.dtype == dtype
+    found = layout.opened(widen_rows(sent, layout, narrow))
+    assert torch.equal(found[0], dequantized(quantize_rows(rows), dtype))
+    assert torch.equal(found[1], weights)
+    assert torch.equal(found[2], chosen)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+def test_triton_quantizes_to_the_same_numbers(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
+    for rows in (draw(T, 2 * H, dtype=dtype)[:, :H], draw(K, H, E, dtype=dtype).mT, draw(K, E, H, dtype=dtype) * 1e-30):
+        found, expected = Kernels("triton")(quantize_rows, rows), quantize_rows(rows)
+        assert torch.equal(found.values.float(), expected.values.float())
+        assert torch.equal(found.scales, expected.scales)
