@@ -17,22 +17,10 @@ from tests.running.fork import Fork
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-def output(*command: str | Path, root: Path = ROOT) -> str:
-    environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(root))  # also in a checkout without an install
-    for name in ("RANK", "WORLD_SIZE"):
-        environ.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, *command], cwd=root, env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def forked(script: Path, *args: str | Path, ranks: int = 1) -> str:
-    """The same without the start of a Python, on ranks with what torchrun puts into their environment."""
+    """What a script writes, without the start of a Python, on ranks with what torchrun puts into their environment."""
     environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
     for name in ("RANK", "WORLD_SIZE"):
         environ.pop(name, None)
@@ -91,31 +79,6 @@ def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path)
     for ranks, hidden in ((1, "nan%"), (2, r"\d+%")):
         lines = re.findall(rf"^step (\d+) loss \d\.\d+ hidden {hidden}$", forked(script, ranks=ranks), re.MULTILINE)
         assert list(map(int, lines)) == list(range(20))
-
-
-@pytest.mark.slow
-def test_two_nodes_under_stand_ins_of_slurm(tmp_path: Path) -> None:
-    """One agent of torchrun for each of two nodes, both on this machine, with one rank each."""
-    stand_ins = {
-        "scontrol": "echo localhost",
-        "srun": 'shift; "$@" & first=$!; "$@" & wait $! && wait $first',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-    }
-    for name, line in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    environ = dict(
-        os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo",
-        SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", RANKS="1", PORT=str(port),
-    )  # fmt: skip
-    command = [EXAMPLES / "slurm.sh", EXAMPLES / "train_own.py", "--pp", "2"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    found = losses(done.stdout)
-    assert list(found) == list(range(20))
-    assert found[19] < found[0] / 4
 
 
 def config(folder: Path) -> Path:
@@ -182,7 +145,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documented(script: Path) -> list[str]:
     """The arguments of Python in the command for several ranks that a script's docstring has."""
     (found,) = re.findall(r"^torchrun (.+?)(?:  #.*)?$", script.read_text(), re.MULTILINE)
-    return [*TORCHRUN[:3], *found.split()]
+    return str(found).split()
 
 
 FEW = ("--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no",
@@ -197,14 +160,32 @@ def check_hidden(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_documented_command_from_a_fresh_clone(clone: Path, tmp_path: Path) -> None:
-    """By torchrun as documented, but on two ranks, which start in half the time of four."""
+def test_two_nodes_under_stand_ins_of_slurm_from_a_fresh_clone(clone: Path, tmp_path: Path) -> None:
+    """One agent of torchrun for each of two nodes, both on this machine, with one rank each, as documented."""
     command = documented(clone / "examples" / "train_own.py")
-    assert command[3:] == ["--nproc-per-node", "4", "examples/train_own.py", "--pp", "2", "--save", "folder"]
-    found = losses(output(*TORCHRUN, *command[5:9], tmp_path, root=clone))
+    assert command == ["--nproc-per-node", "4", "examples/train_own.py", "--pp", "2", "--save", "folder"]
+    stand_ins = {
+        "scontrol": "echo localhost",
+        "srun": 'shift; "$@" & first=$!; "$@" & wait $! && wait $first',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    environ = dict(
+        os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(clone), GLOO_SOCKET_IFNAME="lo",
+        SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", RANKS="1", PORT=str(port),
+    )  # fmt: skip
+    saved = tmp_path / "saved"
+    started = [clone / "examples" / "slurm.sh", *command[2:6], saved]
+    done = subprocess.run(started, cwd=clone, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found = losses(done.stdout)
     assert list(found) == list(range(20))
     assert found[19] < found[0] / 4
-    assert (tmp_path / "step-00000020").exists()
+    assert (saved / "step-00000020").exists()
 
 
 @pytest.mark.slow
@@ -214,6 +195,6 @@ def test_the_documented_ranks(name: str, package: str, tmp_path: Path) -> None:
     pytest.importorskip(package)
     script = EXAMPLES / f"train_{name}.py"
     command = documented(script)
-    assert command[3:] == ["--nproc-per-node", "4", f"examples/{script.name}", "--pp", "2"]
-    check_hidden(forked(script, *command[6:], *FEW, "--output_dir", tmp_path, ranks=int(command[4])))
+    assert command == ["--nproc-per-node", "4", f"examples/{script.name}", "--pp", "2"]
+    check_hidden(forked(script, *command[3:], *FEW, "--output_dir", tmp_path, ranks=int(command[1])))
     assert (tmp_path / "config.json").exists()

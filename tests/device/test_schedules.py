@@ -61,6 +61,7 @@ def _sequential(layout: Layout, microbatches: int, **options: Any) -> list[dict[
     return wanted
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_four_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 4, 1) == [[]]
@@ -97,6 +98,7 @@ def test_device_graphs(alone: Ranks, name: str, pp: int, ep: int) -> None:
     assert alone.run(_replays, name, pp, ep) == [[]]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev", AUTO])
 def test_three_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 3, 1) == [[]]

@@ -68,6 +68,7 @@ def test_two_stages(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(_compare, name, 1, 3, {}, timeout=120) == [[]] * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "options"), [("loop", {"parts": 2}), ("v", {"recompute": "block"})])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
     assert ranks4.run(_compare, name, 2, 3, options, timeout=120) == [[]] * 4

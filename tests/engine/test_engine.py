@@ -28,7 +28,6 @@ from tests.ranks import Ranks
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3]
-MICROBATCHES = [1, 2, 4, 7]
 
 
 def programs(microbatches: int) -> list[Program]:
@@ -45,7 +44,10 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
     return engine, engine.step(data[0], target=data[1])
 
 
-@pytest.mark.parametrize(("expert_calls", "microbatches"), [*((1, m) for m in MICROBATCHES), (2, 4), (3, 3)])
+@pytest.mark.parametrize(
+    ("expert_calls", "microbatches"),
+    [(1, 1), (1, 4), (3, 3), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((1, 2), (1, 7), (2, 4)))],
+)
 def test_one_rank_equals_plain_autograd_bit_for_bit(expert_calls: int, microbatches: int) -> None:
     """Four microbatches with one call a layer: every overlap, and a tied parameter, where autograd sums one call."""
     most = tied = (expert_calls, microbatches) == (1, 4)
@@ -273,7 +275,7 @@ def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches:
     assert ranks2.run(_compare, microbatches, False) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks) -> None:
     assert ranks4.run(_compare, 4, False, timeout=120) == [[]] * 4
 

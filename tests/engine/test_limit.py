@@ -25,7 +25,7 @@ from tests.ranks import Ranks
 
 CPU, M = torch.device("cpu"), 6
 PROGRAM = build_schedule("combined_1f1b", microbatches=M)
-LIMITS = (1.0, 1.3, 1.6, 2.0, 2.5)
+LIMITS = (1.0, 1.6, 2.5)
 
 
 def transformer() -> MoETransformer:
@@ -221,6 +221,7 @@ def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
     return problems + models.equal(*found)
 
 
+@pytest.mark.wide
 def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
     assert _spoiled(0, 1, 1) == []
 

@@ -217,7 +217,7 @@ def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 4, 1, 2) == [[]] * 8
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", SORTS)
 def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
     assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8

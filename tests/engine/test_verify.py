@@ -244,6 +244,8 @@ def test_gradients_of_the_loop_are_not_kept(earlier: bool) -> None:
 
     def most(verify: bool) -> int:
         alive = [0]
+        gc.collect()
+        gc.freeze()  # what there is before is not looked through at every gradient
 
         def count(_: Tensor) -> None:
             storages = {x.untyped_storage()._cdata: x.nbytes for x in gc.get_objects() if type(x) is Tensor}
@@ -421,4 +423,3 @@ def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks]) -> None:
         said = kept[size].run(_over, layout, "a closure")
         assert len(set(said)) == 1
         assert "differs from a plain loop, first in aggregate.f of block" in said[0]
-        assert kept[size].run(_over, layout, "") == [""] * size

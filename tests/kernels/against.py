@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,6 +23,12 @@ SHAPES = [  # T, K, E, H: no rows, one, 1,000; experts without tokens; several b
     (3, 2, 4, 2100),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+CASES = [
+    pytest.param(*shape, dtype, marks=[pytest.mark.wide] * ((at + number) % 2 == 0))
+    for at, shape in enumerate(SHAPES)
+    for number, dtype in enumerate(DTYPES)
+]
+"""Every shape with every dtype; in the first tier shapes and dtypes take turns."""
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -10,7 +10,7 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
 from overlap1f1b.kernels.permute import Layout, layout_of
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
-from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
+from tests.kernels.against import CASES, DEVICE, DTYPES, check, choose, draw
 
 
 def gaps(R: int, M: int, E: int, padding: int = 0, device: str = DEVICE) -> Slots:
@@ -59,8 +59,7 @@ def test_what_is_not_there_counts_nothing_with_or_without_a_look() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
 def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     grad = draw(T, H, dtype=dtype)
     for padding in (0, 3):
@@ -74,8 +73,7 @@ def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
 def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     """The gradients of rows as their sums, and those of weights with all their bits."""
     triton = Kernels("triton")

@@ -9,7 +9,7 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.plan import row_bytes
-from tests.kernels.against import DEVICE, DTYPES, SHAPES, check, choose, draw
+from tests.kernels.against import CASES, DEVICE, DTYPES, check, choose, draw
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,7 @@ def test_a_weight_is_carried_with_all_its_bits(hidden: int, dtype: torch.dtype, 
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
 def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     indices, tokens = choose(T, K, E), draw(T, H, dtype=dtype)
     for wide in DTYPES:
@@ -96,8 +95,7 @@ def test_minus_one_is_a_row_of_zeros() -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
 def test_take_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     rows, index = draw(T * K, H, dtype=dtype), torch.randperm(T * K, device=DEVICE)
     check(take_rows, rows, index, exact=True)

@@ -38,9 +38,16 @@ def test_rows_beyond_the_count_are_zeros_whatever_they_hold() -> None:
     assert torch.equal(y[2:], torch.zeros(2, 3))
 
 
+CASES = [
+    pytest.param(R, size, dtype, marks=[pytest.mark.wide] * ((at + number) % 2 == 0))
+    for at, (R, size) in enumerate([(0, 30), (1, 1), (1, 257), (1000, 1), (1000, 30), (300, 257), (3, 2100)])
+    for number, dtype in enumerate(DTYPES)
+]
+"""As those of ``tests.kernels.against``."""
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("R", "size"), [(0, 30), (1, 1), (1, 257), (1000, 1), (1000, 30), (300, 257), (3, 2100)])
+@pytest.mark.parametrize(("R", "size", "dtype"), CASES)
 def test_triton(R: int, size: int, dtype: torch.dtype) -> None:
     gate_up, grad, weights = draw(R, 2 * size, dtype=dtype), draw(R, size, dtype=dtype), draw(R, dtype=dtype)
     half = torch.tensor([R // 2], device=DEVICE)

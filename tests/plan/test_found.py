@@ -98,7 +98,11 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
 
 @pytest.mark.parametrize(
     ("placement", "microbatches", "peak", "most"),
-    [(Placement.v(2, 4), 8, 4, 1.12), (Placement.v(4, 4), 16, 7.5, 1.14), (Placement.loop(4, 4), 16, 6, 1.25)],
+    [
+        (Placement.v(2, 4), 8, 4, 1.12),
+        pytest.param(Placement.v(4, 4), 16, 7.5, 1.14, marks=pytest.mark.wide),
+        pytest.param(Placement.loop(4, 4), 16, 6, 1.25, marks=pytest.mark.wide),
+    ],
     ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
 )
 def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
@@ -127,7 +131,11 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
 
 @pytest.mark.parametrize(
     ("ratio", "loop_is_slow"),
-    [(0.25, True), (0.5, False), (1, True), (2, False), (4, True)],
+    [
+        *(pytest.param(*case, marks=pytest.mark.wide) for case in ((0.25, True), (0.5, False), (1, True))),
+        (2, False),
+        (4, True),
+    ],
 )
 @pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
 def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
@@ -155,7 +163,7 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
             assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 2)) for n in range(8)])
 def test_random_costs(seed: int) -> None:
     """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
     draw = Random(seed)

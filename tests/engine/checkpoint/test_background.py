@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.failures import LostRankError
+from tests.engine.checkpoint.test_save import kill_at
 from tests.engine.checkpoint.test_state import Run, equal
 from tests.ranks import RankError, Ranks, run
 
@@ -188,16 +188,8 @@ def test_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
 
 def _killed(rank: int, size: int, folder: Path, events: list[int]) -> None:
     """Train and save in the background, step after step; this process ends at a use of the file system."""
-    one, left = Run({"ep": size}), events[rank]
-
-    def count(name: str, args: tuple[Any, ...]) -> None:
-        nonlocal left
-        if (name == "open" or name.startswith(("os.", "shutil."))) and args and str(folder) in str(args[0]):
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(count)
+    one = Run({"ep": size})
+    kill_at(folder, events[rank])
     for step in range(1, 100):
         one.train(1)
         one.save(folder, step, background=True)

@@ -106,7 +106,8 @@ def _goes_round(rank: int, size: int, wrap: str, name: str, others: list[int], f
 
 
 CASES = [  # with the layouts over which the checkpoint goes, by their places
-    ("blocks", "AdamW", [0, 2]),
+    ("blocks", "AdamW", [0]),
+    ("blocks", "AdamW", [2]),
     ("hybrid", "momentum", [3]),
     ("replicate", "AdamW", [1]),
     ("some", "step", [0]),

@@ -81,8 +81,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def layouts(name: str) -> list[dict[str, int]]:
-    """Over which a checkpoint of an optimizer goes on, one after another: AdamW's over all, others' over two."""
-    return LAYOUTS if name == "AdamW" else LAYOUTS[:2]
+    """Over which a checkpoint of an optimizer goes on, one after another: over all, and of the first tier over two."""
+    return LAYOUTS[:2] if name == "AdamW" else LAYOUTS
 
 
 class Spare(models.Block):

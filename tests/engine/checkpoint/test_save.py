@@ -304,6 +304,19 @@ def test_sliced_parameters_under_other_names_are_refused(ranks2: Ranks, tmp_path
 # Killed, or out of disk.
 
 
+def kill_at(folder: Path, left: int) -> None:
+    """Let this process end at so many uses of a folder of the file system from now."""
+
+    def count(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if (event == "open" or event.startswith(("os.", "shutil."))) and args and str(folder) in str(args[0]):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
 def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) -> list[tuple[int, list[str]]]:
     """Save `step` again and again from the folder `start`, each time killed at a later use of the file system.
 
@@ -316,17 +329,8 @@ def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) 
         shutil.copytree(start, folder)
         child = os.fork()
         if child == 0:
-            left = last
-
-            def count(event: str, args: tuple[Any, ...], folder: Path = folder) -> None:
-                nonlocal left
-                if (event == "open" or event.startswith(("os.", "shutil."))) and args and str(folder) in str(args[0]):
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
             model = Tiny().train_steps(0, 2)
-            sys.addaudithook(count)
+            kill_at(folder, last)
             model.save(folder, step, keep=keep)
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:

@@ -268,10 +268,12 @@ CASES: list[tuple[Sequence[str], str, Any, Any]] = [
 """Ways of two blocks, or of two layers of one."""
 
 
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare, CASES, timeout=120) == [[], []]
+@pytest.mark.parametrize("cases", [CASES[:-4], CASES[-4:]], ids=["ways", "options"])
+def test_two_ranks(ranks2: Ranks, cases: list[tuple[Sequence[str], str, Any, Any]]) -> None:
+    assert ranks2.run(_compare, cases, timeout=120) == [[], []]
 
 
+@pytest.mark.wide
 def test_four_ranks(ranks4: Ranks) -> None:
     ways = "functional", "a Function with a handle", "a plain call before a Function"
     assert ranks4.run(_compare, [(ways, "blocks", 3, "none")], timeout=120) == [[]] * 4

@@ -119,12 +119,12 @@ def test_weight_gradients_wait_for_their_own_node() -> None:
     assert worst(models.gradients(model), expected) < 1e-6
 
 
-def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute) -> float:
+def _two_ranks(rank: int, size: int, backend: str, recompute: Recompute, calls: int = 2) -> float:
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
     mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(MICROBATCHES, seed=rank)
     found = []
     for compiles in (False, True):
-        model = models.build(mesh.get_group("ep"), layers=1, expert_calls=2)
+        model = models.build(mesh.get_group("ep"), layers=1, expert_calls=calls)
         given = wrapped(model, backend) if compiles else model
         engine_of(given, mesh=mesh, recompute=recompute).step(data[0], target=data[1])
         found.append(models.gradients(model))
@@ -139,8 +139,9 @@ def test_two_ranks_equal_the_engine_without_it(ranks2: Ranks, recompute: Recompu
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_two_ranks_under_inductor(ranks2: Ranks) -> None:
-    assert max(ranks2.run(_two_ranks, "inductor", "block", timeout=300)) < 2e-6
+@pytest.mark.parametrize(("recompute", "calls"), [("none", 1), ("block", 2)])
+def test_two_ranks_under_inductor(ranks2: Ranks, recompute: Recompute, calls: int) -> None:
+    assert max(ranks2.run(_two_ranks, "inductor", recompute, calls, timeout=300)) < 2e-6
 
 
 @pytest.mark.parametrize("compiled", WAYS)

@@ -76,7 +76,13 @@ def test_the_same_in_float32() -> None:
             torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize(("parts", "recompute"), list(zip(cycle((2, 3)), get_args(Recompute), strict=False)))
+ORDERED = [
+    pytest.param(parts, recompute, marks=[pytest.mark.wide] * (recompute in ("experts", "attention")))
+    for parts, recompute in zip(cycle((2, 3)), get_args(Recompute), strict=False)
+]
+
+
+@pytest.mark.parametrize(("parts", "recompute"), ORDERED)
 def test_every_order_gives_the_same_bits(parts: int, recompute: Recompute) -> None:
     cases: list[tuple[int, dict[str, Any], list[tuple[str, Overlap]]]] = [
         (1, {}, [("combined_1f1b", "pairs"), ("combined_1f1b", 3)]),
@@ -179,6 +185,7 @@ def test_two_stages_and_two_expert_ranks(ranks4: Ranks) -> None:
     assert max(ranks4.run(_against_one_part, 2)) < 1e-12
 
 
+@pytest.mark.wide
 def test_four_expert_ranks(ranks4: Ranks) -> None:
     assert max(ranks4.run(_against_one_part, 1)) < 1e-12
 

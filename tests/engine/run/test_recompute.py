@@ -379,6 +379,7 @@ def test_two_ranks_exchange_nothing_twice(ranks2: Ranks) -> None:
     assert ranks2.run(_compare, 1, cases) == [[], []]
 
 
+@pytest.mark.wide
 def test_two_stages_of_two_ranks_exchange_nothing_twice(ranks4: Ranks) -> None:
     cases: list[Case] = [
         ("combined_1f1b", 3, 1, ["block"]),

@@ -106,8 +106,8 @@ def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap:
 @pytest.mark.parametrize(
     ("name", "microbatches", "overlap"),
     [
-        ("ScheduleDualPipeV", 7, 3),
         ("ScheduleDualPipeV", 4, "pairs"),
+        ("ScheduleDualPipeV", 7, 3),
         ("ScheduleInterleaved1F1B", 4, 3),
         ("ScheduleZBVZeroBubble", 4, 2),
         ("Schedule1F1B", 4, 3),

@@ -34,6 +34,13 @@ def assert_close(found: Sequence[float], expected: Sequence[float]) -> None:
     assert equal(found, expected, 1e-4)
 
 
+def assert_same_weights(folder: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    written, weights = weights_of(folder, ours), weights_of(folder, theirs)
+    assert written.keys() == weights.keys()
+    for key, value in weights.items():
+        assert float((written[key] - value).norm()) <= 1e-3 * float(value.norm()), key
+
+
 @installed
 @pytest.mark.parametrize(
     "case",
@@ -53,6 +60,7 @@ def test_two_stages(titan2: Ranks, folder: str, plain: Plain, case: dict[str, An
         assert_close(rank[0]["norm"], expected["norm"])
 
 
+@pytest.mark.wide
 @installed
 def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
     expected = plain(dtype="bfloat16")
@@ -65,6 +73,7 @@ def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
     assert equal(found["norm"], expected["norm"], 1e-2)
 
 
+@pytest.mark.wide
 @installed
 def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain: Plain) -> None:
     """Loss, norm and weights are those of torchtitan's trainer with its FSDP2 over the same ranks."""
@@ -80,38 +89,30 @@ def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain
         assert_close(rank[0]["norm"], expected["norm"])
         assert sum(rank[0]["cut"]) == 2 * 2  # two layers with experts, there and back
         assert rank[0]["ops"]["DISPATCH"] == rank[0]["ops"]["COMBINE"] > 0
-    weights = weights_of(folder, theirs)
-    written = weights_of(folder, ours)
-    assert written.keys() == weights.keys()
-    for key, value in weights.items():
-        assert float((written[key] - value).norm()) <= 1e-3 * float(value.norm()), key
+    assert_same_weights(folder, ours, theirs)
 
 
 @installed
-def test_our_exchange_in_its_layers(titan2: Ranks, titan4: Ranks, folder: str) -> None:
+@pytest.mark.parametrize(
+    "options", [{"parts": 2}, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}], ids=str
+)
+def test_our_exchange_in_its_layers(titan2: Ranks, titan4: Ranks, folder: str, options: dict[str, Any]) -> None:
     """Loss, norm and weights are as by torchtitan's own dispatcher; the checkpoint has the same entries.
 
     torchtitan's experts multiply in bfloat16, so sums of another order differ more than elsewhere.
     """
     same: dict[str, Any] = {"family": "qwen3", "writes": True, "ep": 2}
-    theirs, ours = own(folder, micro=SEQUENCES // 2, **same), []
-    for options in ({"parts": 2}, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}):
-        given = {"by": "pipelining_fn", "options": {"dispatcher": "rows", **options}}
-        ours.append({"folder": folder, "run": f"rows {options}", "pp": 2, "batch": SEQUENCES // 2, **given, **same})
+    theirs, given = own(folder, micro=SEQUENCES // 2, **same), {"dispatcher": "rows", **options}
+    ours = {"run": f"rows {options}", "by": "pipelining_fn", "options": given, "pp": 2, "batch": SEQUENCES // 2, **same}
     expected = titan2.run(train, [theirs])[0][0]
-    every = titan4.run(train, ours)
-    weights = weights_of(folder, theirs)
-    for number, case in enumerate(ours):
-        assert equal(every[2][number]["loss"], expected["loss"], 1e-5)
-        for rank in every:
-            assert equal(rank[number]["norm"][:1], expected["norm"][:1], 1e-5)
-            assert equal(rank[number]["norm"], expected["norm"], 1e-4)
-            assert sum(rank[number]["cut"]) == 0  # torchtitan's own exchanges are gone
-            assert rank[number]["ops"]["COUNTS"] > 0
-        written = weights_of(folder, case)
-        assert written.keys() == weights.keys()
-        for key, value in weights.items():
-            assert float((written[key] - value).norm()) <= 1e-3 * float(value.norm()), key
+    every = [found for (found,) in titan4.run(train, [{"folder": folder, **ours}])]
+    assert equal(every[2]["loss"], expected["loss"], 1e-5)
+    for found in every:
+        assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
+        assert equal(found["norm"], expected["norm"], 1e-4)
+        assert sum(found["cut"]) == 0  # torchtitan's own exchanges are gone
+        assert found["ops"]["COUNTS"] > 0
+    assert_same_weights(folder, ours, theirs)
 
 
 @installed
@@ -139,6 +140,7 @@ def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
     assert all(torch.equal(written[name], value) for name, value in whole.items())
 
 
+@pytest.mark.wide
 @installed
 def test_tensor_parallelism(titan2: Ranks, titan4: Ranks, folder: str) -> None:
     """Loss and norm are those of torchtitan's own trainer over a tensor group, which shares the experts."""

@@ -38,6 +38,8 @@ REFUSED = {
 }
 """Pattern of the message for each refused architecture."""
 
+UNUSUAL = ["glm_moe_dsa", "hy_v4", "jetmoe", "llama4_text"]
+"""Layers that hand indices on; experts that take sorted rows, with sizes or in equal parts."""
 SINGLE = {"inkling2_loop_text", "inkling2_text"}  # their own forwards fail in float64
 OLD = {"aria_text", "dbrx", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 """Architectures that in transformers 5.17 have other experts, or whose own forward fails with a router's loss."""
@@ -55,7 +57,13 @@ CUT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+FIRST = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", *UNUSUAL, *REFUSED}
+"""Those of the first tier; further architectures are wide."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.wide) for name in INSTALLED]
+)
 def test_split_or_refused(name: str) -> None:
     """Two stages on one rank, with its experts replaced, against the model's own loss and gradients."""
     if name in OLD and Version(transformers.__version__) < Version("5.23"):
@@ -102,13 +110,14 @@ def test_most_are_split() -> None:
     assert len(CUT & set(INSTALLED)) >= 12
 
 
-UNUSUAL = ["glm_moe_dsa", "hy_v4", "jetmoe", "llama4_text"]
-"""Layers that hand indices on; experts that take sorted rows, with sizes or in equal parts."""
 PLAYED: list[tuple[str, Overlap]] = [("sequential", "serial"), ("combined_1f1b", 3), ("dualpipev", "pairs")]
 
 
 @pytest.mark.parametrize("name", [name for name in UNUSUAL if name in INSTALLED])
-@pytest.mark.parametrize(("schedule", "overlap"), PLAYED)
+@pytest.mark.parametrize(
+    ("schedule", "overlap"),
+    [pytest.param(*played, marks=[] if played[1] == 3 else pytest.mark.wide) for played in PLAYED],
+)
 def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
     """The embedding of one is also its head: two stages sum its gradient in another order."""
     limit = 1e-6 if name == "jetmoe" else 0.0

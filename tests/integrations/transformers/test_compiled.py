@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ def test_gradients_and_plans_are_those_without(ranks2: Ranks, way: str, name: st
         assert graphs > 0
 
 
+@cache
 def _graphs(layers: int, blocks: bool = False) -> tuple[int, dict[str, Tensor]]:
     """Return the number of compiled graphs and the gradients; ``blocks`` are compiled behind the split."""
     from torch._dynamo.utils import counters

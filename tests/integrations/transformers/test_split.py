@@ -145,6 +145,7 @@ def test_two_ranks(ranks2: Ranks, number: int, pp: int) -> None:
     assert ranks2.run(compare, build, pp, PLAYED[1:], 1e-5, 2, own) == [[]] * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
     build = partial(tiny.build, name, double=True, **options)

@@ -260,13 +260,18 @@ def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "local", "room"), [(3, 40, None), (1, 1, 9), (8, 16, None), (8, 16, 9), (64, 4, 9), (2, 256, None)]
+)
+def test_places_of_rows_compile(compiled: Any, ranks: int, local: int, room: int | None) -> None:
+    made = [k.name for k in compiled(slots.place_rows, whole(T, K), ranks * local, ranks, room, T)]
+    assert made == ["_count_rows", "_offsets", "_place_rows"]
+
+
 def test_all_others_compile(compiled: Any) -> None:
     rule = Rule(K, normalize=True)
     chosen = torch.zeros(T, K, dtype=torch.int16)
     assert [k.name for k in compiled(slots.place_slots, chosen, E, T * K)] == ["_count", "_offsets", "_place"]
-    for ranks, local, room in ((1, 1, 9), (8, 16, None), (8, 16, 9), (3, 40, None), (64, 4, 9), (2, 256, None)):
-        made = [k.name for k in compiled(slots.place_rows, whole(T, K), ranks * local, ranks, room, T)]
-        assert made == ["_count_rows", "_offsets", "_place_rows"]
     compiled(routing.route_tokens, torch.empty(T, E), torch.empty(E), rule)
     compiled(routing.route_tokens_backward, torch.empty(T, K), None, torch.empty(T, E), whole(T, K), rule)
     for rows in (half(T, H + 24)[:, :H], half(2, INTERMEDIATE, H), half(2, INTERMEDIATE, H).mT):

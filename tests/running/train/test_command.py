@@ -189,7 +189,10 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks, 5)[1]
 
 
-@pytest.mark.parametrize(("rank", "after"), [(0, 0.0), (1, 0.02), (0, 0.1), (1, 0.3)])
+@pytest.mark.parametrize(
+    ("rank", "after"),
+    [(0, 0.0), (1, 0.3), *(pytest.param(*at, marks=pytest.mark.wide) for at in ((1, 0.02), (0, 0.1)))],
+)
 def test_a_rank_that_is_suspended_while_ranks_start(rank: int, after: float) -> None:
     """At any moment: before it joins, or where it makes its engine."""
     run = Run("train", "--ep", "2", "--steps", 100_000, "--timeout", 2)
