@@ -9,6 +9,7 @@ import os
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -79,3 +80,6 @@ for step in range(first, 20):
             o1.save_checkpoint(engine, args.save, step + 1, optimizer)
     if rank == 0:
         print(line, flush=True)
+engine.close()  # all ranks end its communicators before the processes end
+if dist.is_initialized():
+    dist.destroy_process_group()
