@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.engine.run.replaced import ABSENT, is_table, put
 
-Restore = Callable[[], None]
+Restore = Callable[[], object]
 Table = MutableMapping[Any, Any]
 
 
@@ -124,7 +124,7 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
     if id(value) in seen or isinstance(value, nn.Parameter):
         return None
     if isinstance(value, torch.Generator):
-        return partial(_set_state, value, value.get_state())
+        return partial(value.set_state, value.get_state())
     if isinstance(value, Tensor):
         return _tensor_of(value, seen)
     if is_table(value):
@@ -143,10 +143,6 @@ def _tensor_of(value: Tensor, seen: set[int]) -> Restore | None:
     seen.add(id(value))
     tensor = local_part(value)
     return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
-
-
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
 
 
 def _copy_back(tensor: Tensor, copy: Tensor, bits: Tensor) -> None:
