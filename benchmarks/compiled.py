@@ -31,7 +31,7 @@ from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.running.bench.measure import slowest, timed
 from overlap1f1b.running.launch import STORE, end_with, run_ranks
 from overlap1f1b.running.ranks import Rank, joined
-from overlap1f1b.running.wire import Wire, parse_rate
+from overlap1f1b.running.wire import Balanced, Wire, parse_wire
 from overlap1f1b.running.workload import environment
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.terminal.output import check_files, console, plain_table, write_json
@@ -132,7 +132,8 @@ def main() -> int:
     parser.add_argument("--json", help="file for the results; - for the standard output")
     options = parser.parse_args()
     try:
-        rate = parse_rate(options.wire)
+        if isinstance(rate := parse_wire(options.wire), Balanced):
+            raise ValueError(f"--wire {options.wire}; allowed: a rate such as 200mbit")
         check_files({"json": options.json})
     except ValueError as error:
         parser.error(str(error))

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from overlap1f1b.running.launch import STORE, run_ranks
-from overlap1f1b.running.wire import Wire, parse_rate
+from overlap1f1b.running.wire import Balanced, Wire, parse_wire
 from overlap1f1b.terminal.output import check_files, write_json
 
 RANKS, WARM = 2, 6
@@ -112,6 +112,8 @@ def main() -> int:
     if options.steps <= WARM:
         parser.error(f"--steps {options.steps}; allowed: {WARM + 1} or more")
     try:
+        if isinstance(rate := parse_wire(options.wire), Balanced):
+            raise ValueError(f"--wire {options.wire}; allowed: a rate such as 200mbit")
         check_files({"json": options.json})
     except ValueError as error:
         parser.error(str(error))
@@ -120,7 +122,7 @@ def main() -> int:
         return 0
     screen = sys.stderr if options.json == "-" else sys.stdout
     found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    with Wire(RANKS, parse_rate(options.wire)) as wire:
+    with Wire(RANKS, rate) as wire:
         for number in range(options.rounds):
             for kind in KINDS:
                 with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -46,6 +48,20 @@ def test_schedules_and_plans_load_without_torch(use: str) -> None:
     heavy = ("torch", "numpy", "greenlet", "einops", "msgspec", "rich", "tyro")
     code = f"import sys, overlap1f1b; {use}; print([name for name in {heavy} if name in sys.modules])"
     assert run(code) == "[]\n"
+
+
+def test_benchmarks_and_examples_import_what_is_there() -> None:
+    missing = [
+        f"{path.name}: {node.module}.{alias.name}"
+        for folder in ("benchmarks", "examples", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("overlap1f1b")
+        for alias in node.names
+        if not hasattr(importlib.import_module(str(node.module)), alias.name)
+        and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
+    ]
+    assert missing == []
 
 
 def test_reports_load_without_torch() -> None:

@@ -256,7 +256,7 @@ def paint(
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"--{option} needs matplotlib; pip install 'overlap1f1b[plot]'") from None
+        raise ValueError(f"--{option} needs matplotlib; pip install matplotlib") from None
     end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
     letters = max((size / time for size, time in _sizes(tracks)), default=1.0)  # of a unit of time, where texts fit
     width = min(40.0, max(8.0, LETTER * letters * end))

@@ -114,7 +114,7 @@ class Engine:
     ) -> None:
         options = EngineOptions() if options is None else options
         _check_kinds(program, options, exchange, loss_fn)
-        self.loss_fn, self.options, self.model = loss_fn, options, model
+        self.loss_fn, self.options, self.model, self._children = loss_fn, options, model, _children_of(model)
         self._connect(program, mesh, exchange)
         self.verification.tables = partial(_tables_of, loss_fn)
 
@@ -530,12 +530,14 @@ class Engine:
     def _check_parameters(self, *, first: bool) -> None:
         """Check that parameters can be trained, and in the first step that ranks hold the same."""
         check_gradients_possible()
+        if _children_of(self.model) != self._children:
+            raise ValueError("a block of the model was replaced, added or removed; allowed: a new Engine after that")
         for number, stage in self.stages.items() if self.reductions else ():
             stage.check_trained(self._trained[number], self.sharding.holders)
         if first and self._compares:
             facts = values(self.stages, self._tied.parameters, self.mesh)
             marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
-            self.mesh.agree(facts, f", or {marks}")
+            self.mesh.agree(facts, f", as by one torch.manual_seed before the model is made, or {marks}")
             for stage in self.stages.values() if "tp" in self.mesh.experts_over else ():
                 stage.first_rows = {}
 
@@ -718,6 +720,12 @@ def _tables_of(loss_fn: object) -> list[MutableMapping[Any, Any]]:
     """Return the tables of what a loss keeps if it is a module or a module's method."""
     held = [one for one in (loss_fn, getattr(loss_fn, "__self__", None)) if isinstance(one, torch.nn.Module)]
     return [place.table for one in held for place in places_of(one).values() if not place.shared]
+
+
+def _children_of(model: Model) -> list[torch.nn.Module]:
+    if isinstance(model, torch.nn.Sequential):
+        return list(model.children())
+    return list(model) if isinstance(model, list) else []
 
 
 def _check_trains(program: Program) -> None:

@@ -105,6 +105,9 @@ class EngineOptions:
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
+        if self.recompute != "auto" and self.recompute not in get_args(Recompute):
+            modes = ", ".join(get_args(Recompute))
+            raise ValueError(f"recompute={quoted(self.recompute)}; allowed: {modes}, or with memory auto")
         if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
             raise ValueError(
                 "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "

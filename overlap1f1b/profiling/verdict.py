@@ -105,11 +105,11 @@ def _against_exposure(sums: Figures, about: About) -> str:
             "exchange and compute never ran at once: see what overlap1f1b doctor says of connections and streams, and "
             "that the exchange has a stream of its own"
         )
-    if overlap.exchange > sums.compute:
+    most = sums.compute / overlap.exchange if overlap.exchange > sums.compute else 1.0
+    if 1 - most > most - overlap.hidden_fraction:  # more is lost to the lack of compute than to the order
         return (
-            f"the exchange takes {overlap.exchange / max(sums.compute, 1):.1f} times as long as compute, which can "
-            f"hide {sums.compute / overlap.exchange:.0%} of it at most: more compute for each exchanged row, or fewer "
-            "expert-parallel ranks"
+            f"the exchange takes {overlap.exchange / max(sums.compute, 1):.2f} times as long as compute, which can "
+            f"hide {most:.0%} of it at most: more compute for each exchanged row, or fewer expert-parallel ranks"
         )
     if opened == 2:
         return (

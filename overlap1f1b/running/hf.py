@@ -37,7 +37,7 @@ def _config(name: str) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise ValueError(f"--hf-config {name} needs transformers; pip install 'overlap1f1b[hf]'") from None
+        raise ValueError(f"--hf-config {name} needs transformers; pip install transformers") from None
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:

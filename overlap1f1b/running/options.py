@@ -83,9 +83,10 @@ class RunOptions:
     """Bytes of a sequence."""
     overlap: Annotated[str, tyro.conf.arg(metavar="serial|pairs|INT")] = "3"
     """serial, pairs, or the number of actions that may be open at once."""
-    recompute: Recompute = "none"
+    recompute: Recompute | Literal["auto"] = "none"
     """Activations that blocks free after their forward and compute again before their backward: inside the
-    experts (experts), everywhere else (attention), or both (block). No exchange is repeated."""
+    experts (experts), everywhere else (attention), or both (block); auto, with --memory, chooses for each block. No
+    exchange is repeated."""
     parts: int | Literal["auto"] = 1
     """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
     experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
@@ -315,7 +316,7 @@ def _check_train(options: TrainOptions) -> None:
         check_folder(options.checkpoint)
     if options.tensorboard is not None:
         if find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'")
+            raise ValueError("--tensorboard needs its package; pip install tensorboard")
         check_folder(options.tensorboard, "--tensorboard")
 
 

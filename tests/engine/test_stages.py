@@ -124,3 +124,15 @@ def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
     none = {"reduce_dense": False, "reduce_experts": False}
     stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), None, **none)
     assert [stage.device.type for stage in stages.values()] == ["meta", "meta"]
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_block_that_is_replaced_after_its_engine_is_made_is_refused(as_list: bool) -> None:
+    model = models.build()
+    blocks: Any = list(model) if as_list else model
+    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2), loss_fn=models.loss_fn)
+    inputs, target = models.batch(2)
+    engine.step(inputs, target=target)
+    blocks[1] = models.build()[1]
+    with pytest.raises(ValueError, match="a block of the model was replaced, added or removed; allowed: a new Engine"):
+        engine.step(inputs, target=target)

@@ -74,7 +74,7 @@ class OutputOptions:
     tables: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the tables alone, without the drawing."""
     png: Annotated[Path | None, by_default("FILE")] = None
-    """Draw the timeline into this file (needs matplotlib: pip install 'overlap1f1b[plot]')."""
+    """Draw the timeline into this file (needs matplotlib: pip install matplotlib)."""
     svg: Annotated[Path | None, by_default("FILE")] = None
     """Draw the timeline into this SVG file (needs matplotlib as well)."""
     csv: Annotated[Path | None, by_default("FILE")] = None

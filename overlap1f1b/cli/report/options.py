@@ -19,7 +19,7 @@ class OutputOptions:
     """Outputs of the report, beside the terminal."""
 
     png: Annotated[Path | None, by_default("FILE")] = None
-    """Draw one step into this file, one row a lane (needs matplotlib: pip install 'overlap1f1b[plot]')."""
+    """Draw one step into this file, one row a lane (needs matplotlib: pip install matplotlib)."""
     svg: Annotated[Path | None, by_default("FILE")] = None
     """Draw the step into this SVG file (needs matplotlib as well)."""
     html: Annotated[Path | None, by_default("FILE")] = None

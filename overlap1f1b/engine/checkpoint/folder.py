@@ -70,6 +70,8 @@ def checkpoint_in(path: Path) -> Path | None:
 def begin(directory: Path, step: int) -> Path:
     """Remove unfinished checkpoints, and return an empty hidden folder for the files of a new one."""
     unfinished = directory / f".{name_of(step)}.unfinished"
+    if directory.is_file():
+        raise NotADirectoryError(f"{directory} is a file; allowed: a folder that can be written")
     directory.mkdir(parents=True, exist_ok=True)
     for leftover in directory.glob(".step-*.unfinished"):
         shutil.rmtree(leftover)

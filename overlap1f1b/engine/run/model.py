@@ -66,7 +66,7 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
             no modules.
     """
     if not isinstance(model, nn.Module):
-        given = list(model) if isinstance(model, Iterable) else [model]
+        given = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
         if strange := [block for block in given if not isinstance(block, nn.Module)]:
             raise ValueError(f"a model of {quoted(strange[0])}; allowed: an nn.Sequential or a list of blocks")
         return given

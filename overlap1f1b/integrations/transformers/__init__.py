@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
         try:
             from overlap1f1b.integrations.transformers import trainer
         except ModuleNotFoundError as error:  # as transformers' Trainer needs it
-            raise ImportError(f"{name} needs {error.name}; pip install 'overlap1f1b[hf]'") from None
+            raise ImportError(f"{name} needs {error.name}; pip install transformers") from None
 
         return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
