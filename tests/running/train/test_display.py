@@ -53,7 +53,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", "--tensorboard", "folder"]) == 2
     assert capsys.readouterr().err == (
-        "overlap1f1b: error: --tensorboard needs its package; pip install 'overlap1f1b[tensorboard]'\n"
+        "overlap1f1b: error: --tensorboard needs its package; pip install tensorboard\n"
     )
 
 
