@@ -50,6 +50,7 @@ class Tape:
             memory.copy_(before)
 
         @torch.no_grad()
+        @torch.autocast("cpu", enabled=False)  # what was noted has its casts
         def replay() -> None:
             for func, args, kwargs, made in taping.operations:
                 if not func._schema.is_mutable and all(out.alias_info for out in func._schema.returns):

@@ -418,8 +418,8 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
-            # 4. What the step has shown decides how the next ones are played.
             self._name_unfit()
+            # 4. What the step has shown decides how the next ones are played.
             tuner.learn(plan, played.result, count if notes else None)
         return played
 

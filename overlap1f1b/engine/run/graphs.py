@@ -1,9 +1,9 @@
 """Parts of blocks as device graphs: what a block computes before its experts and behind them, at one launch each.
 
 All but the experts has fixed shapes, with exact sizes, too: norms, attention, router, shared experts. A block's own
-forward is run once without computing, and what it queues on the device is captured, in parts between its calls of
-experts; so is the backward of each part. Later forwards and backwards replay the graphs. Experts, exchanges and weight
-gradients of linear layers stay nodes of the plan.
+forward is run once without computing, and what it queues on the device is captured, in a part before its call of
+experts and one behind it; so is the backward of each. Later forwards and backwards replay the graphs. Experts,
+exchanges and weight gradients of linear layers stay nodes of the plan.
 
 A graph has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
 gradient, and each slot has graphs of its own. All share one pool: memory that a graph needs only while it runs serves
@@ -48,23 +48,22 @@ class Queued(Protocol):
 
 
 class Place(NamedTuple):
-    """A tensor of an earlier part: of what the part was given, or of what it hands on."""
+    """A tensor of the first part that the last one uses: of what it was given, or of its hidden outputs."""
 
-    part: int
     given: bool
     number: int
 
 
 @dataclass(eq=False)
 class Part:
-    """A part of a block between two calls of experts, captured for one slot.
+    """A part of a block, before its experts or behind them, captured for one slot.
 
     Args:
         start: Sequence number below those of its autograd nodes.
         given: Memory from which it reads what it is called with: the block's inputs, or the experts' result.
         outputs: Memory of what it hands on.
-        hidden: Memory of what later parts use besides.
-        places: Where earlier parts have what it uses of them.
+        hidden: Memory of what the last part uses besides.
+        places: Where the first part has what it uses of it.
         entered: The same as tensors without a history.
         parameters: Parameters whose gradients its backward computes.
         roots: Memory of the gradients of hidden and other outputs, in this order.
@@ -100,7 +99,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Part, stage: Queued, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part, ctx.stage = part, stage
-        _copy(tensors, part.given)  # what entered from earlier parts is there already
+        _copy(tensors, part.given)  # what entered from the first part is there already
         part.forward()
         results = [memory.detach() for memory in part.results]
         ctx.mark_non_differentiable(*[r for r, m in zip(results, part.results, strict=True) if not m.requires_grad])
@@ -113,8 +112,9 @@ class _Replay(torch.autograd.Function):
         part.backward()
         for weight, gradient in part.deferred:
             ctx.stage.queue.put(weight, gradient)
-        given = len(part.given) if part.leaves else 0
-        return None, None, *[None if grad is None else grad.clone() for grad in part.found[:given]], *part.found[given:]
+        copied = len(part.given) if part.leaves else 0
+        found = [grad.clone() if at < copied and grad is not None else grad for at, grad in enumerate(part.found)]
+        return None, None, *found
 
 
 def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
@@ -127,15 +127,15 @@ class CapturedBlock:
     """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
 
     Args:
-        parts: Its parts.
-        experts: What is called behind each part but the last.
+        parts: Its first and its last part.
+        experts: What is called between them.
         several: Whether its forward returns a tuple.
         kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
             take it.
     """
 
     parts: list[Part]
-    experts: list[Experts]
+    experts: Experts
     several: bool
     kept: list[Any]
 
@@ -146,14 +146,12 @@ class CapturedBlock:
 
     def __call__(self, stage: Queued, *x: Tensor) -> Any:
         """Run the block forward."""
-        given, hidden, outputs = [list(x)], list[Sequence[Tensor]](), tuple[Tensor, ...]()
-        for number, part in enumerate(self.parts):
-            entering = [(given if place.given else hidden)[place.part][place.number] for place in part.places]
-            results = _Replay.apply(part, stage, *given[number], *entering, *part.parameters)
-            hidden.append(results[: len(part.hidden)])
-            outputs = results[len(part.hidden) :]
-            if number < len(self.experts):
-                given.append([self.experts[number](*outputs)])
+        first, last = self.parts
+        results = _Replay.apply(first, stage, *x, *first.parameters)
+        hidden = results[: len(first.hidden)]
+        y = self.experts(*results[len(first.hidden) :])
+        entering = [(x if place.given else hidden)[place.number] for place in last.places]
+        outputs = _Replay.apply(last, stage, y, *entering, *last.parameters)
         return outputs if self.several else outputs[0]
 
 
@@ -180,7 +178,7 @@ class _Made(TorchDispatchMode):
 class _Capture:
     """The forward of a block, run without computing, and its backward.
 
-    A function mode shows what a part uses of earlier ones: it enters the part without its history.
+    A function mode shows what the last part uses of the first: it enters without its history.
 
     Args:
         module: The block.
@@ -191,7 +189,7 @@ class _Capture:
     def __init__(self, module: nn.Module, capture: GraphCapture, anchor: Tensor) -> None:
         self._module, self._capture, self._anchor = module, capture, anchor
         self._parts: list[Part] = []
-        self._experts: list[Experts] = []
+        self._experts: Experts | None = None
         self._made = _Made()
         self._entered: dict[Place, Tensor] = {}  # into the last part
         self.again = self.noting = False  # as of Replaces: nothing is looked at but what enters
@@ -215,6 +213,8 @@ class _Capture:
                 with CrossingMode(cast(Replaces, self)):
                     returned = self._module(*given)
                 self._end(returned if isinstance(returned, tuple) else (returned,))
+                if self._experts is None:
+                    raise UnfitError("it does not call its experts")
                 _check_unchanged(before, _state(self._module))
                 for part in reversed(self._parts):
                     self._backward(part, stage.queue)
@@ -224,7 +224,6 @@ class _Capture:
         return CapturedBlock(self._parts, self._experts, isinstance(returned, tuple), self._kept)
 
     def _begin(self, given: list[Tensor]) -> None:
-        self._entered = {}
         self._capture.begin()
         self._parts.append(Part(next_sequence_number(), given))
 
@@ -238,11 +237,13 @@ class _Capture:
         self._kept += self._made.alive()
 
     def _border(self, experts: Experts, *tensors: Any, **named: Any) -> Tensor:
-        """End a part where the block calls experts, and begin the next with their result."""
+        """End the first part where the block calls experts, and begin the last with their result."""
         if named:
             raise UnfitError("experts are called with arguments by name")
+        if self._experts is not None:  # gradients of what three parts use would be summed in another order
+            raise UnfitError("it calls experts more than once")
         self._end(tensors)
-        self._experts.append(experts)
+        self._experts = experts
         result = torch.empty_like(tensors[0]).detach().requires_grad_()
         self._begin([result])
         return result
@@ -256,23 +257,21 @@ class _Capture:
         return self._entered[place]
 
     def _place(self, tensor: Tensor) -> Place | None:
-        """Return where an earlier part has a tensor; None if the last part has made it, or it has no gradient."""
-        node = tensor.grad_fn
+        """Return where the first part has a tensor; None if the running part has made it, or it has no gradient."""
+        node, first, running = tensor.grad_fn, self._parts[0], self._parts[-1]
         if node is None:
-            given = ((at, i) for at, p in enumerate(self._parts[:-1]) for i, t in enumerate(p.given) if t is tensor)
-            at, number = next(given, (-1, 0))
-            return None if at < 0 or not tensor.requires_grad else Place(at, True, number)
-        if node._sequence_nr() >= self._parts[-1].start:
+            given = (i for i, t in enumerate(first.given) if t is tensor and t.requires_grad)
+            number = next(given, -1)
+            return None if number < 0 or running is first else Place(True, number)
+        if node._sequence_nr() >= running.start:
             return None
-        at = max((n for n, part in enumerate(self._parts) if part.start <= node._sequence_nr()), default=-1)
-        if at < 0:
+        if node._sequence_nr() < first.start:
             raise UnfitError("it uses a tensor that was made before it, with its graph")
-        hidden = self._parts[at].hidden
-        known = (n for n, t in enumerate(hidden) if t.grad_fn is node and t.output_nr == tensor.output_nr)
-        number = next(known, len(hidden))
-        if number == len(hidden):
-            hidden.append(tensor)
-        return Place(at, False, number)
+        known = (n for n, t in enumerate(first.hidden) if t.grad_fn is node and t.output_nr == tensor.output_nr)
+        number = next(known, len(first.hidden))
+        if number == len(first.hidden):
+            first.hidden.append(tensor)
+        return Place(False, number)
 
     def used_apart(self, weight: nn.Parameter) -> None:
         pass
@@ -292,7 +291,8 @@ class _Capture:
         used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
         part.roots = [torch.empty_like(result).detach() for result in results]
         self._capture.begin()
-        found = iter(gradients(edges, part.roots, used))
+        with torch.autocast(part.roots[0].device.type, enabled=False):  # as around the backwards of a step
+            found = iter(gradients(edges, part.roots, used))
         part.backward = self._capture.end()
         self._kept += self._made.alive()
         part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *part.parameters)]
@@ -342,9 +342,8 @@ class Graphs:
         self._stage, self._blocks, self._anchor = stage, blocks, anchor
         self._capture = GraphCapture(device)
         self._device = device
-        self._captured: dict[
-            tuple[int, int], tuple[object, CapturedBlock]
-        ] = {}  # by block and slot, with what they are for
+        # By block and slot, with what they are for.
+        self._captured: dict[tuple[int, int], tuple[object, CapturedBlock]] = {}
         self._facts: dict[int, object] = {}
         self._slots: dict[int, int] = {}  # of microbatches
         self._told = set[int]()

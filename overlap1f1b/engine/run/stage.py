@@ -249,12 +249,15 @@ class Stage:
         graphs = self.graphs
         if graphs is None or not graphs.active or not self.shape[block].expert_calls:
             return None
+        draws = self.draws.draws(block)
+        if draws is None:
+            return None
         if block not in graphs.unfit:
             reasons = {
                 "it computes activations again": self.shape[block].recompute != "none",
                 "it uses parameters of another block, or tensors that another has left": self.watches(block),
                 "its forward sets what others find": self.state_of(block) is not None,
-                "it draws random numbers": self.draws.draws(block),
+                "it draws random numbers": draws,
             }
             if any(reasons.values()):
                 graphs.unfit[block] = next(reason for reason, is_so in reasons.items() if is_so)

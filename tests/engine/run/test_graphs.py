@@ -176,6 +176,44 @@ def test_a_block_that_cannot_be_captured_runs_as_before(own: Callable[[Any, Tens
     assert blocks == {2}
 
 
+class Twice(nn.Module):
+    """A block that calls two modules of experts, and uses a tensor before, between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(16), *(MoE(16, 8, RouterConfig(4, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        z = h * 2 + self.first(h).tanh() * h
+        return x + self.second(z) + h.sin() * z + h
+
+
+def test_a_block_that_calls_experts_twice_runs_as_before() -> None:
+    pair = Pair(lambda: nn.Sequential(nn.Embedding(32, 16), Twice(), Strange(lambda block, x: x), nn.Linear(16, 32)))
+    with pytest.warns(UserWarning, match=r"block 1 \(Twice\) without device graphs: it calls experts more than once"):
+        pair.step()
+    pair.step()
+    assert {block for block, _ in pair.graphs._captured} == {2}
+
+
+def test_autocast_and_modes_are_captured_anew() -> None:
+    pair = Pair(lambda: MoETransformer(CONFIG))
+    pair.step()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        pair.step()
+    pair.step()
+    for model in pair.models:
+        model.eval()  # routers count and add losses in training alone
+    pair.step()  # whether blocks draw in this mode is not known yet
+    pair.step()
+    for model in pair.models:
+        model.train()
+    pair.step()
+    assert not pair.graphs.unfit
+    assert {block for block, _ in pair.graphs._captured} == {1, 2, 3}
+
+
 def test_hooks_keep_a_block_as_it_is() -> None:
     pair = Pair(lambda: MoETransformer(CONFIG))
     for model in pair.models:
