@@ -206,7 +206,7 @@ class Engine:
                 options.graphs and watch is not None and self.mesh.group("tp") is None and self.mesh.group("cp") is None
             )
             for stage in self.stages.values() if self.tuner.graphs else ():
-                stage.graphs = Graphs(stage, stage.blocks, device, stage.anchor)
+                stage.graphs = Graphs(stage, stage.blocks, device)
             ep = self.mesh.exchanging
             for stage in self.stages.values():
                 stage.exchange = self.exchange

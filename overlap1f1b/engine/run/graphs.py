@@ -6,13 +6,13 @@ experts and one behind it; so is the backward of each. Later forwards and backwa
 exchanges and weight gradients of linear layers stay nodes of the plan.
 
 A graph has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
-gradient, and each slot has graphs of its own. All share one pool: memory that a graph needs only while it runs serves
-the others, too.
+gradient, and each slot has graphs of its own. The four of a block and slot share a pool: memory in which one computes
+serves those behind it, too. It does not serve other blocks, whose graphs are replayed in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,7 +29,7 @@ from overlap1f1b.engine.graph.edges import edge_of, gradients, next_sequence_num
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.crossing import CrossingMode, Replaces
 from overlap1f1b.engine.run.model import MicrobatchBlock, is_compiled
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule.values import some
 from overlap1f1b.transport.devices import GraphCapture
@@ -42,9 +42,10 @@ class UnfitError(RuntimeError):
 
 
 class Queued(Protocol):
-    """A stage: where forwards that run now leave their weight gradients."""
+    """A stage: where forwards that run now leave their weight gradients, and the leaf to which such layers lead."""
 
     queue: WeightQueue
+    anchor: Tensor
 
 
 class Place(NamedTuple):
@@ -132,17 +133,14 @@ class CapturedBlock:
         several: Whether its forward returns a tuple.
         kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
             take it.
+        bytes: Memory of its graphs.
     """
 
     parts: list[Part]
     experts: Experts
     several: bool
     kept: list[Any]
-
-    @property
-    def bytes(self) -> int:
-        """Size of what it keeps."""
-        return sum(storage.nbytes() for storage in {s._cdata: s for s in self.kept}.values())
+    bytes: int
 
     def __call__(self, stage: Queued, *x: Tensor) -> Any:
         """Run the block forward."""
@@ -156,14 +154,20 @@ class CapturedBlock:
 
 
 class _Made(TorchDispatchMode):
-    """Notes the memory of all tensors that are made."""
+    """Notes the memory of all tensors that are made; refuses what makes the host wait for a device.
+
+    A capture in which the host has waited is lost, and torch does not clear it away.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise UnfitError(f"the host waits for the device in {func}")
+        result = func(*args, **kwargs)
         for out in result if isinstance(result, tuple | list) else (result,):
             if isinstance(out, Tensor):
                 self._made.append(StorageWeakRef(out.untyped_storage()))
@@ -175,19 +179,36 @@ class _Made(TorchDispatchMode):
         return [storage for storage in found if storage is not None]
 
 
+def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the host waits for the device: to see a value, a size, or what is copied from one to the other."""
+    aten = torch.ops.aten
+    if operation in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])  # it counts those chosen
+    if operation is aten.copy_.default:
+        return args[0].device.type != args[1].device.type
+    if operation is aten._to_copy.default:
+        there = kwargs.get("device")
+        return there is not None and torch.device(there).type != args[0].device.type
+    if operation is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return False
+    return torch.Tag.data_dependent_output in operation.tags or torch.Tag.dynamic_output_shape in operation.tags
+
+
 class _Capture:
     """The forward of a block, run without computing, and its backward.
 
-    A function mode shows what the last part uses of the first: it enters without its history.
+    A function mode shows what the last part uses of the first: it enters without its history. Leaves have stand-ins,
+    with the same memory: the autograd node of a leaf belongs to the stream on which it was made, and one of a step is
+    not allowed in a capture, nor one of a capture in a step.
 
     Args:
         module: The block.
         capture: Captures what the thread queues.
-        anchor: Leaf to which the nodes of layers lead whose weight gradients are left for later.
     """
 
-    def __init__(self, module: nn.Module, capture: GraphCapture, anchor: Tensor) -> None:
-        self._module, self._capture, self._anchor = module, capture, anchor
+    def __init__(self, module: nn.Module, capture: GraphCapture) -> None:
+        self._module, self._capture = module, capture
+        self._parameters: dict[nn.Parameter, nn.Parameter] = {}  # by their stand-ins
         self._parts: list[Part] = []
         self._experts: Experts | None = None
         self._made = _Made()
@@ -205,9 +226,10 @@ class _Capture:
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
         experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
-        outside, stage.queue = stage.queue, WeightQueue()
+        outside = stage.queue, stage.anchor
+        stage.queue, stage.anchor = WeightQueue(), stage.anchor.detach().requires_grad_()
         try:
-            with replaced(borders), self._capture.around(), self._made, torch.enable_grad():
+            with replaced([*borders, *self._stand_ins()]), self._capture.around(), self._made, torch.enable_grad():
                 before = _state(self._module)
                 self._begin(given)
                 with CrossingMode(cast(Replaces, self)):
@@ -217,11 +239,23 @@ class _Capture:
                     raise UnfitError("it does not call its experts")
                 _check_unchanged(before, _state(self._module))
                 for part in reversed(self._parts):
-                    self._backward(part, stage.queue)
+                    self._backward(part, stage)
         finally:
-            stage.queue = outside
+            stage.queue, stage.anchor = outside
             self._capture.leave()
-        return CapturedBlock(self._parts, self._experts, isinstance(returned, tuple), self._kept)
+        several, made = isinstance(returned, tuple), self._capture.bytes
+        return CapturedBlock(self._parts, self._experts, several, self._kept, made)
+
+    def _stand_ins(self) -> Iterator[Replacement]:
+        known: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    if parameter not in known:
+                        known[parameter] = nn.Parameter(parameter.detach())
+                        vars(known[parameter]).update(vars(parameter))
+                    yield module._parameters, name, known[parameter]
+        self._parameters = {stand_in: parameter for parameter, stand_in in known.items()}
 
     def _begin(self, given: list[Tensor]) -> None:
         self._capture.begin()
@@ -276,27 +310,28 @@ class _Capture:
     def used_apart(self, weight: nn.Parameter) -> None:
         pass
 
-    def _backward(self, part: Part, queue: WeightQueue) -> None:
+    def _backward(self, part: Part, stage: Queued) -> None:
         results = [memory for memory in part.results if memory.requires_grad]
         edges = [edge_of(result) for result in results]
         if not edges:
             return
-        known = {id(t) for t in (self._anchor, *part.given, *part.entered)}
-        own = {id(p) for p in self._module.parameters()}
+        known = {id(t) for t in (stage.anchor, *part.given, *part.entered)}
+        weights = []
         for leaf in _leaves(edges):
-            if id(leaf) in own:
-                part.parameters.append(leaf)
+            if leaf in self._parameters:
+                weights.append(leaf)
             elif id(leaf) not in known:
                 raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
-        used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
+        part.parameters = [self._parameters[weight] for weight in weights]
+        used = [t for t in (*part.given, *part.entered, *weights) if t.requires_grad]
         part.roots = [torch.empty_like(result).detach() for result in results]
         self._capture.begin()
         with torch.autocast(part.roots[0].device.type, enabled=False):  # as around the backwards of a step
             found = iter(gradients(edges, part.roots, used))
         part.backward = self._capture.end()
         self._kept += self._made.alive()
-        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *part.parameters)]
-        part.deferred = queue.take()
+        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *weights)]
+        part.deferred = [(self._parameters[weight], gradient) for weight, gradient in stage.queue.take()]
 
 
 def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
@@ -329,17 +364,16 @@ class Graphs:
         stage: Where forwards leave weight gradients.
         blocks: Its blocks.
         device: Device of the blocks.
-        anchor: See :class:`_Capture`.
 
     Attributes:
         active: Whether the step that runs replays graphs.
         unfit: Why a block has none, by its number.
     """
 
-    def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device, anchor: Tensor) -> None:
+    def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.active = False
         self.unfit: dict[int, str] = {}
-        self._stage, self._blocks, self._anchor = stage, blocks, anchor
+        self._stage, self._blocks = stage, blocks
         self._capture = GraphCapture(device)
         self._device = device
         # By block and slot, with what they are for.
@@ -390,7 +424,7 @@ class Graphs:
         block = self._blocks[number]
         if (reason := _unfit(block)) is not None:
             raise UnfitError(reason)
-        captured = _Capture(block, self._capture, self._anchor).run(self._stage, x)
+        captured = _Capture(block, self._capture).run(self._stage, x)
         captured.parts[0].leaves = number == 0
         return captured
 

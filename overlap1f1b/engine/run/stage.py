@@ -34,6 +34,7 @@ from overlap1f1b.engine.run.model import (
 from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
+from overlap1f1b.kernels.grouped_mm import EightBits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
@@ -409,7 +410,8 @@ class Stage:
 
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels, eight = experts.kernels if self.adds_to_main else None, experts.eight
+        kernels = experts.kernels if self.adds_to_main else None
+        eight = EightBits(experts.kernels, keeps=True) if experts.precision == "fp8" else None  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
