@@ -363,8 +363,7 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
         return
     run: BlockRun | None = microbatch.runs.get(node.block)
     if run is None:
-        drops = microbatch.grad and microbatch.stage.shape[node.block].recompute != "none"
-        run = microbatch.runs[node.block] = (RecomputedRun if drops else BlockRun)(microbatch, node.block)
+        run = microbatch.runs[node.block] = RecomputedRun(microbatch, node.block)
     if node.op in RECOMPUTES:
         assert isinstance(run, RecomputedRun)
         run.recompute(node.op)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.again import run_again
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement, replaced
@@ -118,9 +116,10 @@ class Chunk(MicrobatchBlock):
 
         def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
             forward = Forward.running()
-            if forward is None or forward.part is None or not torch.is_grad_enabled():
+            if forward is None or forward.again is None or not torch.is_grad_enabled():
                 return plain(function, distribute, *args)
-            return forward.part(function, args, Repeating(random, tables))
+            with forward.again(function, args, nullcontext(), Repeating(random, tables)):
+                return function(*args)
 
         yield vars(package), "checkpoint", checkpoint
 
@@ -136,8 +135,6 @@ class Chunk(MicrobatchBlock):
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
         self._stage = microbatch.stage
-        if self._repeats and (forward := Forward.running()) is not None:
-            forward.part = partial(run_again, microbatch.runs[0])
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()
