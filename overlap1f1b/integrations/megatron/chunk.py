@@ -16,13 +16,7 @@ from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.config import OWN, ROWS, SUSPENDED, attribute_of, check_options, class_names
-from overlap1f1b.integrations.megatron.dispatchers import (
-    dispatchers_of,
-    exchanging,
-    on_one_stream,
-    overlapped_of,
-    repeats,
-)
+from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
 from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
@@ -74,7 +68,6 @@ class Chunk(MicrobatchBlock):
         self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
         self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
         self.suspends = bool(self._dispatchers or layers)
-        self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
         self._overlapped = overlapped_of(model)
@@ -110,7 +103,7 @@ class Chunk(MicrobatchBlock):
     def _checkpoint(self) -> Iterator[Replacement]:
         """Yield what lets Megatron-Core's checkpoint exchange nothing twice, in forwards that are suspended."""
         random, package = sys.modules.get(RANDOM), sys.modules.get(RANDOM.rpartition(".")[0])
-        if not self._repeats or random is None or package is None:
+        if not self.suspends or random is None or package is None:
             return
         plain, tables = package.checkpoint, list(logged())
 
