@@ -243,9 +243,7 @@ def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...]
         return function(*args)
 
 
-def _part_of_another(
-    _: Callable[..., Any], __: tuple[Any, ...], inside: AbstractContextManager[Any], ___: AbstractContextManager[Any]
-) -> AbstractContextManager[Any]:
+def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[Any], around: Any) -> Any:
     """Return the context of a part inside another, which computes it again."""
     return inside
 
