@@ -50,6 +50,8 @@ def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> N
             step()
         say(f"0 {steps}")
         if not options.nsys:
+            timed = isinstance(options, BenchOptions) and options.compute == "timed"  # computes no tensors
+            engine.tuner.counts_next = not (timed or engine.tuner.held)
             with torch_profile(acc_events=True):  # the first step under a profiler is slower
                 step()
         counted = []
