@@ -458,19 +458,17 @@ for (const one of [canvas, picture]) {
   };
   one.onpointerleave = () => (tip.style.display = "none");
   one.ondblclick = () => move(0, step.end);
+  one.addEventListener("wheel", event => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    zoom(1.0015 ** event.deltaY, ms(event.clientX - one.getBoundingClientRect().left, frame.clientWidth));
+  }, { passive: false });
 }
 canvas.onkeydown = ({ key }) => {
   const by = { ArrowLeft: -0.1, ArrowRight: 0.1 }[key] * (to - from);
   if (key === "+" || key === "-") zoom(key === "+" ? 0.7 : 1 / 0.7);
   else if (by) move(from + by, to + by);
 };
-for (const one of [frame, picture]) {
-  one.addEventListener("wheel", event => {
-    if (!event.ctrlKey && !event.metaKey) return;
-    event.preventDefault();
-    zoom(1.0015 ** event.deltaY, ms(event.clientX - canvas.getBoundingClientRect().left, canvas.clientWidth));
-  }, { passive: false });
-}
 frame.onscroll = draw;
 window.onresize = draw;
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
