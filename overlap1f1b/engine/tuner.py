@@ -115,7 +115,8 @@ class Tuner:
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
         graphs: Whether settled plans are played with device graphs.
-        counts_next: Whether the next step counts the bytes that each node holds, though no plan needs them.
+        counts_next: Whether the next step that is not compared with a plain loop counts the bytes that each node holds,
+            though no plan needs them.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
             the first step shows with which ranks blocks communicate.
@@ -388,7 +389,7 @@ class Tuner:
             self._adopt_exchanges()
         if count is not None:
             self._count(count)
-        self.counts_next = False
+            self.counts_next = False
         if state is State.TRYING:
             self._note_time(result.overlap.makespan)
         elif state is State.MEASURING and not warm:
