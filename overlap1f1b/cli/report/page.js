@@ -2,7 +2,6 @@
 // The picture of a report: data has, for each step, tracks of bars; times are in units of 0.1 µs, as differences.
 const ROW = 22, LEFT = 190, AXIS = 26, UNIT = 1e-4, TEXT = "11px system-ui, sans-serif";
 const at = id => document.getElementById(id);
-const data = JSON.parse(at("data").textContent);
 const canvas = at("timeline"), frame = at("frame"), tip = at("tip"), pen = canvas.getContext("2d");
 const picture = at("memory"), brush = picture.getContext("2d");
 let step = null; // what is drawn: {ranks, tracks, end}

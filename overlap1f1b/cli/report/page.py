@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -46,7 +48,7 @@ def write_page(
     here = files(__package__)
     page = Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
-        data=json.dumps(data, separators=(",", ":")).replace("<", r"\u003c"),
+        data=b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode(),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
     )
     with writing("html", path, screen) as file:

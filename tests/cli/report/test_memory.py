@@ -16,7 +16,7 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.profiling import read
 from overlap1f1b.schedule import build_schedule
 from tests.cli.report.run import content, report
-from tests.cli.report.test_page import browser, without_warnings
+from tests.cli.report.test_page import browser, open_page, without_warnings
 from tests.engine.test_limit import M, tokens
 from tests.engines import make
 from tests.profiling.simulated import simulated, write_run
@@ -84,7 +84,7 @@ def test_the_picture_has_the_peak_of_the_report(capsys: Capture, tmp_path: Path,
     found = content(capsys, run, "--html", page, "--predicted")
     assert page.stat().st_size < 150_000
     browser.get_log("browser")  # of the pages before
-    browser.get(page.as_uri())
+    open_page(browser, page)
     names = browser.execute_script("return [...at('rank').options].map(option => option.value)")
     assert names == ["rank 0", "rank 0 predicted", "rank 1", "rank 1 predicted"]
     for name in names:
@@ -119,6 +119,6 @@ def test_without_bytes_there_is_no_picture(capsys: Capture, tmp_path: Path, brow
     found = content(capsys, run, "--html", page)
     assert {(rank["peak_bytes"], rank["parameter_bytes"]) for rank in found["ranks"]} == {(None, None)}
     assert "Memory" not in report(capsys, run).out
-    browser.get(page.as_uri())
+    open_page(browser, page)
     assert not browser.find_element("id", "bytes").is_displayed()
     assert without_warnings(browser)

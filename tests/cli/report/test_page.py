@@ -43,6 +43,14 @@ def browser() -> Iterator[Any]:
     window.quit()
 
 
+def open_page(browser: Any, file: Path) -> None:
+    """Open a report and wait until its data is unpacked and drawn."""
+    browser.get(file.as_uri())
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(browser, 20).until(lambda window: window.execute_script("return typeof step !== 'undefined' && step"))
+
+
 @pytest.fixture
 def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
     """Two pipeline ranks × two that share experts, open in the browser; the second of these posts exchanges late.
@@ -61,7 +69,7 @@ def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
     assert report(capsys, run, "--html", file, "--json", figures, "--predicted").status == 0
     assert file.stat().st_size < 200_000
     browser.get_log("browser")  # of the pages before
-    browser.get(file.as_uri())
+    open_page(browser, file)
     content: dict[str, Any] = json.loads(figures.read_text())
     return content | {"bars": len(bars_of(read(run).ranks, 2))}
 
@@ -167,7 +175,7 @@ def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path, browser: Any
     text = page.read_text()
     assert "http" not in text
     assert '<link rel="stylesheet"' not in text
-    browser.get(page.as_uri())
+    open_page(browser, page)
     said = [line.text for line in browser.find_elements("css selector", ".partial")]
     assert said[0] == "no file of rank 1: figures are of the other ranks alone"
     assert said[1].startswith(f"left out: {run}/rank1.json: ")
