@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from itertools import product
+from random import Random
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
@@ -17,8 +19,8 @@ from overlap1f1b.engine.options import parse_memory
 from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
-from overlap1f1b.plan import Node, NodeCosts, fastest
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, Node, NodeCosts, Op, Recompute, cost_key, fastest
+from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks
@@ -177,6 +179,50 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
     with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
         EngineOptions(recompute="auto")
+
+
+def drawn(random: Random, blocks: int) -> dict[Recompute, tuple[NodeCosts, tuple[tuple[BlockShape, ...]]]]:
+    """Random times and bytes of a stage's nodes, as steps with each mode of recomputation would measure them."""
+    far = random.choice((0.3, 1.0, 2.0))  # how long exchanges are beside compute
+    times, sizes = dict[CostKey, float](), dict[tuple[str, int], float]()
+    measured = {}
+    for mode in get_args(Recompute):
+        shape = (BlockShape(1, recompute=mode),) * blocks
+        chains, held = Chains(Placement.loop(1), shape), dict[CostKey, Held]()
+        for action in (Action.parse("0F0"), Action.parse("0B0")):
+            for node in chains.with_weights(action, chains.of(action)):
+                again, op = "recompute_" in node.op, node.op.removeprefix("recompute_")
+                scale = far if op in (Op.DISPATCH, Op.COMBINE) else 0.1 if op in (Op.COUNTS, Op.AGGREGATE) else 1.0
+                times.setdefault(cost_key(node), scale * random.uniform(1, 5))
+                size = sizes.setdefault((op, node.block), scale * random.uniform(1, 9))
+                kept = 0.1 if shape[node.block].drops(Op(op)) else 1.0
+                part = {Kind.F: kept, Kind.I: 0.9 if again else -1.0, Kind.W: 0.0}[node.kind]
+                held[cost_key(node)] = Held(part * size, max(0.0, part * size) + 0.5)
+        costs = NodeCosts(by_node={key: times[key] for key in held}, bytes=held)
+        measured[mode] = costs, (shape,)
+    return measured
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
+    """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; by random costs."""
+    program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
+    tuner = make([nn.Linear(4, 4), nn.Linear(4, 4)], program, memory="1TB", recompute="auto").tuner
+    tuner._of_modes = measured = drawn(Random(seed), blocks=2)
+    costs, shapes = measured["none"]
+    (plain,) = fastest(build_schedule("sequential", microbatches=4), shapes, costs, "serial")[0].peak_bytes
+    with patch("overlap1f1b.plan.compiler.LARGE", 0):
+        for factor in (0.8, *LIMITS):
+            room = factor * plain
+            tuner._rooms = (room,)
+            grid = [
+                plan.predicted
+                for (costs, shapes), other in product(measured.values(), lighter(program))
+                for plan in fastest(other, shapes, costs, 3, counts_block=True, rooms=[(1 - SPARE) * room])
+            ]
+            _, (plan, *_) = tuner._with_recompute()
+            assert plan.peak_bytes[0] <= room
+            assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor
 
 
 class Spoiled:
