@@ -17,9 +17,10 @@ from typing import Any, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.fp8 import dequantized, quantize_rows
+from overlap1f1b.kernels.fp8 import Quantized, dequantized, quantize_rows
 
 
 class ExpertRows(Sequence[int]):
@@ -76,21 +77,17 @@ class KnownRows(list[int]):
         self.rows = rows
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Multiply each expert's rows with its weight, ``rows[e] @ weight[e].T``.
 
     Args:
         rows: ``[R, A]``, sorted by expert.
         weight: ``[E, C, A]``, as ``nn.Linear`` lays it out.
         counts: Rows of each expert, summing to R or less; zeros are allowed.
-        eight: Quantizes rows and weight to eight bits, see :mod:`~overlap1f1b.kernels.fp8`; None for a product of what
-            is given.
 
     Returns:
         ``[R, C]``; rows that belong to no expert are undefined.
     """
-    if eight is not None:
-        return _of_eight_bits(rows, weight, counts, eight)
     if _native(rows, weight):
         return F.grouped_mm(aligned(rows), weight.transpose(1, 2), offs=offsets(counts, rows))
     out = rows.new_empty(rows.shape[0], weight.shape[1])
@@ -99,32 +96,60 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: Kerne
     return out
 
 
-def _of_eight_bits(rows: Tensor, weight: Tensor, counts: Sequence[int], kernels: Kernels) -> Tensor:
-    """Multiply quantized rows and weights, on a CPU the same values in float32.
+class EightBits:
+    """Products of quantized rows and weights, see :mod:`~overlap1f1b.kernels.fp8`; on a CPU of the same in float32.
 
     An expert's rows may begin anywhere for torch's kernel, since they are not the dimension that is summed. In a weight
     gradient they are, and would have to be multiples of 16: it is a product of what is not quantized.
+
+    Args:
+        kernels: Choice between Triton and torch.
+        keeps: Whether a weight is quantized once, in each of its two layouts, for all products of this object: of a
+            step, in which it does not change. What is kept has the size of the weights in bfloat16.
     """
-    left, right = kernels(quantize_rows, rows), kernels(quantize_rows, weight)
-    if not (rows.is_cuda and len(rows)):
-        a, b = (dequantized(quantized, torch.float32) for quantized in (left, right))
-        return grouped_mm(a, b, counts).to(rows.dtype)
-    product: Tensor = torch._scaled_grouped_mm(
-        left.values,
-        right.values.mT,
-        left.scales,
-        right.scales,
-        offs=offsets(counts, rows),
-        out_dtype=torch.bfloat16,
-        use_fast_accum=False,  # its sums have fewer bits than float32
-    )
-    return product.to(rows.dtype)
+
+    def __init__(self, kernels: Kernels, *, keeps: bool = False) -> None:
+        self._kernels, self._keeps = kernels, keeps
+        self._kept: dict[tuple[int, bool], tuple[Tensor, Quantized]] = {}  # each with its weight, which keeps the key
+
+    def grouped_mm(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return :func:`grouped_mm`; the weight has any dtype, and is rounded to that of the rows before."""
+        return self._product(rows, self._quantized(weight, rows.dtype, transposed=False), counts)
+
+    def input_grad(self, grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return :func:`grouped_mm_input_grad`, likewise."""
+        return self._product(grad, self._quantized(weight, grad.dtype, transposed=True), counts)
+
+    def _quantized(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> Quantized:
+        kept = self._kept.get((id(weight), transposed))
+        if kept is not None:
+            return kept[1]
+        cast = weight.to(dtype)
+        found: Quantized = self._kernels(quantize_rows, cast.mT if transposed else cast)
+        if self._keeps and isinstance(weight, Parameter):  # another is made anew for each microbatch
+            self._kept[id(weight), transposed] = weight, found
+        return found
+
+    def _product(self, rows: Tensor, right: Quantized, counts: Sequence[int]) -> Tensor:
+        left: Quantized = self._kernels(quantize_rows, rows)
+        if not (rows.is_cuda and len(rows)):
+            a, b = (dequantized(quantized, torch.float32) for quantized in (left, right))
+            return grouped_mm(a, b, counts).to(rows.dtype)
+        product: Tensor = torch._scaled_grouped_mm(
+            left.values,
+            right.values.mT,
+            left.scales,
+            right.scales,
+            offs=offsets(counts, rows),
+            out_dtype=torch.bfloat16,
+            # Sums of 14 bits: their error is a tenth of the operands', and exact sums take up to three times as long.
+            use_fast_accum=True,
+        )
+        return product.to(rows.dtype)
 
 
-def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
+def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the gradient ``[R, A]`` of ``rows`` from the product's gradient ``[R, C]``."""
-    if eight is not None:
-        return _of_eight_bits(grad, weight.mT, counts, eight)
     if _native(grad, weight):
         return F.grouped_mm(aligned(grad), weight, offs=offsets(counts, grad))
     out = grad.new_empty(grad.shape[0], weight.shape[2])
@@ -207,14 +232,18 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 
 
 class GroupedMM(torch.autograd.Function):
-    """:func:`grouped_mm` for plain autograd; under autocast in autocast's dtype."""
+    """:func:`grouped_mm` for plain autograd, in eight bits if asked for; under autocast in autocast's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], eight: Kernels | None = None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None
+    ) -> Tensor:
         ctx.counts, ctx.dtype, ctx.rows_dtype, ctx.eight = counts, product_dtype(weight), rows.dtype, eight
         rows = rows.to(ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        return grouped_mm(rows, weight.to(ctx.dtype), counts, eight)
+        if eight is not None:
+            return eight.grouped_mm(rows, weight, counts)
+        return grouped_mm(rows, weight.to(ctx.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -222,8 +251,11 @@ class GroupedMM(torch.autograd.Function):
         grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = grouped_mm_weight_grad(grad, rows, counts).to(weight.dtype)
-        of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts, ctx.eight).to(ctx.rows_dtype)
-        return of_rows, grad_weight, None, None
+        if ctx.eight is not None:
+            of_rows = ctx.eight.input_grad(grad, weight, counts)
+        else:
+            of_rows = grouped_mm_input_grad(grad, weight.to(ctx.dtype), counts)
+        return of_rows.to(ctx.rows_dtype), grad_weight, None, None
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:

@@ -18,8 +18,6 @@ class _Taping(TorchDispatchMode):
         self.before: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("operation not permitted when stream is capturing")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 self.before.append((value.detach(), value.detach().clone()))
@@ -30,6 +28,8 @@ class _Taping(TorchDispatchMode):
 
 class Tape:
     """A :class:`~overlap1f1b.transport.devices.GraphCapture` of a CPU."""
+
+    bytes = 1
 
     def __init__(self, device: torch.device) -> None:
         self._taping: _Taping | None = None
@@ -50,6 +50,7 @@ class Tape:
             memory.copy_(before)
 
         @torch.no_grad()
+        @torch.autocast("cpu", enabled=False)  # what was noted has its casts
         def replay() -> None:
             for func, args, kwargs, made in taping.operations:
                 if not func._schema.is_mutable and all(out.alias_info for out in func._schema.returns):

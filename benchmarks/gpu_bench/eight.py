@@ -12,7 +12,7 @@ from gpu_bench.kernels import Shape
 from gpu_bench.layer import LAYERS
 from gpu_bench.model import drawn_on_the_device
 from overlap1f1b.kernels.fp8 import dequantized, quantize_rows
-from overlap1f1b.kernels.grouped_mm import ExpertRows, grouped_mm, grouped_mm_input_grad
+from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, grouped_mm
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import Precision
 
@@ -23,7 +23,10 @@ PRECISIONS: tuple[Precision | None, ...] = (None, "fp8")
 
 
 def run(context: Context) -> dict[str, Any]:
-    """Forward and input gradient; of the layer's weights no gradient, which is the same in both."""
+    """Forward and input gradient; of the layer's weights no gradient, which is the same in both.
+
+    The layer's weights are quantized once, as in a step of the engine, those of the product alone in each call.
+    """
     found: dict[str, Any] = {"rows": [], "problems": []}
     for shape in TINY if context.tiny else (*LAYERS, SHARED):
         row: dict[str, Any] = {"shape": vars(shape)}
@@ -59,6 +62,8 @@ def layer(context: Context, s: Shape, row: dict[str, Any]) -> None:
         experts.load_state_dict(state or experts.state_dict())
         state = experts.state_dict()
         experts.requires_grad_(False)
+        eight = EightBits(experts.kernels, keeps=True) if precision else None  # as in a step of the engine
+        vars(experts)["product"] = lambda *operands, eight=eight: GroupedMM.apply(*operands, eight)
         leaf = x.clone().requires_grad_()
 
         def both(experts: GroupedExperts = experts, leaf: Tensor = leaf) -> None:
@@ -79,10 +84,11 @@ def products(context: Context, s: Shape, row: dict[str, Any]) -> None:
     rows, grad = context.randn(s.T * s.K, s.H), context.randn(s.T * s.K, 2 * s.I, seed=1)
     weight = context.randn(s.E, 2 * s.I, s.H, seed=2)
     kernels = GroupedExperts(s.E, s.H, s.I, device="meta").kernels
+    eight = EightBits(kernels)
     with torch.no_grad():
         for name, found, left, right in (
-            ("error", grouped_mm(rows, weight, counts, kernels), rows, weight),
-            ("input_grad_error", grouped_mm_input_grad(grad, weight, counts, kernels), grad, weight.mT),
+            ("error", eight.grouped_mm(rows, weight, counts), rows, weight),
+            ("input_grad_error", eight.input_grad(grad, weight, counts), grad, weight.mT),
         ):
             # The twin expert by expert, so that no float32 copy of all weights is made.
             errors, start = [0.0, 0.0], 0
@@ -95,7 +101,7 @@ def products(context: Context, s: Shape, row: dict[str, Any]) -> None:
                 start += count
             row[name] = (errors[0] / errors[1]) ** 0.5
         row["bf16_product_ms"] = context.milliseconds(lambda: grouped_mm(rows, weight, counts))
-        row["fp8_product_ms"] = context.milliseconds(lambda: grouped_mm(rows, weight, counts, kernels))
+        row["fp8_product_ms"] = context.milliseconds(lambda: eight.grouped_mm(rows, weight, counts))
         row["quantize_rows_ms"] = context.milliseconds(lambda: kernels(quantize_rows, rows))
         row["quantize_weight_ms"] = context.milliseconds(lambda: kernels(quantize_rows, weight))
         row["quantize_transposed_ms"] = context.milliseconds(lambda: kernels(quantize_rows, weight.mT))

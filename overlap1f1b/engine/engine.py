@@ -211,7 +211,7 @@ class Engine:
                 options.graphs and watch is not None and self.mesh.group("tp") is None and self.mesh.group("cp") is None
             )
             for stage in self.stages.values() if self.tuner.graphs else ():
-                stage.graphs = Graphs(stage, stage.blocks, device, stage.anchor)
+                stage.graphs = Graphs(stage, stage.blocks, device)
             ep = self.mesh.exchanging
             for stage in self.stages.values():
                 stage.exchange = self.exchange
@@ -424,8 +424,8 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
-            # 4. What the step has shown decides how the next ones are played.
             self._name_unfit()
+            # 4. What the step has shown decides how the next ones are played.
             tuner.learn(plan, played.result, count if notes else None)
         return played
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsFloat, get_args
 from torch import Tensor
 
 from overlap1f1b.engine.capacity import Overflow
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts, parse_recompute
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.communicators import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -105,9 +105,11 @@ class EngineOptions:
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
-        if self.recompute != "auto" and self.recompute not in get_args(Recompute):
-            modes = ", ".join(get_args(Recompute))
-            raise ValueError(f"recompute={quoted(self.recompute)}; allowed: {modes}, or with memory auto")
+        if self.recompute != "auto":
+            try:
+                parse_recompute(self.recompute)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto with memory") from None
         if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
             raise ValueError(
                 "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.fp8 import FITS, check_device
-from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, KnownRows
+from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
 from overlap1f1b.schedule.values import check_kind, check_size
@@ -61,14 +61,10 @@ class Experts(nn.Module):
     exchange: Exchange
     kernels: Kernels
 
-    @property
-    def eight(self) -> Kernels | None:
-        """What quantizes the operands of products; None for no product in eight bits."""
-        return self.kernels if self.precision == "fp8" else None
-
     def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the grouped matrix product for :meth:`compute`; the engine replaces it with its own."""
-        product: Tensor = GroupedMM.apply(rows, weight, counts, self.eight)
+        eight = EightBits(self.kernels) if self.precision == "fp8" else None
+        product: Tensor = GroupedMM.apply(rows, weight, counts, eight)
         return product
 
     @property

@@ -7,6 +7,7 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -121,22 +122,29 @@ def watch_of(device: torch.device) -> Watch | None:
 
 
 class GraphCapture:
-    """Captures what a thread queues on a GPU instead of running it: device graphs that share one pool of memory.
+    """Captures what a thread queues on a GPU instead of running it, as device graphs.
 
-    They are replayed one after another, on the stream that is the current one then.
+    They are replayed one after another, on the stream that is the current one then. Those of one :meth:`around` share a
+    pool of memory: what a later one keeps may lie where an earlier one computes, so they have to be replayed in the
+    order of their captures.
+
+    Attributes:
+        bytes: Memory of the last pool.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = of(device)
-        self._pool, self._stream = self._gpu.graph_pool_handle(), self._gpu.Stream(device)
+        self._gpu, self._device = of(device), device
+        self._stream, self.bytes = self._gpu.Stream(device), 0
         self._graph: Any = None
+        self._broken: list[Any] = []
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return the context of captures: their stream, and no casts of weights that others have cached.
+        """Return the context of captures: their pool, their stream, and no casts of weights that others have cached.
 
         Python collects no garbage there: to free what belongs to a device is not allowed in a capture.
         """
+        self._pool, before = self._gpu.graph_pool_handle(), self._gpu.memory_reserved(self._device)
         cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
         torch.set_autocast_cache_enabled(False)
         gc.disable()
@@ -144,6 +152,7 @@ class GraphCapture:
             with self._gpu.stream(self._stream):
                 yield
         finally:
+            self.bytes = self._gpu.memory_reserved(self._device) - before
             torch.set_autocast_cache_enabled(cached)
             if collects:
                 gc.enable()
@@ -162,9 +171,27 @@ class GraphCapture:
 
     def leave(self) -> None:
         """Give up a capture that has begun; do nothing without one."""
-        if self._graph is not None:
-            with suppress(RuntimeError), self._gpu.stream(self._stream):
-                self.end()
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        with self._gpu.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._clear_away(graph)
+
+    def _clear_away(self, graph: Any) -> None:
+        """End what torch 2.11 goes on with behind a capture that the device has refused."""
+        self._broken.append(graph)  # the allocator asks it, as long as it allocates from the pool
+        index = self._gpu.current_device() if self._device.index is None else self._device.index
+        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):
+                end(index, self._pool)
+        with suppress(RuntimeError):  # random numbers wait for the end of a capture: of an empty one
+            self._pool = self._gpu.graph_pool_handle()
+            self.begin()
+            self.end()
 
 
 def in_host_memory(like: Tensor) -> Tensor:

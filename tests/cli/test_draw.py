@@ -146,4 +146,4 @@ def test_without_matplotlib(capsys: Capture, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = plan(capsys, "--png", tmp_path / "plan.png")
     assert result.status == 2
-    assert result.err == "overlap1f1b: error: --png needs matplotlib; pip install 'overlap1f1b[plot]'\n"
+    assert result.err == "overlap1f1b: error: --png needs matplotlib; pip install matplotlib\n"

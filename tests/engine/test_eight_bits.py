@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap1f1b.kernels import grouped_mm
 from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
 from overlap1f1b.moe.experts import Precision
 from overlap1f1b.plan import Overlap
@@ -84,6 +85,18 @@ def test_orders_are_equal_to_the_bit(rank: int, size: int) -> list[str]:
             least = 1e-3 if "experts" in label else 0.0
             problems += [] if least < apart < 0.25 else [f"{dtype}: {label} differs by {apart:.1e}"]
     return problems
+
+
+def test_a_step_quantizes_each_weight_once_in_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, plain = list[torch.Size](), grouped_mm.quantize_rows
+    monkeypatch.setattr(grouped_mm, "quantize_rows", lambda rows: shapes.append(rows.shape) or plain(rows))
+    engine = make(build(precision="fp8"), build_schedule("zb_h1", microbatches=MICROBATCHES), verify=False, tries=0)
+    x, y = models.batch(MICROBATCHES)
+    for _ in range(2):
+        shapes.clear()
+        engine.step(x, target=y)
+        weights = [tuple(shape) for shape in shapes if len(shape) == 3]
+        assert sorted(weights) == 2 * [(E, 16, H)] + 2 * [(E, H, 16)] + 4 * [(E, 2 * 16, H)]
 
 
 @over(2)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.fp8 import dequantized, narrow_rows, quantize_rows, widen_rows
-from overlap1f1b.kernels.grouped_mm import ExpertRows, GroupedMM, grouped_mm, grouped_mm_input_grad
+from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, grouped_mm
 from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.plan import row_bytes
 from tests.kernels.against import DEVICE, DTYPES, SHAPES, draw
@@ -62,9 +62,10 @@ def drawn(counts: list[int], dtype: torch.dtype = torch.float32) -> tuple[Expert
 def test_products_err_as_their_operands_are_rounded(counts: list[int]) -> None:
     """Also on a GPU, by torch's kernel, with experts whose rows begin anywhere."""
     known, rows, weight, grad = drawn(counts, torch.bfloat16)
+    eight = EightBits(TORCH)
     cases = (
-        (grouped_mm(rows, weight, known, TORCH), rows, weight),
-        (grouped_mm_input_grad(grad, weight, known, TORCH), grad, weight.mT),
+        (eight.grouped_mm(rows, weight, known), rows, weight),
+        (eight.input_grad(grad, weight, known), grad, weight.mT),
     )
     for found, left, right in cases:
         assert found.dtype == torch.bfloat16
@@ -87,9 +88,10 @@ def test_weight_gradients_are_of_what_was_not_quantized() -> None:
     counts, rows, weight, grad = drawn([3, 0, 20])
     rows.requires_grad_()
     found, plain = weight.clone().requires_grad_(), weight.clone().requires_grad_()
-    y = GroupedMM.apply(rows, found, counts, TORCH)
+    eight = EightBits(TORCH)
+    y = GroupedMM.apply(rows, found, counts, eight)
     y.backward(grad)
-    assert torch.equal(rows.grad, grouped_mm_input_grad(grad, weight, counts, TORCH))  # type: ignore[arg-type]
+    assert torch.equal(rows.grad, eight.input_grad(grad, weight, counts))  # type: ignore[arg-type]
     GroupedMM.apply(rows, plain, counts).backward(grad)
     assert torch.equal(found.grad, plain.grad)  # type: ignore[arg-type]
     assert not torch.equal(y, grouped_mm(rows.detach(), weight, counts))

@@ -59,7 +59,12 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
     (
         two(0, 10, (0, 40), (40, 50)),
         "In part: 25% of the exchange was hidden; exposed exchange is 60% of a step",
-        "2.0 times as long",
+        "2.00 times as long",
+    ),
+    (  # little is lost to the lack of compute, and much to the order
+        two(0, 20, (0, 40), (62, 80)),
+        "In part: 50% of the exchange was hidden",
+        "two actions were open at a time",
     ),
     (two(0, 60, (60, 100), (95, 120)), "In part: 12%", "a higher priority for the exchange stream"),
     (

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from overlap1f1b.engine.graph.edges import as_dtype, asks_for, backward, edge_of
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
+    EightBits,
     add_weight_grad_,
     grouped_mm,
     grouped_mm_input_grad,
@@ -149,7 +150,7 @@ class SplitGroupedMM(torch.autograd.Function):
     """``grouped_mm`` whose backward computes the gradient of the rows, and queues the weight's.
 
     Weight and anchor are as in :class:`SplitLinear`. With ``kernels`` the weight's gradient is added to its main
-    gradient, if there is one. ``eight`` is that of the product.
+    gradient, if there is one. ``eight``, if given, makes the products of rows.
     """
 
     @staticmethod
@@ -161,14 +162,16 @@ class SplitGroupedMM(torch.autograd.Function):
         queue: WeightQueue,
         kernels: Kernels | None,
         anchor: Tensor | None,
-        eight: Kernels | None,
+        eight: EightBits | None,
     ) -> Tensor:
         (weight,) = weights
         ctx.counts, ctx.queue, ctx.weight, ctx.kernels, ctx.eight = counts, queue, weight, kernels, eight
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = as_dtype(rows, ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
-        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts, eight)
+        if eight is not None:
+            return eight.grouped_mm(rows, weight, counts)
+        return grouped_mm(rows, as_dtype(weight, ctx.dtype), counts)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,7 +189,10 @@ class SplitGroupedMM(torch.autograd.Function):
             ctx.queue.put(parameter, weight_grad)
         of_rows = None
         if ctx.needs_input_grad[0]:
-            of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts, ctx.eight)
+            if ctx.eight is not None:
+                of_rows = ctx.eight.input_grad(grad, weight, counts)
+            else:
+                of_rows = grouped_mm_input_grad(grad, as_dtype(weight, ctx.dtype), counts)
             of_rows = as_dtype(of_rows, ctx.rows_dtype)
         return of_rows, None, None, None, None, None, None
 

@@ -1,18 +1,18 @@
 """Parts of blocks as device graphs: what a block computes before its experts and behind them, at one launch each.
 
 All but the experts has fixed shapes, with exact sizes, too: norms, attention, router, shared experts. A block's own
-forward is run once without computing, and what it queues on the device is captured, in parts between its calls of
-experts; so is the backward of each part. Later forwards and backwards replay the graphs. Experts, exchanges and weight
-gradients of linear layers stay nodes of the plan.
+forward is run once without computing, and what it queues on the device is captured, in a part before its call of
+experts and one behind it; so is the backward of each. Later forwards and backwards replay the graphs. Experts,
+exchanges and weight gradients of linear layers stay nodes of the plan.
 
 A graph has memory of its own. So every microbatch that is open has a *slot*, from its first forward to its last weight
-gradient, and each slot has graphs of its own. All share one pool: memory that a graph needs only while it runs serves
-the others, too.
+gradient, and each slot has graphs of its own. The four of a block and slot share a pool: memory in which one computes
+serves those behind it, too. It does not serve other blocks, whose graphs are replayed in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,7 +29,7 @@ from overlap1f1b.engine.graph.edges import edge_of, gradients, next_sequence_num
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.crossing import CrossingMode, Replaces
 from overlap1f1b.engine.run.model import MicrobatchBlock, is_compiled
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule.values import some
 from overlap1f1b.transport.devices import GraphCapture
@@ -42,29 +42,29 @@ class UnfitError(RuntimeError):
 
 
 class Queued(Protocol):
-    """A stage: where forwards that run now leave their weight gradients."""
+    """A stage: where forwards that run now leave their weight gradients, and the leaf to which such layers lead."""
 
     queue: WeightQueue
+    anchor: Tensor
 
 
 class Place(NamedTuple):
-    """A tensor of an earlier part: of what the part was given, or of what it hands on."""
+    """A tensor of the first part that the last one uses: of what it was given, or of its hidden outputs."""
 
-    part: int
     given: bool
     number: int
 
 
 @dataclass(eq=False)
 class Part:
-    """A part of a block between two calls of experts, captured for one slot.
+    """A part of a block, before its experts or behind them, captured for one slot.
 
     Args:
         start: Sequence number below those of its autograd nodes.
         given: Memory from which it reads what it is called with: the block's inputs, or the experts' result.
         outputs: Memory of what it hands on.
-        hidden: Memory of what later parts use besides.
-        places: Where earlier parts have what it uses of them.
+        hidden: Memory of what the last part uses besides.
+        places: Where the first part has what it uses of it.
         entered: The same as tensors without a history.
         parameters: Parameters whose gradients its backward computes.
         roots: Memory of the gradients of hidden and other outputs, in this order.
@@ -100,7 +100,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Part, stage: Queued, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.part, ctx.stage = part, stage
-        _copy(tensors, part.given)  # what entered from earlier parts is there already
+        _copy(tensors, part.given)  # what entered from the first part is there already
         part.forward()
         results = [memory.detach() for memory in part.results]
         ctx.mark_non_differentiable(*[r for r, m in zip(results, part.results, strict=True) if not m.requires_grad])
@@ -113,8 +113,9 @@ class _Replay(torch.autograd.Function):
         part.backward()
         for weight, gradient in part.deferred:
             ctx.stage.queue.put(weight, gradient)
-        given = len(part.given) if part.leaves else 0
-        return None, None, *[None if grad is None else grad.clone() for grad in part.found[:given]], *part.found[given:]
+        copied = len(part.given) if part.leaves else 0
+        found = [grad.clone() if at < copied and grad is not None else grad for at, grad in enumerate(part.found)]
+        return None, None, *found
 
 
 def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
@@ -127,45 +128,46 @@ class CapturedBlock:
     """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
 
     Args:
-        parts: Its parts.
-        experts: What is called behind each part but the last.
+        parts: Its first and its last part.
+        experts: What is called between them.
         several: Whether its forward returns a tuple.
         kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
             take it.
+        bytes: Memory of its graphs.
     """
 
     parts: list[Part]
-    experts: list[Experts]
+    experts: Experts
     several: bool
     kept: list[Any]
-
-    @property
-    def bytes(self) -> int:
-        """Size of what it keeps."""
-        return sum(storage.nbytes() for storage in {s._cdata: s for s in self.kept}.values())
+    bytes: int
 
     def __call__(self, stage: Queued, *x: Tensor) -> Any:
         """Run the block forward."""
-        given, hidden, outputs = [list(x)], list[Sequence[Tensor]](), tuple[Tensor, ...]()
-        for number, part in enumerate(self.parts):
-            entering = [(given if place.given else hidden)[place.part][place.number] for place in part.places]
-            results = _Replay.apply(part, stage, *given[number], *entering, *part.parameters)
-            hidden.append(results[: len(part.hidden)])
-            outputs = results[len(part.hidden) :]
-            if number < len(self.experts):
-                given.append([self.experts[number](*outputs)])
+        first, last = self.parts
+        results = _Replay.apply(first, stage, *x, *first.parameters)
+        hidden = results[: len(first.hidden)]
+        y = self.experts(*results[len(first.hidden) :])
+        entering = [(x if place.given else hidden)[place.number] for place in last.places]
+        outputs = _Replay.apply(last, stage, y, *entering, *last.parameters)
         return outputs if self.several else outputs[0]
 
 
 class _Made(TorchDispatchMode):
-    """Notes the memory of all tensors that are made."""
+    """Notes the memory of all tensors that are made; refuses what makes the host wait for a device.
+
+    A capture in which the host has waited is lost, and torch does not clear it away.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._made: list[StorageWeakRef] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if _waits(func, args, kwargs):
+            raise UnfitError(f"the host waits for the device in {func}")
+        result = func(*args, **kwargs)
         for out in result if isinstance(result, tuple | list) else (result,):
             if isinstance(out, Tensor):
                 self._made.append(StorageWeakRef(out.untyped_storage()))
@@ -177,21 +179,38 @@ class _Made(TorchDispatchMode):
         return [storage for storage in found if storage is not None]
 
 
+def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the host waits for the device: to see a value, a size, or what is copied from one to the other."""
+    aten = torch.ops.aten
+    if operation in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])  # it counts those chosen
+    if operation is aten.copy_.default:
+        return args[0].device.type != args[1].device.type
+    if operation is aten._to_copy.default:
+        there = kwargs.get("device")
+        return there is not None and torch.device(there).type != args[0].device.type
+    if operation is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None:
+        return False
+    return torch.Tag.data_dependent_output in operation.tags or torch.Tag.dynamic_output_shape in operation.tags
+
+
 class _Capture:
     """The forward of a block, run without computing, and its backward.
 
-    A function mode shows what a part uses of earlier ones: it enters the part without its history.
+    A function mode shows what the last part uses of the first: it enters without its history. Leaves have stand-ins,
+    with the same memory: the autograd node of a leaf belongs to the stream on which it was made, and one of a step is
+    not allowed in a capture, nor one of a capture in a step.
 
     Args:
         module: The block.
         capture: Captures what the thread queues.
-        anchor: Leaf to which the nodes of layers lead whose weight gradients are left for later.
     """
 
-    def __init__(self, module: nn.Module, capture: GraphCapture, anchor: Tensor) -> None:
-        self._module, self._capture, self._anchor = module, capture, anchor
+    def __init__(self, module: nn.Module, capture: GraphCapture) -> None:
+        self._module, self._capture = module, capture
+        self._parameters: dict[nn.Parameter, nn.Parameter] = {}  # by their stand-ins
         self._parts: list[Part] = []
-        self._experts: list[Experts] = []
+        self._experts: Experts | None = None
         self._made = _Made()
         self._entered: dict[Place, Tensor] = {}  # into the last part
         self.again = self.noting = False  # as of Replaces: nothing is looked at but what enters
@@ -207,24 +226,38 @@ class _Capture:
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
         experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
-        outside, stage.queue = stage.queue, WeightQueue()
+        outside = stage.queue, stage.anchor
+        stage.queue, stage.anchor = WeightQueue(), stage.anchor.detach().requires_grad_()
         try:
-            with replaced(borders), self._capture.around(), self._made, torch.enable_grad():
+            with replaced([*borders, *self._stand_ins()]), self._capture.around(), self._made, torch.enable_grad():
                 before = _state(self._module)
                 self._begin(given)
                 with CrossingMode(cast(Replaces, self)):
                     returned = self._module(*given)
                 self._end(returned if isinstance(returned, tuple) else (returned,))
+                if self._experts is None:
+                    raise UnfitError("it does not call its experts")
                 _check_unchanged(before, _state(self._module))
                 for part in reversed(self._parts):
-                    self._backward(part, stage.queue)
+                    self._backward(part, stage)
         finally:
-            stage.queue = outside
+            stage.queue, stage.anchor = outside
             self._capture.leave()
-        return CapturedBlock(self._parts, self._experts, isinstance(returned, tuple), self._kept)
+        several, made = isinstance(returned, tuple), self._capture.bytes
+        return CapturedBlock(self._parts, self._experts, several, self._kept, made)
+
+    def _stand_ins(self) -> Iterator[Replacement]:
+        known: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    if parameter not in known:
+                        known[parameter] = nn.Parameter(parameter.detach())
+                        vars(known[parameter]).update(vars(parameter))
+                    yield module._parameters, name, known[parameter]
+        self._parameters = {stand_in: parameter for parameter, stand_in in known.items()}
 
     def _begin(self, given: list[Tensor]) -> None:
-        self._entered = {}
         self._capture.begin()
         self._parts.append(Part(next_sequence_number(), given))
 
@@ -238,11 +271,13 @@ class _Capture:
         self._kept += self._made.alive()
 
     def _border(self, experts: Experts, *tensors: Any, **named: Any) -> Tensor:
-        """End a part where the block calls experts, and begin the next with their result."""
+        """End the first part where the block calls experts, and begin the last with their result."""
         if named:
             raise UnfitError("experts are called with arguments by name")
+        if self._experts is not None:  # gradients of what three parts use would be summed in another order
+            raise UnfitError("it calls experts more than once")
         self._end(tensors)
-        self._experts.append(experts)
+        self._experts = experts
         result = torch.empty_like(tensors[0]).detach().requires_grad_()
         self._begin([result])
         return result
@@ -256,47 +291,47 @@ class _Capture:
         return self._entered[place]
 
     def _place(self, tensor: Tensor) -> Place | None:
-        """Return where an earlier part has a tensor; None if the last part has made it, or it has no gradient."""
-        node = tensor.grad_fn
+        """Return where the first part has a tensor; None if the running part has made it, or it has no gradient."""
+        node, first, running = tensor.grad_fn, self._parts[0], self._parts[-1]
         if node is None:
-            given = ((at, i) for at, p in enumerate(self._parts[:-1]) for i, t in enumerate(p.given) if t is tensor)
-            at, number = next(given, (-1, 0))
-            return None if at < 0 or not tensor.requires_grad else Place(at, True, number)
-        if node._sequence_nr() >= self._parts[-1].start:
+            given = (i for i, t in enumerate(first.given) if t is tensor and t.requires_grad)
+            number = next(given, -1)
+            return None if number < 0 or running is first else Place(True, number)
+        if node._sequence_nr() >= running.start:
             return None
-        at = max((n for n, part in enumerate(self._parts) if part.start <= node._sequence_nr()), default=-1)
-        if at < 0:
+        if node._sequence_nr() < first.start:
             raise UnfitError("it uses a tensor that was made before it, with its graph")
-        hidden = self._parts[at].hidden
-        known = (n for n, t in enumerate(hidden) if t.grad_fn is node and t.output_nr == tensor.output_nr)
-        number = next(known, len(hidden))
-        if number == len(hidden):
-            hidden.append(tensor)
-        return Place(at, False, number)
+        known = (n for n, t in enumerate(first.hidden) if t.grad_fn is node and t.output_nr == tensor.output_nr)
+        number = next(known, len(first.hidden))
+        if number == len(first.hidden):
+            first.hidden.append(tensor)
+        return Place(False, number)
 
     def used_apart(self, weight: nn.Parameter) -> None:
         pass
 
-    def _backward(self, part: Part, queue: WeightQueue) -> None:
+    def _backward(self, part: Part, stage: Queued) -> None:
         results = [memory for memory in part.results if memory.requires_grad]
         edges = [edge_of(result) for result in results]
         if not edges:
             return
-        known = {id(t) for t in (self._anchor, *part.given, *part.entered)}
-        own = {id(p) for p in self._module.parameters()}
+        known = {id(t) for t in (stage.anchor, *part.given, *part.entered)}
+        weights = []
         for leaf in _leaves(edges):
-            if id(leaf) in own:
-                part.parameters.append(leaf)
+            if leaf in self._parameters:
+                weights.append(leaf)
             elif id(leaf) not in known:
                 raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
-        used = [t for t in (*part.given, *part.entered, *part.parameters) if t.requires_grad]
+        part.parameters = [self._parameters[weight] for weight in weights]
+        used = [t for t in (*part.given, *part.entered, *weights) if t.requires_grad]
         part.roots = [torch.empty_like(result).detach() for result in results]
         self._capture.begin()
-        found = iter(gradients(edges, part.roots, used))
+        with torch.autocast(part.roots[0].device.type, enabled=False):  # as around the backwards of a step
+            found = iter(gradients(edges, part.roots, used))
         part.backward = self._capture.end()
         self._kept += self._made.alive()
-        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *part.parameters)]
-        part.deferred = queue.take()
+        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *weights)]
+        part.deferred = [(self._parameters[weight], gradient) for weight, gradient in stage.queue.take()]
 
 
 def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
@@ -329,22 +364,20 @@ class Graphs:
         stage: Where forwards leave weight gradients.
         blocks: Its blocks.
         device: Device of the blocks.
-        anchor: See :class:`_Capture`.
 
     Attributes:
         active: Whether the step that runs replays graphs.
         unfit: Why a block has none, by its number.
     """
 
-    def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device, anchor: Tensor) -> None:
+    def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.active = False
         self.unfit: dict[int, str] = {}
-        self._stage, self._blocks, self._anchor = stage, blocks, anchor
+        self._stage, self._blocks = stage, blocks
         self._capture = GraphCapture(device)
         self._device = device
-        self._captured: dict[
-            tuple[int, int], tuple[object, CapturedBlock]
-        ] = {}  # by block and slot, with what they are for
+        # By block and slot, with what they are for.
+        self._captured: dict[tuple[int, int], tuple[object, CapturedBlock]] = {}
         self._facts: dict[int, object] = {}
         self._slots: dict[int, int] = {}  # of microbatches
         self._told = set[int]()
@@ -391,7 +424,7 @@ class Graphs:
         block = self._blocks[number]
         if (reason := _unfit(block)) is not None:
             raise UnfitError(reason)
-        captured = _Capture(block, self._capture, self._anchor).run(self._stage, x)
+        captured = _Capture(block, self._capture).run(self._stage, x)
         captured.parts[0].leaves = number == 0
         return captured
 

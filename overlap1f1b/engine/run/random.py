@@ -80,9 +80,9 @@ class Draws:
             return _NO_CONTEXT
         return stream if draws or self._always[block] else self._watched(key, stream)
 
-    def draws(self, block: int) -> bool:
-        """Return whether a block may draw."""
-        return self._draws.get((block, self._blocks[block].training), True)
+    def draws(self, block: int) -> bool | None:
+        """Return whether a block draws, or enters in any case; None before it has run in its mode."""
+        return self._always[block] or self._draws.get((block, self._blocks[block].training))
 
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:

@@ -34,6 +34,7 @@ from overlap1f1b.engine.run.model import (
 from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
+from overlap1f1b.kernels.grouped_mm import EightBits
 from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
@@ -249,12 +250,15 @@ class Stage:
         graphs = self.graphs
         if graphs is None or not graphs.active or not self.shape[block].expert_calls:
             return None
+        draws = self.draws.draws(block)
+        if draws is None:
+            return None
         if block not in graphs.unfit:
             reasons = {
                 "it computes activations again": self.shape[block].recompute != "none",
                 "it uses parameters of another block, or tensors that another has left": self.watches(block),
                 "its forward sets what others find": self.state_of(block) is not None,
-                "it draws random numbers": self.draws.draws(block),
+                "it draws random numbers": draws,
             }
             if any(reasons.values()):
                 graphs.unfit[block] = next(reason for reason, is_so in reasons.items() if is_so)
@@ -410,7 +414,8 @@ class Stage:
 
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels, eight = experts.kernels if self.adds_to_main else None, experts.eight
+        kernels = experts.kernels if self.adds_to_main else None
+        eight = EightBits(experts.kernels, keeps=True) if experts.precision == "fp8" else None  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
