@@ -156,13 +156,16 @@ class Sharding:
 
     def divide(self, stages: Mapping[int, Stage]) -> None:
         """Let nodes gather what lies inside a single block, and tell the stages."""
+        blocks = {(n, at): block for n, stage in stages.items() for at, block in enumerate(stage.blocks)}
+        inside = {place: set(block.modules()) for place, block in blocks.items()}
+        # Their weight gradients are computed with the parameters, at any time.
+        whole = {p for p, held in inside.items() if options_of(blocks[p]).delays or any(map(is_parametrized, held))}
+        for module in self._modules:
+            called = _state(module)._modules
+            places = [place for place, held in inside.items() if not held.isdisjoint(called)]
+            if len(places) == 1 and places[0] not in whole and inside[places[0]].issuperset(called):
+                self.of_block.setdefault(places[0], []).append(module)
         for number, stage in stages.items():
-            for at, block in enumerate(stage.blocks):
-                inside = set(block.modules())
-                # Such weight gradients are computed with the parameters, at any time.
-                if not options_of(block).delays and not any(map(is_parametrized, inside)):
-                    own = [m for m in self._modules if inside.issuperset(_state(m)._modules)]
-                    self.of_block |= {(number, at): own} if own else {}
             stage.gather({at for of, at in self.of_block if of == number})
 
     def gather(self, by_nodes: Collection[BlockKey] = ()) -> None:
@@ -218,8 +221,8 @@ class Sharding:
         self._handles = []
         self._changes.close()
         for module in self._modules:
-            for group in _groups(module):  # after a step that failed, nodes' gathers may be unfinished, too
-                group.wait_for_unshard()
+            for group in _groups(module):  # a node's gather that a step that failed has left never ends on other ranks
+                group._all_gather_result = None
             module.reshard()
             _state(module)._training_state = TrainingState.IDLE
 
@@ -367,24 +370,19 @@ class Gathers:
 
     def launch(self, node: Node) -> Flight[None]:
         """Start the gather of a node."""
-        modules = self.sharding.of_block[node.stage, node.block]
+        groups, coming = self._groups(node), self._coming
 
         def gather() -> None:
-            for module in modules:
-                module.unshard(async_op=True)
-            for result in [group._all_gather_result for module in modules for group in _groups(module)]:
-                if getattr(result, "all_gather_work", None) is not None:
-                    result.all_gather_work.wait()
+            for group in groups if coming is self._coming else ():  # else the step has failed since
+                group.unshard(async_op=True)
+            for group in groups:
+                if (work := getattr(group._all_gather_result, "all_gather_work", None)) is not None:
+                    work.wait()
 
         def post() -> Transfer[None]:
-            if self._stream is not None:
-                return Transfer(None, mark=self._stream.run(gather))
-            if self.lane.background:
-                return _Held(None, job=gather)
-            gather()
-            return Transfer(None)
+            return _Held(None, job=gather) if self._stream is None else Transfer(None, mark=self._stream.run(gather))
 
-        flight = self._coming[node.stage, node.block] = self.lane.launch(node, post)
+        flight = coming[node.stage, node.block] = self.lane.launch(node, post)
         return flight
 
     def coming(self, node: Node) -> Flight[None] | None:
@@ -394,14 +392,19 @@ class Gathers:
     def take(self, node: Node) -> None:
         """Wait for the parameters of a node's block."""
         self._coming.pop((node.stage, node.block)).wait()
-        for module in self.sharding.of_block[node.stage, node.block]:
-            for group in _groups(module):
-                group.wait_for_unshard()
+        for group in self._groups(node):
+            buffer = getattr(group._all_gather_result, "all_gather_output", None)
+            group.wait_for_unshard()
+            if buffer is not None and self._stream is None:  # gloo's thread lets go of it a little later
+                buffer.untyped_storage().resize_(0)
 
     def release(self, node: Node) -> None:
         """Free the parameters of a node's block."""
-        for module in self.sharding.of_block[node.stage, node.block]:
-            module.reshard()
+        for group in self._groups(node):
+            group.reshard()
+
+    def _groups(self, node: Node) -> list[ParameterGroup]:
+        return [group for module in self.sharding.of_block[node.stage, node.block] for group in _groups(module)]
 
     def settle(self) -> None:
         """Wait until no gather is under way."""
