@@ -26,7 +26,7 @@ DEFERRED = (1, 2)
 """Tried values of ``Policy.deferred``: microbatches beyond the live ones that wait for weight gradients alone."""
 
 GATHERED = (2.0, 3.0, 4.0, math.inf)
-"""Tried numbers of blocks whose sharded parameters are there at once: the rest of the step, if all are."""
+"""Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""

@@ -60,8 +60,8 @@ class Sharding:
 
     Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is, unless
     nodes gather those of their block. Modules are gathered in one order, each at most :attr:`ahead` before its first
-    forward. All share one communication context,
-    that is FSDP2's streams, and two buffers for reductions, so that compute does not wait for the one before.
+    forward. All share one communication context, that is FSDP2's streams, and two buffers for reductions, so that
+    compute does not wait for the one before.
 
     Args:
         models: Each an ``nn.Sequential`` or a list of blocks, in the same order on all ranks that hold them.
