@@ -58,7 +58,7 @@ def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, A
     return status, json.loads(files[0].read_text()), files[0].with_suffix(".md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]

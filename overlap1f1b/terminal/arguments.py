@@ -20,6 +20,7 @@ _MESSAGES = {
     r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
     r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
     r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
+    r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": r"\2 \1; allowed: \3",
     r" \(applied to [\w ]+\)": "",
     r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
     r"allowed: INT\|\{(\w+)\}$": r"allowed: a whole number, or \1",

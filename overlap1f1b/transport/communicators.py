@@ -152,7 +152,8 @@ class Communicators:
 
         Raises:
             LostRankError: Another rank failed, or the device stood still for twice the timeout, and transfers were
-                aborted. Also instead of an error of the body, which may have computed with values that nobody sent.
+                aborted. Also instead of an error of the body, which may have computed with values that nobody sent,
+                here or on another rank.
         """
         if self._watch is None or not self.mesh.several:
             yield
@@ -164,9 +165,11 @@ class Communicators:
             yield
         except Exception as error:
             watchdog.end()
-            if not watchdog.aborted or isinstance(error, LostRankError):
+            # A rank that has aborted may have sent what nobody computed, too: indices, at which kernels fail.
+            cause = failures.read() if isinstance(error, IndexError | torch.AcceleratorError) else None
+            if isinstance(error, LostRankError) or not (watchdog.aborted or cause):
                 raise
-            raise LostRankError(f"{failures.lost}; here since then: {headline(error)}") from error
+            raise LostRankError(f"{failures.lost or cause}; here since then: {headline(error)}") from error
         finally:
             watchdog.end()
         if watchdog.aborted:

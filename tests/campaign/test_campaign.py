@@ -35,7 +35,7 @@ def test_what_is_never_drawn_is_refused(arguments: list[str], said: str, capsys:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's V schedules do not run on gloo before")
 def test_a_handful_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--cases", "5", "--seed", "179", "--ranks", "1,2"]) == 0

@@ -226,3 +226,38 @@ def test_a_host_that_waits_in_a_collective_of_the_model(alone: Ranks) -> None:
     assert own.startswith("ValueError: bad weather")
     assert other.startswith("LostRankError")
     assert "ValueError: bad weather" in other
+
+
+def _uses_what_nobody_computed(rank: int, size: int, both: threading.Barrier) -> list[str]:
+    """Rank 1 fails at an index, before and after rank 0 has told of a failure."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
+    program = build_schedule("combined_1f1b", microbatches=2)
+    engine = Engine([nn.Linear(4, 4)], program, mesh=mesh, loss_fn=nn.functional.mse_loss)
+    said = []
+    for told in (False, True):
+        if told and rank == 0:
+            engine.failures.tell(ValueError("bad weather"), "rank cp 0 failed")
+        both.wait(10)
+        if rank == 1:
+            try:
+                with engine._communicators.watched():
+                    raise IndexError("index out of range in self")
+            except (IndexError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        both.wait(10)
+    return said
+
+
+def _indices(rank: int, size: int) -> list[str]:
+    found: list[str] = World(2).run(_uses_what_nobody_computed, threading.Barrier(2))[1]
+    return found
+
+
+def test_an_index_that_nobody_computed_is_not_the_cause(alone: Ranks) -> None:
+    """A rank that has ended its transfers may go on, and send to others whose transfers have not ended yet."""
+    (said,) = alone.run(_indices, timeout=40)
+    assert said == [
+        "IndexError: index out of range in self",
+        "LostRankError: rank cp 0 failed: ValueError: bad weather; here since then: "
+        "IndexError: index out of range in self",
+    ]

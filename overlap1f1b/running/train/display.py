@@ -57,10 +57,10 @@ class Progress:
             self.bar.update(self._task, completed=number, text=f"{text}  {speed}")
             return
         text += "" if held_out is None else f"  held-out {held_out:.3f}"
-        self.say(
-            f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {speed}",
-            now=held_out is not None or number % self.every == 0 or number == self.steps,
-        )
+        now = held_out is not None or number % self.every == 0 or number == self.steps
+        self.say(f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {speed}", now=now)
+        if now and number < self.steps:  # what was printed is not said a second time
+            self.say(f"step {number + 1}/{self.steps} runs")
 
     def _speed(self) -> str:
         speed = self.tokens / median(step.seconds for step in self._recent)

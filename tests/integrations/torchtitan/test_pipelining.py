@@ -115,6 +115,7 @@ def test_our_exchange_in_its_layers(titan2: Ranks, titan4: Ranks, folder: str, o
     assert_same_weights(folder, ours, theirs)
 
 
+@pytest.mark.wide
 @installed
 def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
     """From torchtitan's full checkpoint of the second step: weights, optimizer, rate and data go on as unbroken.

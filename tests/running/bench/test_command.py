@@ -141,7 +141,7 @@ def test_half_of_torchruns_environment() -> None:
     assert refused("bench", RANK="1", WORLD_SIZE="2").startswith("RANK=1 and WORLD_SIZE=2 in the environment without ")
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="refused: torch's own V schedules cannot run on gloo")
 def test_pipelines_beside_torchs(text: Path) -> None:
     sizes = ("--intermediate", 64, "--microbatches", 4, "--batch", 4)
