@@ -90,8 +90,8 @@ class ByteCount(TorchDispatchMode):
             storage = torch.UntypedStorage._new_with_weak_ptr(key)
             if storage is None:
                 self._bytes -= self._here.pop(key)[2]
-            elif not storage.nbytes() and before + since:  # FSDP2 has released it
-                self._here[key], self._bytes = (reference, before, -before), self._bytes - before - since
+            elif (now := storage.nbytes() - before) != since:  # as FSDP2 has released it
+                self._here[key], self._bytes = (reference, before, now), self._bytes + now - since
 
     def read(self) -> tuple[int, int]:
         """Return the bytes now, and the most since this was called before."""
