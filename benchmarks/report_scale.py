@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from overlap1f1b.cli.main import main as main_of
 from overlap1f1b.plan import BlockShape, NodeCosts, Resource, compile
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import play_nodes
 
 EVENTS = 1_000_000
@@ -152,9 +152,12 @@ def page() -> None:
             pairs = zip(kinds, rank.spans, strict=True)
             spans = [[kind, str(span.node), span.start / 1e3, span.end / 1e3] for kind, span in pairs]
             steps = [{"step": step, "seconds": timeline.makespan / 1e3, "spans": spans} for step in range(10)]
+            kept = {Kind.F: 1e6, Kind.I: -1e6, Kind.W: 0.0}
+            of_nodes = {str(node): (kept[node.kind], 2e6, 0.0) for node, *_ in rank.spans if node.microbatch == 0}
             for expert in range(16):
                 place = {"rank": 16 * number + expert, "mesh": {"pp": [number, 4], "ep": [expert, 16]}}
                 content = {"format": "overlap1f1b-spans", "version": 1, **place, "steps": steps}
+                content["about"] = {"held": of_nodes, "parameters": 10**9}
                 Path(folder, f"rank{place['rank']}.json").write_text(json.dumps(content))
         target, begin = Path(folder, "report.html"), process_time()
         main_of(["report", folder, "--html", str(target)])

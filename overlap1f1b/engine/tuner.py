@@ -115,6 +115,8 @@ class Tuner:
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
         graphs: Whether settled plans are played with device graphs.
+        counts_next: Whether the next step that is not compared with a plain loop counts the bytes that each node holds,
+            though no plan needs them.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
             the first step shows with which ranks blocks communicate.
@@ -140,7 +142,7 @@ class Tuner:
         self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
-        self.graphs = False
+        self.graphs = self.counts_next = False
         self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self.parts, *more = options.numbers_of_parts
@@ -288,7 +290,12 @@ class Tuner:
     @property
     def notes(self) -> bool:
         """Whether the next step counts the bytes that each node holds; its times are not used."""
-        return self.state is State.MEASURING and self._counts and self._warm == 1
+        return self.counts_next or (self.state is State.MEASURING and self._counts and self._warm == 1)
+
+    @property
+    def held(self) -> Mapping[CostKey, Held]:
+        """What nodes hold, by the last count or by the costs; empty if nobody has counted."""
+        return self._held or (self._costs.bytes if self._costs is not None else {})
 
     @property
     def tries_memory(self) -> bool:
@@ -380,8 +387,9 @@ class Tuner:
             self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
         if self.looks:
             self._adopt_exchanges()
-        if count is not None and state is State.MEASURING:
+        if count is not None:
             self._count(count)
+            self.counts_next = False
         if state is State.TRYING:
             self._note_time(result.overlap.makespan)
         elif state is State.MEASURING and not warm:

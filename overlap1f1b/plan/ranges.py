@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from overlap1f1b.plan.costs import Held
 from overlap1f1b.plan.node import Node, Op
 from overlap1f1b.schedule import Action, Kind
 
@@ -67,6 +68,9 @@ class About:
         model: Its size.
         date: When it was written, as ISO 8601.
         bytes: Bytes that leave the rank in an exchange or transfer, by step and node.
+        held: What nodes hold, by the nodes of microbatch 0; empty if nobody has counted.
+        parameters: Bytes of the rank's parameters.
+        sharded: Whether they are gathered for a step, by FSDP2.
     """
 
     schedule: str = ""
@@ -76,6 +80,9 @@ class About:
     model: str = ""
     date: str = ""
     bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
+    parameters: int = 0
+    sharded: bool = False
 
 
 class StepRange(NamedTuple):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-import numpy as np
-
 from overlap1f1b.plan import CostKey, Node, NodeCosts, Op, Resource, cost_key, play_ranks
 from overlap1f1b.profiling.recording import Recording, StepRecord
 from overlap1f1b.schedule import Placement
@@ -26,7 +24,7 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     for recording, step in steps:
         at, of = recording.mesh.get("pp", (0, 1))
         size = max(size, of)
-        played.setdefault(at, _order(recording, step))
+        played.setdefault(at, recording.order(step))
     if len(played) < size:
         absent = ", ".join(str(at) for at in range(size) if at not in played)
         raise ValueError(f"no file of pipeline rank {absent}, so nothing can be predicted; allowed: all pipeline ranks")
@@ -47,13 +45,6 @@ def _step(recording: Recording, number: int) -> StepRecord:
         if step.number == number and len(step.issued):
             return step
     raise ValueError(f"{recording.path} has no ranges of step {number}, so nothing can be predicted")
-
-
-def _order(recording: Recording, step: StepRecord) -> tuple[Node, ...]:
-    """Return the nodes in issue order; a node that was not launched counts from its departure."""
-    late = step.flights[~np.isin(step.flights.what, step.issued.what)]
-    nodes = (recording.names[what] for what, *_ in (step.issued + late).ordered)
-    return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
 
 
 def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:

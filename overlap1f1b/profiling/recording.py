@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from overlap1f1b.plan import About, Node, Resource
+from overlap1f1b.plan import About, Node, NodeCosts, Resource, cost_key, parse_node
 from overlap1f1b.plan.intervals import Intervals, union
 
 Column = NDArray[np.int64]
@@ -154,6 +154,23 @@ class Recording:
     def exchanges(self, step: StepRecord) -> Spans:
         """Return the exchanges in flight."""
         return self.on(step.flights, *EXCHANGES)
+
+    def order(self, step: StepRecord) -> tuple[Node, ...]:
+        """Return the nodes in issue order; a node that was not launched counts from its departure."""
+        late = step.flights[~np.isin(step.flights.what, step.issued.what)]
+        nodes = (self.names[what] for what, *_ in (step.issued + late).ordered)
+        return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
+
+    @cached_property
+    def held(self) -> NodeCosts:
+        """Costs that have the bytes of nodes, as far as the engine has counted them, and no times."""
+        nodes = ((parse_node(text), held) for text, held in self.about.held.items())
+        return NodeCosts(bytes={cost_key(node): held for node, held in nodes if node is not None})
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """Most bytes at once in a step, beyond those before it: what nodes hold, in the order of issue."""
+        return max(self.held.peak_bytes(map(self.order, self.steps)), default=None)
 
 
 def lane_of(what: What) -> Resource:

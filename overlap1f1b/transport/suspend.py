@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,8 @@ class Forward:
     Attributes:
         part: Runs a part of the function, given with its arguments, that can be computed again by itself; None if
             nothing is computed again.
+        again: Returns the context of a checkpoint: of the first forward of a part of the function, given with its
+            arguments and the contexts of its first and its second forward. None if checkpoints run as they are.
         bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
             no function. ``own`` says that the model may change it in place.
         hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
@@ -79,6 +81,7 @@ class Forward:
     ) -> None:
         self.function, self.name, self.device, self.mode = function, name, device, mode
         self.part: Callable[..., Any] | None = None
+        self.again: Callable[..., AbstractContextManager[Any]] | None = None
         self.bring: Callable[..., tuple[Any, ...]] = _at_once
         self.hides: Callable[..., bool] = _never
         self._stacks = stacks

@@ -92,6 +92,7 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
         assert len(own["steps"]) == 2
         exchange = sum(step["exchange_ms"] for step in own["steps"]) / 2
         assert found["exchange_ms"] == pytest.approx(exchange, rel=0.03)
+        assert found["peak_bytes"] > found["parameter_bytes"] > 0, "the step that warms up the profiler has counted"
     assert content["verdict"] in err
 
 

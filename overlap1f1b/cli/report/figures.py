@@ -14,6 +14,8 @@ from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
 
+OF_NODES = ("bytes", "held", "parameters", "sharded")
+"""What a profile says of its nodes and of its rank, not of the run."""
 PARTIAL = "Of some ranks only: "
 NO_SHARE = "–"
 _GAP = 2  # columns of the terminal between two of a table
@@ -41,7 +43,7 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
         "longest_exposed": [span._asdict() for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
         "advice": advice(every, about),
-        "about": {name: value for name, value in asdict(about).items() if name != "bytes"},
+        "about": {name: value for name, value in asdict(about).items() if name not in OF_NODES},
         "partial": recordings.partial,
         "missing_ranks": list(recordings.missing),
         "left_out": list(recordings.left_out),
@@ -104,6 +106,8 @@ def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
         "steps": figures.steps,
         **_json_of(figures),
         "open_actions": figures.open_actions or None,
+        "parameter_bytes": recording.about.parameters or None,
+        "peak_bytes": recording.peak_bytes,
     }
 
 
@@ -157,6 +161,7 @@ def tables_of(content: Mapping[str, Any]) -> list[Table]:
         _parts(content, "by_sub_op", "sub-op", {}),
         _parts(content, "by_phase", "phase", _PHASES),
         _late(content),
+        _memory(content),
         _predicted(content),
         _longest(content["longest_exposed"]),
     ]
@@ -230,12 +235,20 @@ def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
     print_lines(screen, *(f"try: {text}" for text in content["advice"]))
 
 
-def _by_rank(content: Mapping[str, Any], cells: Callable[[Mapping[str, Any], Path], list[Cell]]) -> list[list[Cell]]:
-    """Return a row with these cells for each rank, of many for the first and last ones, and for their mean."""
-    ranks = content["ranks"]
-    rows = [[Cell(str(rank["rank"])), *cells(rank, ("ranks", place))] for place, rank in enumerate(ranks)]
-    rows = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(rows[0]) - 1)])
-    return rows if len(ranks) == 1 else [*rows, [Cell("mean"), *cells(content["all"], ("all",))]]
+Cells = Callable[[Mapping[str, Any], Path], list[Cell]]
+"""Returns the cells of a rank by its JSON and the keys that lead there."""
+
+
+def _of_ranks(content: Mapping[str, Any], cells: Cells) -> list[list[Cell]]:
+    """Return a row with these cells for each rank, of many for the first and last ones."""
+    rows = [[Cell(str(rank["rank"])), *cells(rank, ("ranks", place))] for place, rank in enumerate(content["ranks"])]
+    return middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * (len(rows[0]) - 1)])
+
+
+def _by_rank(content: Mapping[str, Any], cells: Cells) -> list[list[Cell]]:
+    """Return the same with a row for the mean of several."""
+    rows = _of_ranks(content, cells)
+    return rows if len(rows) == 1 else [*rows, [Cell("mean"), *cells(content["all"], ("all",))]]
 
 
 def _per_rank(content: Mapping[str, Any]) -> Table:
@@ -261,6 +274,13 @@ def _late(content: Mapping[str, Any]) -> Table:
     rows = _by_rank(content, lambda of, path: [_cell(of, path, key) for key in keys])
     shown = content["all"]["late_peer_ms"] is not None
     return Table("Waits for late peers, ms", ("rank", *keys.values()), rows if shown else [])
+
+
+def _memory(content: Mapping[str, Any]) -> Table:
+    keys = {"parameter_bytes": "parameters", "peak_bytes": "most beyond them"}
+    rows = _of_ranks(content, lambda of, path: [_cell(of, path, key) for key in keys])
+    shown = any(rank["peak_bytes"] is not None for rank in content["ranks"])
+    return Table("Memory of a step, MB", ("rank", *keys.values()), rows if shown else [])
 
 
 def _predicted(content: Mapping[str, Any]) -> Table:
@@ -289,5 +309,7 @@ def _cell(figures: Mapping[str, Any], path: Path, key: str) -> Cell:
 
 
 def figure(key: str, value: float | None) -> str:
-    """Return the text of a figure in any table, by its key in the JSON."""
+    """Return the text of a figure in any table, by its key in the JSON; bytes are shown in MB."""
+    if key.endswith("bytes"):
+        return number(None if value is None else value / 1e6, ".3f")
     return number(value, ".1%" if key.endswith("fraction") else ".3f")

@@ -20,7 +20,6 @@ from overlap1f1b.engine.reduce.fsdp import Gathers
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.again import RecomputedRun
-from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
@@ -378,12 +377,10 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
-    run: BlockRun | None = microbatch.runs.get(node.block)
-    if run is None:
-        drops = microbatch.grad and microbatch.stage.shape[node.block].recompute != "none"
-        run = microbatch.runs[node.block] = (RecomputedRun if drops else BlockRun)(microbatch, node.block)
+    if node.block not in microbatch.runs:
+        microbatch.runs[node.block] = RecomputedRun(microbatch, node.block)
+    run = microbatch.runs[node.block]
     if node.op in RECOMPUTES:
-        assert isinstance(run, RecomputedRun)
         run.recompute(node.op)
     elif node.kind is Kind.F:
         run.run_forward(received)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from overlap1f1b.engine.bits import local_part
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.play.player import Around, Issue
 from overlap1f1b.plan import OF_PARAMETERS, About, ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
@@ -218,16 +219,24 @@ class Recorder:
     @property
     def about(self) -> dict[str, Any]:
         """What the records say of the run: the JSON of :class:`~overlap1f1b.plan.About`."""
-        parameters = sum(parameter.numel() for parameter in self.engine.parameters())
-        blocks = sum(map(len, self.engine.tuner.shapes))
+        engine, parameters = self.engine, list(self.engine.parameters())
+        blocks = sum(map(len, engine.tuner.shapes))
+        held = {
+            str(Node(op, kind, 0, block, call, part, stage)): held
+            for (op, kind, stage, block, call, part), held in engine.tuner.held.items()
+            if stage in engine.stages
+        }
         about = About(
-            schedule=self.engine.program.name,
-            overlap=str(self.engine.options.overlap),
-            choice=self.engine.tuner.choice,
-            microbatches=self.engine.program.microbatches,
-            model=f"{blocks} blocks, {parameters:,} parameters a rank",
+            schedule=engine.program.name,
+            overlap=str(engine.options.overlap),
+            choice=engine.tuner.choice,
+            microbatches=engine.program.microbatches,
+            model=f"{blocks} blocks, {sum(parameter.numel() for parameter in parameters):,} parameters a rank",
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             bytes={str(step.number): step.sent for step in self.steps},
+            held=held,
+            sharded=bool(engine.sharding.groups),
+            parameters=sum(local_part(parameter).nbytes for parameter in parameters),
         )
         return asdict(about)
 

@@ -6,7 +6,8 @@ saves are kept. The graph stays that of the first forward, so the engine cuts, o
 
 :class:`RecomputedRun` has such parts for ``recompute=``, in nodes of their own: the experts, from the rows that they
 received, and everything else, from the block's input and the sums of the rows that came back from its experts. A block
-that exchanges rows by itself is one part. Integrations have others, which the first use in a backward computes.
+that exchanges rows by itself is one part. What a block runs in a checkpoint of torch's (not a reentrant one) or of
+Megatron-Core's is a part, too, and the experts inside it another: the first use in a backward computes them.
 
 The second forward gets the same random numbers, buffers, state of the thread (such as autocast) and scale of auxiliary
 losses as the first: in a loop of combined steps these belong to the call that runs the forward, not to the call that
@@ -16,8 +17,8 @@ runs the backward. What it does to buffers is dropped, so that running means cou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.engine.graph.entry import Entry
 from overlap1f1b.engine.graph.segment import storage_of
-from overlap1f1b.engine.run.block import BlockRun, Reached, Results
+from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.crossing import eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
@@ -35,8 +36,7 @@ from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.suspend import Exchanged, Forward, Stack, ThreadState
 
-CHECKPOINT = "torch.utils.checkpoint"
-"""Module of the hooks that a checkpoint without a backward of its own sets; they count what is saved a second time."""
+_NOTHING = nullcontext()
 
 
 class Saved:
@@ -89,7 +89,8 @@ class Again:
         run: The block, for one microbatch.
         function: The part.
         args: Its arguments.
-        around: Context of the second forward, such as random numbers and counters that torch does not know.
+        inside: Context of the first forward, such as a policy that saves some results.
+        around: Context of the second one, such as random numbers and counters that torch does not know.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class Again:
         run: BlockRun,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        around: AbstractContextManager[None] | None = None,
+        inside: AbstractContextManager[Any] = _NOTHING,
+        around: AbstractContextManager[Any] = _NOTHING,
     ) -> None:
         forward = Forward.running()
         assert forward is not None
-        self._run, self._function, self._args, self._around = run, function, args, around or nullcontext()
-        self._inner = forward.part  # for parts inside
+        self._run, self._function, self._inside, self._around = run, function, inside, around
         state = ThreadState.capture(run.stage.device)
         modes = tuple([mode for mode in state.function_modes if mode is not run.mode])
         self._state = state._replace(function_modes=modes, hooks=())
@@ -111,26 +112,39 @@ class Again:
         self._kept = [Kept(run, forward, args)]
         if run.buffers is None:
             run.buffers = self._kept[0].buffers
+        self._scales = [(vars(one), "aux_scale", one.aux_scale) for one in run.stage.carriers[run.block]]
         self._first = True  # whether the first forward runs
 
-    def run(self) -> Any:
-        """Run the part for the first time."""
-        forward, run, args, self._args = Forward.running(), self._run, self._args, ()
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Run the part for the first time in the body."""
+        forward, run = Forward.running(), self._run
         assert forward is not None
-        outer = forward.bring
+        outer, again, part = forward.bring, forward.again, forward.part
 
         def bring(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
-            values = outer(exchange, own=own)
-            kept = [value.detach().clone().requires_grad_(value.requires_grad) for value in values] if own else values
-            self._kept.append(Kept(run, forward, kept))
+            with self._without_policy():
+                kept = values = outer(exchange, own=own)
+                if own:
+                    kept = tuple([value.detach().clone().requires_grad_(value.requires_grad) for value in values])
+                self._kept.append(Kept(run, forward, kept))
             return values
 
-        forward.bring = bring
+        forward.bring, forward.again = bring, _part_of_another
+        if part is None:
+            forward.part = partial(run_again, run)
         try:
-            with saved_tensors_hooks(self._drop, self._again):
-                return self._function(*args)
+            with saved_tensors_hooks(self._drop, self._again), self._inside:
+                yield
         finally:
-            forward.bring, self._first = outer, False
+            forward.bring, forward.again, forward.part, self._first = outer, again, part, False
+
+    def _without_policy(self) -> AbstractContextManager[None]:
+        """Return a context without the part's dispatch modes: they count calls, of which a second has fewer."""
+        run, now = self._run, ThreadState.capture(self._run.stage.device)
+        if now.dispatch_modes == self._state.dispatch_modes:
+            return _NOTHING
+        return now._replace(dispatch_modes=self._state.dispatch_modes).applied(run.name, run.stage.device)
 
     def _drop(self, tensor: Tensor) -> Saved | Tensor:
         if self._is_there(tensor):
@@ -178,7 +192,7 @@ class Again:
             return None
 
         def function(*args: Any) -> None:
-            with saved_tensors_hooks(save, _as_it_is):
+            with saved_tensors_hooks(save, _as_it_is), self._around:
                 self._function(*args)
 
         if any(kept.is_changed for kept in self._kept):
@@ -191,14 +205,14 @@ class Again:
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
         second, carried = Forward(function, run.name, stage.device, stacks, run.mode), stage.state_of(run.block)
-        second.hides, second.part, second.bring = run.hides, self._inner, _answered
+        second.hides, second.again, second.bring = run.hides, _part_of_another, _answered
         run.again, run.seen, run.noting, run.forward = True, None, False, second
         answers, self._kept = iter(self._kept), []
         go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
         if carried is not None:
             carried.begin(run.microbatch.random.seed)
         try:
-            with self._state.applied(run.name, stage.device), self._around, ExitStack() as inside:
+            with self._state.applied(run.name, stage.device), replaced(self._scales), ExitStack() as inside:
                 for kept in answers:
                     values = kept.enter(inside, stage.anchor)
                     with eager(kept.mode):
@@ -223,9 +237,15 @@ class Again:
         self._saved = []
 
 
-def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...], around: Any = None) -> Any:
+def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Run a part of a block's forward that the backward computes again, see :class:`Again`."""
-    return Again(run, function, args, around).run()
+    with Again(run, function, args).first():
+        return function(*args)
+
+
+def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[Any], around: Any) -> Any:
+    """Return the context of a part inside another, which computes it again."""
+    return inside
 
 
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
@@ -249,8 +269,8 @@ class RecomputedRun(BlockRun):
 
     def __init__(self, microbatch: Microbatch, block: int) -> None:
         super().__init__(microbatch, block)
-        shape = self.stage.shape[block]
-        self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
+        shape, grad = self.stage.shape[block], microbatch.grad
+        self.drops_own, self.drops_experts = grad and shape.drops(shape.own), grad and shape.drops(Op.EXPERTS)
         self.suspends |= self.drops_own
         self.own: Again | None = None
         """The block without its experts, if it is dropped."""
@@ -259,29 +279,25 @@ class RecomputedRun(BlockRun):
 
     def _run_module(self, *x: Tensor) -> Tensors:
         forward = Forward.running()
-        if forward is not None:
-            forward.part = self._run_part
+        if forward is not None and self.microbatch.grad:
+            forward.again = self._part
+            forward.part = self._run_part if self.drops_own or self.drops_experts else None
         if not self.drops_own:
             return super()._run_module(*x)
-        scales = [(vars(carrier), "aux_scale", carrier.aux_scale) for carrier in self.stage.carriers[self.block]]
-        self.own = Again(self, super()._run_module, x, replaced(scales))
-        outs: Tensors = self.own.run()
-        return outs
+        self.own = Again(self, super()._run_module, x)
+        with self.own.first():
+            return super()._run_module(*x)
 
-    def _resume(self, results: Results) -> Reached:
-        assert self.forward is not None
-        if any(getattr(pack, "__module__", "") == CHECKPOINT for pack, _ in self.forward.inside.hooks):
-            raise ValueError(
-                f"{self.name} exchanges rows inside torch.utils.checkpoint, with "
-                f"recompute={self.stage.shape[self.block].recompute!r}; allowed: recompute='none', or a checkpoint of "
-                "other parts"
-            )
-        return super()._resume(results)
+    def _part(self, *given: Any) -> AbstractContextManager[None]:
+        if (graphs := self.stage.graphs) is not None:
+            graphs.unfit[self.block] = "it computes activations again"
+        return Again(self, *given).first()
 
     def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if self.drops_experts:
             part = self.parts[len(self.segments) - 1] = Again(self, function, args)
-            return part.run()
+            with part.first():
+                return function(*args)
         state = ThreadState.capture(self.stage.device)
         with state._replace(hooks=users_hooks(state)).applied(self.name, self.stage.device):
             return function(*args)

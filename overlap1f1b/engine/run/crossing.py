@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from functools import wraps
+from functools import partial, wraps
+from inspect import signature
 from operator import is_
 from threading import Lock
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import noop_context_fn
 
 from overlap1f1b.engine.foreign.declared import Arrived, declared_of
 from overlap1f1b.engine.foreign.watched import (
@@ -237,6 +239,27 @@ def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """Return what torch runs around a function in a checkpoint, for functions that a suspended forward computes again.
+
+    Torch's own would run the function again in the backward of each of its segments, and exchange its rows each time.
+    """
+    parameters = signature(plain)
+
+    @wraps(plain)
+    def around(*args: Any, **kwargs: Any) -> Iterator[None]:
+        forward = Forward.running()
+        if forward is None or forward.again is None or not torch.is_grad_enabled():
+            yield from plain(*args, **kwargs)
+            return
+        given = parameters.bind(*args, **kwargs).arguments
+        function = partial(given["fn"], **given.get("kwargs", {}))
+        with forward.again(function, given.get("args", ()), *given.get("context_fn", noop_context_fn)()):
+            yield
+
+    return around
+
+
 class _Crossing(ExitStack):
     """The changes of torch that :func:`functions_cross` has made.
 
@@ -317,7 +340,8 @@ def _change(crossing: _Crossing) -> None:
 
     What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
     torch 2.14 calls directly). The functional all-to-all and ``all_to_all_single`` ask it, too. A function mode is no
-    place to suspend a forward: torch's bindings are then on the stack, and do not bear a switch.
+    place to suspend a forward: torch's bindings are then on the stack, and do not bear a switch. Checkpoints ask the
+    forward itself.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -363,6 +387,10 @@ def _change(crossing: _Crossing) -> None:
     for namespace, operation in functional_operations():
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.of(operation)
+    checkpoints: Any = torch.utils.checkpoint
+    around = checkpoints._checkpoint_without_reentrant_generator
+    crossing.callback(setattr, checkpoints, "_checkpoint_without_reentrant_generator", around)
+    checkpoints._checkpoint_without_reentrant_generator = _repeating(around)
     collectives: Any = dist
     crossing.callback(setattr, collectives, "all_to_all_single", collectives.all_to_all_single)
     collectives.all_to_all_single = asking_single(collectives.all_to_all_single)

@@ -5,26 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.again import run_again
 from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.integrations.megatron.config import OWN, ROWS, SUSPENDED, attribute_of, check_options, class_names
-from overlap1f1b.integrations.megatron.dispatchers import (
-    dispatchers_of,
-    exchanging,
-    on_one_stream,
-    overlapped_of,
-    repeats,
-)
+from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
 from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
@@ -76,7 +68,6 @@ class Chunk(MicrobatchBlock):
         self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
         self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
         self.suspends = bool(self._dispatchers or layers)
-        self._repeats = self.suspends and repeats(model)
         self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
         self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
         self._overlapped = overlapped_of(model)
@@ -112,15 +103,16 @@ class Chunk(MicrobatchBlock):
     def _checkpoint(self) -> Iterator[Replacement]:
         """Yield what lets Megatron-Core's checkpoint exchange nothing twice, in forwards that are suspended."""
         random, package = sys.modules.get(RANDOM), sys.modules.get(RANDOM.rpartition(".")[0])
-        if not self._repeats or random is None or package is None:
+        if not self.suspends or random is None or package is None:
             return
         plain, tables = package.checkpoint, list(logged())
 
         def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
             forward = Forward.running()
-            if forward is None or forward.part is None or not torch.is_grad_enabled():
+            if forward is None or forward.again is None or not torch.is_grad_enabled():
                 return plain(function, distribute, *args)
-            return forward.part(function, args, Repeating(random, tables))
+            with forward.again(function, args, nullcontext(), Repeating(random, tables)):
+                return function(*args)
 
         yield vars(package), "checkpoint", checkpoint
 
@@ -136,8 +128,6 @@ class Chunk(MicrobatchBlock):
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
         self._stage = microbatch.stage
-        if self._repeats and (forward := Forward.running()) is not None:
-            forward.part = partial(run_again, microbatch.runs[0])
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.replaced import Replacement, replaced
-from overlap1f1b.integrations.megatron.config import attribute_of, class_names
+from overlap1f1b.integrations.megatron.config import class_names
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange, exchange_by
 
@@ -31,13 +31,6 @@ def dispatchers_of(model: nn.Module) -> list[Any]:
     """Return the dispatchers of a model's MoE layers whose exchanges can be hidden: all-to-all, and flex."""
     held = (getattr(module, "token_dispatcher", None) for module in model.modules())
     return [one for one in held if {DISPATCHER, FLEX}.intersection(class_names(one))]
-
-
-def repeats(model: nn.Module) -> bool:
-    """Return whether layers with exchanges are computed again."""
-    config = attribute_of(model, "config")
-    again = getattr(config, "recompute_granularity", None)
-    return again == "full" or (again == "selective" and "moe" in (getattr(config, "recompute_modules", None) or ()))
 
 
 def exchanging(dispatchers: Sequence[Any]) -> Iterator[Replacement]:

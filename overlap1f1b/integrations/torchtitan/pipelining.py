@@ -62,7 +62,7 @@ def pipelining_fn(
         extra_warmup: See :func:`build_schedule`.
         options: How the engine plays; ``experts_over`` follows from torchtitan's mesh. ``recompute`` is in place of
             ``ac_config``. With ``"none"`` it is ``"block"`` if there is an ``ac_config`` and ranks share experts, since
-            torchtitan's would exchange rows a second time; else torchtitan's own is applied.
+            torchtitan halves the counts of tokens under its own, and here they count once; else its own is applied.
         dispatcher: What exchanges the rows: ``"own"``, torchtitan's; or ``"rows"``, in place of its all-to-all
             dispatcher ours, which sends a token once to each rank, and has ``parts`` and ``capacity``.
         others: Further arguments of torchtitan's, for ``split``.

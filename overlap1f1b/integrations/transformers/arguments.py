@@ -125,16 +125,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def with_checkpointing(args: Any, parallel: OverlapArguments) -> tuple[Any, OverlapArguments]:
     """Return the arguments with Trainer's activation checkpointing as ``recompute="block"``, and say so.
 
-    Raises:
-        ValueError: It is to be done in a way that changes what is computed again.
+    With options that change what is computed again, such as ``every_n_layers``, the layers' own stays.
     """
     names = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
     if not any(getattr(args, name, False) for name in names):
         return args, parallel
-    for name in names:
-        options = getattr(args, f"{name}_kwargs", None) or {}
-        if more := sorted(options.keys() - {"use_reentrant"}):
-            raise ValueError(f"{name}_kwargs with {more[0]}; allowed: use_reentrant, or recompute of OverlapArguments")
+    if any((getattr(args, f"{name}_kwargs", None) or {}).keys() - {"use_reentrant"} for name in names):
+        return args, parallel
     args = copy(args)  # another trainer's, too
     for name in names:
         setattr(args, name, False)

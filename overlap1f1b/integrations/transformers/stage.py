@@ -113,10 +113,6 @@ class Layer(MicrobatchBlock):
         hidden, calls = part.begin(given, microbatch, hidden)
         call = calls[self.number].filled(values)
         # 2. The layer.
-        if getattr(self.layer, "gradient_checkpointing", False) and self.layer.training:
-            raise ValueError(
-                f"layer {self.number} has its own gradient checkpointing; allowed: disabled, with recompute='block'"
-            )
         here: list[Tensor] = []
         token = _ROUTED.set(here)
         try:

@@ -1,82 +1,173 @@
-"""A part of a forward, its exchanges included, that is computed again."""
+"""Checkpoints inside blocks: what they run is computed again, its exchanges are not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from overlap1f1b.engine.run.again import _answered, run_again
-from overlap1f1b.engine.run.model import MicrobatchBlock
+from overlap1f1b.engine.run.again import _answered
+from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
+from overlap1f1b.transport.exchange import PeerExchange
 from overlap1f1b.transport.suspend import Forward
-from tests.engines import COSTS, make
-from tests.ranks import over
+from tests import models
+from tests.engines import make
+from tests.ranks import Ranks, over
+
+SAVED = {"aten.addmm", "aten.clone", "aten._grouped_mm", "_c10d_functional.all_to_all_single"}
 
 
-class Block(MicrobatchBlock):
-    """Exchanges rows there and back, in a part that is computed again, with another such part inside."""
+def save_some(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy as torchtitan's: products and exchanges are saved, everything else is computed again."""
+    kept = str(operation).rpartition(".")[0] in SAVED
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(self, group: dist.ProcessGroup, *, differs: bool = False) -> None:
+
+plainly: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+selective: Callable[..., Any] = partial(plainly, context_fn=partial(create_selective_checkpoint_contexts, save_some))
+KINDS: dict[str, Callable[..., Any]] = {
+    "none": lambda function, *args: function(*args),
+    "checkpoint": plainly,
+    "to its end": partial(plainly, early_stop=False, preserve_rng_state=False),
+    "selective": selective,
+    "nested": lambda function, *args: plainly(lambda *inner: selective(function, *inner), *args),
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+class Around(models.Block):
+    """Experts in a checkpoint."""
+
+    kind = "none"
+
+    def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        y: Tensor = KINDS[self.kind](experts, tokens, indices, weights)
+        return y
+
+
+class Whole(models.Block):
+    """A block with its experts in a checkpoint."""
+
+    kind = "none"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = KINDS[self.kind](super().forward, x)
+        return y
+
+
+class Own(nn.Module):
+    """Exchanges rows there and back by itself, in a checkpoint with another inside."""
+
+    kind, differs, functional = "none", False, False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.first, self.second, self.group, self.differs = nn.Linear(8, 8), nn.Linear(8, 8), group, differs
+        self.first, self.second, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.2)
+        self.group = group
         self.register_buffer("calls", torch.zeros(()))
-        self.again = True
 
-    def forward(self, x: Tensor, microbatch: Any = None) -> Tensor:
-        forward = Forward.running()
-        if forward is not None and self.again:
-            forward.part = partial(run_again, microbatch.runs[0])
-        return x + self.repeated(self.part, x)
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + KINDS[self.kind](self.part, x)
+        return y
 
-    def repeated(self, function: Any, x: Tensor) -> Tensor:
-        forward = Forward.running()
-        if forward is None or forward.part is None or not torch.is_grad_enabled():
-            return function(x)
-        return forward.part(function, (x,))
+    def exchanged(self, rows: Tensor) -> Tensor:
+        if not self.functional:
+            return exchange(rows, None, None, self.group)
+        sizes = [len(rows) // self.group.size()] * self.group.size()
+        return all_to_all_single_autograd(rows, sizes, sizes, self.group)  # type: ignore[no-any-return]
 
     def part(self, x: Tensor) -> Tensor:
         self.calls.add_(1)
-        rows = exchange(self.first(x).tanh(), None, None, self.group)
-        rows = self.repeated(lambda rows: self.second(rows).tanh().sin(), rows)
+        rows = self.exchanged(self.first(x).tanh())
+        rows = KINDS[self.kind](lambda rows: self.drop(self.second(rows)).tanh().sin(), rows)
         if self.differs and Forward.running().bring is _answered:  # in the second forward
             rows = rows.cos()
-        return exchange(rows, None, None, self.group).tanh() * self.first(x)
+        return self.exchanged(rows).tanh() * self.first(x)
 
 
-def stepped(mesh: DeviceMesh, **given: Any) -> Block:
+class Functional(Own):
+    functional = True
+
+
+def stepped(mesh: DeviceMesh, kind: type[Any], how: str, **given: Any) -> tuple[dict[str, Tensor], int, int, int]:
+    """Return gradients and buffers, and how often rows travelled, experts and linear layers computed in a step."""
     torch.manual_seed(3)
-    block = Block(mesh.get_group("ep"), **{name: value for name, value in given.items() if name == "differs"})
-    block.again = given.get("again", True)
+    group, rank, own = mesh.get_group("ep"), mesh.get_local_rank("ep"), issubclass(kind, Own)
+    model = nn.Sequential(kind(group)) if own else models.build(group, block=kind, dropout=0.2)
+    for index, block in enumerate(model):
+        if isinstance(block, kind):
+            vars(block).update(given)
+            if how == "wrapper":
+                model[index] = checkpoint_wrapper(block)
+            else:
+                block.kind = how
+    inputs = torch.randn(12, 8, generator=torch.Generator().manual_seed(rank)) if own else None
+    x, y = models.batch(3, seed=rank) if inputs is None else (inputs, inputs.roll(1, 0))
     program = build_schedule("combined_1f1b", microbatches=3)
-    engine = make([block], program, mesh=mesh, costs=COSTS, loss_fn=F.mse_loss, timeout=30)
-    data = torch.randn(12, 8, generator=torch.Generator().manual_seed(mesh.get_local_rank("ep")))
+    loss_fn = F.mse_loss if own else models.loss_fn
+    engine = make(model, program, mesh=mesh, loss_fn=loss_fn, timeout=30, tries=1, verify=not given)
     for _ in range(3):
-        block.zero_grad()
-        engine.step(data, target=data.roll(1, 0))
-    return block
+        torch.manual_seed(4)
+        model.zero_grad()
+        with (
+            patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as travelled,
+            patch.object(GroupedExperts, "compute", autospec=True, side_effect=GroupedExperts.compute) as computed,
+            Products() as products,
+        ):
+            engine.step(x, target=y)
+    found = {**models.gradients(model), **dict(model.named_buffers())}
+    found = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+    return found, travelled.call_count, computed.call_count, products.count
 
 
-@over(2)
-def test_gradients_and_buffers_are_those_of_one_forward(rank: int, size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    plain, again = stepped(mesh, again=False), stepped(mesh)
-    same = [torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), again.parameters(), strict=True)]
-    problems = [] if all(same) and len(same) == 4 else [f"gradients are equal: {same}"]
-    return problems + ([] if torch.equal(plain.calls, again.calls) else [f"{again.calls} calls, not {plain.calls}"])
+def _kinds(rank: int, size: int, kind: type[Any]) -> list[str]:
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    expected, travelled, computed, products = stepped(mesh, kind, "none")
+    for how in (*KINDS, "wrapper"):
+        found, *counts, more = stepped(mesh, kind, how)
+        if unequal := models.equal(found, expected):
+            problems.append(f"{how}: other {unequal}")
+        if counts != [travelled, computed * (1 + (how != "none"))]:
+            problems.append(f"{how}: rows travelled and experts computed {counts} times, not {[travelled, computed]}")
+        if (more > products) != (how == "wrapper" or (how not in ("none", "selective") and kind is not Around)):
+            problems.append(f"{how}: {more} products of linear layers, without a checkpoint {products}")
+    return problems
+
+
+@pytest.mark.parametrize("kind", [Around, Whole, Own, Functional])
+def test_rows_travel_once(ranks2: Ranks, kind: type[Any]) -> None:
+    """Gradients and buffers are those without a checkpoint, dropout included."""
+    assert ranks2.run(_kinds, kind, timeout=120) == [[]] * 2
 
 
 @over(2)
 def test_a_part_that_does_not_repeat_itself_is_refused(rank: int, size: int) -> list[str]:
     try:
-        stepped(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), differs=True)
+        stepped(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), Own, "checkpoint", differs=True)
     except (ValueError, RuntimeError) as error:
         text = "\n".join([str(error), *error.__notes__])
-        return [] if "block 0 (Block) computes something else when a part of it is computed again" in text else [text]
+        return [] if "block 0 (Own) computes something else when a part of it is computed again" in text else [text]
     return ["not refused"]

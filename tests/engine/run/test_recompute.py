@@ -250,11 +250,10 @@ class Checkpointed(models.Block):
         return y
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_experts_inside_a_checkpoint_are_refused_in_one_line(mode: Recompute) -> None:
-    with pytest.raises(ValueError, match=r"^block 1 \(Checkpointed\) exchanges rows inside torch.utils.checkpoint, .*"):
-        gradients(mode, block=Checkpointed)
-    assert gradients("none", block=Checkpointed).keys() == gradients("none").keys()
+def test_a_checkpoint_around_experts_is_part_of_what_is_computed_again() -> None:
+    expected = gradients("none")
+    for mode in ("none", *MODES):
+        assert not models.equal(gradients(mode, block=Checkpointed), expected), mode
 
 
 class ChangesWhatCame(nn.Module):

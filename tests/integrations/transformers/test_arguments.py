@@ -26,7 +26,10 @@ from tests.integrations.transformers.loops import (
     close,
     history,
     plain,
+    shown,
+    train,
 )
+from tests.ranks import Ranks
 
 
 def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,10 +73,6 @@ REFUSED_WHEN_SET = {
 REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
     "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
     "lomo": ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
-    "checkpointing": (
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
-        "_checkpointing_kwargs with every_n_layers; allowed: use_reentrant, or recompute of OverlapArguments",
-    ),
     "layerwise": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward"),
 }
 
@@ -89,7 +88,6 @@ def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("case", REFUSED_BY_VALUE)
 def test_values_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
     arguments, message = REFUSED_BY_VALUE[case]
@@ -112,6 +110,21 @@ def test_gradient_checkpointing_is_recomputation(
     assert spec.layout == OverlapArguments(recompute=recompute)
     assert not trainer.model.is_activation_checkpointing
     close(history(trainer), history(plain(spec)))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
+def test_options_of_checkpointing_are_the_layers_own(ranks2: Ranks, tmp_path: Path) -> None:
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
+    spec = Spec(tmp_path, arguments=options, layout=OverlapArguments(), rows=40)
+    expected = history(plain(spec, 2))
+    for lines, checkpointed in ranks2.run(train, spec, _checkpointed):
+        close(shown(lines), expected)
+        assert checkpointed == [True, False]
+
+
+def _checkpointed(trainer: Any) -> Any:
+    layers = (module for module in trainer.model.modules() if hasattr(module, "gradient_checkpointing"))
+    return trainer.state.log_history, [x.gradient_checkpointing for x in layers if hasattr(x, "self_attn")]
 
 
 def test_arguments_that_are_set_later(tmp_path: Path) -> None:

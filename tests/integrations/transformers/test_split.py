@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.moe import Experts
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import PeerExchange
 from tests import models
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
@@ -86,6 +88,39 @@ def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
         found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
         expected = expected or found
         assert models.equal(found, expected) == [], mode
+
+
+def _checkpointed(rank: int, size: int, name: str) -> list[str]:
+    mesh, problems = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), list[str]()
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
+    expected: dict[str, Tensor] = {}
+    for every in (0, 1, 2):
+        model, calls = tiny.build(name), [0] * 4
+        if every:
+            model.activation_checkpointing_enable(every_n_layers=every)
+        for number, layer in enumerate(model.model.layers):
+            layer.self_attn.register_forward_pre_hook(partial(_count, calls, number))
+        stages = split_model(model, program, mesh)
+        tokens, labels = tiny.batch(8, seed=rank)
+        with patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as travelled:
+            tiny.engine(stages, program, mesh, verify=False).step(tokens, target=labels)
+        found = {label: p.grad for label, p in stages.named_parameters() if p.grad is not None}
+        found["rows"] = torch.tensor(travelled.call_count)
+        expected = expected or found
+        problems += [f"{every}: {label}" for label in models.equal(found, expected)]
+        again = [MICROBATCHES * (1 + (every > 0 and number % every == 0)) for number in range(4)]
+        problems += [f"{every}: attention ran {calls} times, not {again}"] * (calls != again)
+    return problems
+
+
+def _count(calls: list[int], number: int, *_: Any) -> None:
+    calls[number] += 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_checkpoints_of_layers_exchange_nothing_twice(ranks2: Ranks, name: str) -> None:
+    """All layers, or every second; gradients are equal to the bit."""
+    assert ranks2.run(_checkpointed, name) == [[]] * 2
 
 
 Own = tuple[list[list[Tensor]], dict[str, Tensor]]

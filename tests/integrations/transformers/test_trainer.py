@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import re
+import time
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ import transformers
 from overlap1f1b.engine.tuner import State
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.plan import RECOMPUTES, Op
+from overlap1f1b.transport.groups import Groups
+from tests.engine.test_memory import _held
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import (
     EVALUATES,
@@ -514,6 +518,44 @@ def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     for found, chosen, state in ranks2.run(train, spec, look):
         close(shown(found), expected)
         assert (list(chosen), state == State.MEASURING) == ([1, 2, 4], False)
+
+
+def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tuple[list[Any], set[Any], list[Any]]:
+    """Train and evaluate with each accumulation; return the log, serial steps, and what this process held each time."""
+    with launched(rank, size):
+        trainer, serial, held = spec.build(), set[Any](), list[Any]()
+        if overlapped := isinstance(trainer, OverlapTrainer):
+            engine, play = trainer.engine, trainer.engine.play
+
+            def noted(*args: Any, **given: Any) -> Any:
+                if engine.tuner.state is State.MEASURING:
+                    serial.add((engine.microbatches, engine.tuner.steps))
+                return play(*args, **given)
+
+            engine.play = noted  # type: ignore[method-assign]
+        lines: list[Any] = []
+        with patch.object(Groups, "new", side_effect=AssertionError("a new communicator")):
+            for number, accumulation in enumerate(accumulations):
+                trainer.args.gradient_accumulation_steps = accumulation
+                trainer.train()
+                trainer.evaluate(Sentences(3 + 5 * (number % 3), seed=9))
+                lines += history(trainer)
+                held += [min(_held() for _ in range(5) if not time.sleep(0.05))] * overlapped
+    return lines, serial, held
+
+
+def test_one_engine_plays_any_number_of_microbatches(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
+    """Accumulations that change between runs, shorter last steps of epochs, and evaluations of any size."""
+    accumulations = [4, 5, 2] * 2
+    spec = Spec(tmp_path, steps=3, arguments={"per_device_eval_batch_size": 2}, layout=OverlapArguments(pp=2))
+    own = replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, layout=None)
+    expected, *_ = ranks2.run(_numbers, own, accumulations, timeout=120)[0]
+    for lines, serial, held in ranks4.run(_numbers, spec, accumulations, timeout=280):
+        close(lines, expected)
+        assert serial == {(4, 0), (4, 1)}
+        for early, late in zip(held[:3], held[3:], strict=True):  # tensors, bytes, threads, files
+            assert late[:3] == early[:3]
+            assert late[3] <= early[3]
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
