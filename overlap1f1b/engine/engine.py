@@ -33,7 +33,7 @@ from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.clip import check_norm, clip
-from overlap1f1b.engine.reduce.fsdp import ShardedReducer
+from overlap1f1b.engine.reduce.fsdp import Gathers, ShardedReducer, gathered_in
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
@@ -160,6 +160,8 @@ class Engine:
                     recompute=options.modes[0],
                     parts=options.numbers_of_parts[0],
                 )
+            if stages is None and options.memory is not None and len(self._replicas) == 1:  # others play other plans
+                self.sharding.divide(self.stages)
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -183,7 +185,10 @@ class Engine:
             self._reduce_lane = Lane(
                 "reduce", self.failures, background=self.mesh.on_gloo, stamp=stamp, abort=self.mesh.abort
             )
-            self._shard_lane = Lane("shards", self.failures, background=watch is None, abort=self.sharding.abort)
+            self._shard_lane = Lane(
+                "shards", self.failures, background=watch is None, stamp=stamp, abort=self.sharding.abort
+            )
+            self._gathers = Gathers(self.sharding, self._shard_lane, device) if self.sharding.of_block else None
             tied = self.model.items() if options.reduce and isinstance(self.model, Mapping) else ()
             self._tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, self.mesh)
             self.reductions = self._new_reductions(dense, experts)
@@ -223,6 +228,7 @@ class Engine:
             exchange=self.exchange,
             boundary=self.boundary,
             reductions=self.reductions,
+            gathers=self._gathers,
             watch=watch,
             fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
         )
@@ -481,7 +487,7 @@ class Engine:
         plan = self.tuner.evaluation_of(microbatches)
         with self.guarded(lambda: self._at(plan)):
             differ = self._agree(plan)
-            with self.sharding.gathered():
+            with self.sharding.gathered(gathered_in(plan.ranks[self.rank])):
                 played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
             differ(here=True)
         return played
@@ -513,6 +519,8 @@ class Engine:
         def barrier() -> None:
             for reduction in self.reductions:
                 reduction.settle()
+            if self._gathers is not None:
+                self._gathers.settle()
             self._communicators.settle(self._pending)  # else the hosts would wait for each other, and not the devices
             self.mesh.barrier()
 
@@ -644,6 +652,8 @@ class Engine:
             raise
         except of:
             self.boundary.forget()
+            if self._gathers is not None:
+                self._gathers.forget()
             for reduction in self.reductions:
                 reduction.restore()
             raise

@@ -574,7 +574,8 @@ class Tuner:
     def _least(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> NoReturn:
         """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
         program = one_by_one(self.program.microbatches, self.program.placement)
-        plan = planning.compile(program, shapes, costs, "serial", counts_block=self._counts_block)
+        # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
+        plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")
         over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
         limit = parse_memory(self.options.memory)
         enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""

@@ -8,6 +8,7 @@ from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.found import found_orders
 from overlap1f1b.plan.node import (
+    OF_PARAMETERS,
     RECOMPUTES,
     RESOURCE_OF,
     BlockShape,
@@ -29,6 +30,7 @@ from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
 from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 
 __all__ = [
+    "OF_PARAMETERS",
     "RECOMPUTES",
     "RESOURCE_OF",
     "About",

@@ -6,7 +6,7 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import CONTRIBUTING, RECOMPUTES, Node, Op, Place, Resource, awaited_by
-from overlap1f1b.plan.orders import sent_messages
+from overlap1f1b.plan.orders import sent_messages, uses_parameters
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
@@ -20,6 +20,7 @@ def check(plan: Plan) -> None:
       the parts of a call the experts of each need the exchange of their own part.
     - Microbatches pass every node that sums gradients in the program's order, so that sums have a fixed order.
     - A reduction comes after the last contribution.
+    - Parameters of a block that are gathered inside the step are there wherever the block computes.
     - Live microbatches and waiting weight gradients stay within the program's declared limits.
     - Of any two ranks, one receives in the order in which the other sends.
     - No ranks wait for each other. This covers buffered sends and sends that a lane holds until the receive is posted:
@@ -55,11 +56,20 @@ def _check_memory(plan: Plan, rank: int) -> None:
 def _check_rank(plan: Plan, rank: int, nodes: tuple[Node, ...], chains: Chains) -> None:
     needs = _needs(plan, rank, chains)
     done: set[Node] = set()
+    stages = {stage for _, stage in plan.program.placement.places(rank)}
+    sharded = {(s, b) for s in stages for b, shape in enumerate(chains.shapes[s]) if shape.gathered}
+    there: set[tuple[int, int]] = set()  # blocks whose parameters are gathered
     for position, node in enumerate(nodes):
+        place = node.stage, node.block
+        if node.op in (Op.GATHER, Op.RELEASE) and place in sharded and (place in there) == (node.op is Op.RELEASE):
+            there ^= {place}
+            continue
         before = needs.get(node)
         if node in done or before is None:
             fault = "comes a second time" if node in done else "belongs to no action of the program on this rank"
             raise ValueError(f"{_name(plan, rank)}, position {position}: {node} {fault}")
+        if place not in there and uses_parameters(node, chains):
+            raise ValueError(f"{_name(plan, rank)}, position {position}: {node} comes where nothing has gathered it")
         for needed in before:
             if needed not in done:
                 raise ValueError(

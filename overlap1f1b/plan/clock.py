@@ -19,7 +19,7 @@ Key = tuple[int, int, int, Kind]
 _FOREVER = float("inf")
 # The innermost loop uses these names, since looking up a member of an Enum runs Python code.
 _F, _I, _W = Kind.F, Kind.I, Kind.W
-_SEND, _RECEIVE = Op.SEND, Op.RECEIVE
+_SEND, _RECEIVE, _GATHER, _RELEASE = Op.SEND, Op.RECEIVE, Op.GATHER, Op.RELEASE
 _COUNTS, _DISPATCH, _EXPERTS, _COMBINE = Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE
 _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
 
@@ -80,6 +80,7 @@ class Clock:
     starts at once, since its rows were there before their counts. If a transfer
     between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
     run. So an exchange may delay the arrival of a transfer that was sent before: play the ranks in the order of time.
+    Gathers of parameters have other ranks and a lane of their own: they follow each other, and delay no exchange.
 
     Args:
         costs: Cost of each node.
@@ -117,6 +118,7 @@ class Clock:
         self.awaited: set[Key] = set()  # chains whose input comes from another rank
         self.ready: dict[Key, float] = {}
         self.arrived: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
+        self.gathered: dict[tuple[int, int], float] = {}  # ends of the gathers, by stage and block
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
@@ -148,11 +150,13 @@ class Clock:
 
     def play(self, node: Node, needed: float | None = None) -> Span:
         """Issue a node and return its span; ``needed`` is the result of :meth:`needed`, if it is known."""
-        op, kind, microbatch, _, call, part, stage, pipe = node
+        op, kind, microbatch, block, call, part, stage, pipe = node
         if self.counts_block or self.launch:
             self._launch(node)
         if op is _RECEIVE:
             self.awaited.add((pipe, stage, microbatch, kind))
+            return Span(node, self.now, self.now)
+        if op is _RELEASE:
             return Span(node, self.now, self.now)
         start = self.start(node) if needed is None else max(self.now, needed)
         if (
@@ -163,12 +167,17 @@ class Clock:
             start = self.host  # which has waited for the counts
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
+            if self.gathered and kind is not _W:
+                start = max(start, self.gathered.get((stage, block), 0.0))
             end = self.now = self.computed = start + self.cost(node)[0]
             if kind is not _W and op not in RECOMPUTES:
                 self._take(node)
         elif lane is _PEER:
             start, end = self._send(node, start)
             return Span(node, start, end)
+        elif op is _GATHER:
+            start = max([start, *self.gathered.values()])
+            end = self.gathered[stage, block] = start + self.cost(node)[0]
         else:
             start, end = self._travel(node, start, self.free[lane])
             if kind is not _W:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,7 +11,7 @@ from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node
-from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_reductions
+from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
@@ -23,6 +24,9 @@ PATIENCES = (0.0, 0.2, 0.4, 0.6)
 
 DEFERRED = (1, 2)
 """Tried values of ``Policy.deferred``: microbatches beyond the live ones that wait for weight gradients alone."""
+
+GATHERED = (2.0, 3.0, 4.0, math.inf)
+"""Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
@@ -77,8 +81,15 @@ def fastest(
     program.check()
     chains = Chains(program.placement, shape)
 
-    def played(order: str, candidate: Sequence[list[Node]]) -> Plan:
-        nodes = tuple(tuple(with_reductions(rank, chains)) for rank in candidate)
+    gathers = any(block.gathered for blocks in chains.shapes for block in blocks)
+
+    def played(order: str, candidate: Sequence[list[Node]]) -> Iterator[Plan]:
+        ranks = [with_reductions(rank, chains) for rank in candidate]
+        for at_once in GATHERED if gathers else GATHERED[-1:]:
+            yield timed(order, [with_gathers(rank, chains, at_once) for rank in ranks])
+
+    def timed(order: str, candidate: Sequence[Sequence[Node]]) -> Plan:
+        nodes = tuple(map(tuple, candidate))
         if costs.launch:  # then a receive takes time of the host, so its place counts
             nodes = receiving_in_order(nodes, chains)
         spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
@@ -88,13 +99,13 @@ def fastest(
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []
         for order, policy, candidate in _candidates(program, chains, costs, overlap, counts_block):
-            plan = played(order, candidate)
+            found = list(played(order, candidate))
             if policy is not None:
-                ends.append((plan.predicted, policy))
-            yield plan
+                ends.append((min(plan.predicted for plan in found), policy))
+            yield from found
         if counts_block and costs.launch:
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
-                yield played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
+                yield from played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
 
     best: dict[str, Plan] = {}
     for plan in filter(lambda plan: plan.fits(rooms), plans()):

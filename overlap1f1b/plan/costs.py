@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from overlap1f1b.plan.node import PARTED, RECOMPUTE_OF, Node, Op
+from overlap1f1b.plan.node import OF_PARAMETERS, PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
 
 CostKey = tuple[Op, Kind, int, int, int, int]
@@ -34,6 +34,8 @@ def cost_key(node: Node) -> CostKey:
     """Return the key of a node's cost: the same for every microbatch and pipe; for a transfer its stage."""
     if node.op is Op.SEND:
         return Op.SEND, node.kind, node.stage, 0, 0, 0
+    if node.op in OF_PARAMETERS:
+        return node.op, node.kind, node.stage, node.block, 0, 0
     return node.op, node.kind, node.stage, node.block, node.call, node.part
 
 
@@ -132,6 +134,7 @@ class NodeCosts:
         aggregate: float = 0.0,
         dense: float = 0.0,
         reduce: float = 0.0,
+        gather: float = 0.0,
         send: float = 0.0,
         shared_links: bool = False,
         launch: float = 0.0,
@@ -147,6 +150,7 @@ class NodeCosts:
         table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
         table |= {(RECOMPUTE_OF[op], Kind.I): float(cost) for op, cost in weighted.items()}
         table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
+        table[Op.GATHER, Kind.W] = float(gather)
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)
 

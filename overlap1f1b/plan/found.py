@@ -17,7 +17,7 @@ from overlap1f1b.plan.compiler import compile
 from overlap1f1b.plan.costs import NodeCosts, cost_key
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.plan.node import RECOMPUTES, Node, Op, Resource
-from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_reductions
+from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Plan, most_open
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
@@ -164,7 +164,7 @@ class _Search:
         self.programs = self._programs()
         self.random = Random(SEED)
         # The times are played again only where they differ from the scheduler's.
-        reduced = any(block.reduced for stage in chains.shapes for block in stage)
+        reduced = any(block.reduced or block.gathered for stage in chains.shapes for block in stage)
         self.plays = bool(costs.launch) or costs.shared_links or reduced
 
     def run(self) -> list[Plan]:
@@ -195,7 +195,7 @@ class _Search:
         ranks, end = self._schedule(priorities, limit)
         self.budget -= sum(map(len, ranks))
         if self.plays and end < float("inf"):
-            end = self._end([with_reductions(nodes, self.chains) for nodes in ranks])
+            end = self._end(_with_parameters(ranks, self.chains))
         self.played += 1
         least = LEAST_TRIES + len(self.programs[:LIKE])
         self.progress(min(self.played / least, 1 - self.budget / max(1, self.whole), 1.0) / 2)
@@ -318,13 +318,17 @@ class _Search:
 
 def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:
     """Return the plan of nodes that are scheduled freely, with the program of their actions in order of their begin."""
-    ranks = [with_reductions(nodes, chains) for nodes in ranks]
+    ranks = _with_parameters(ranks, chains)
     begun = [list(filter(_begins, nodes)) for nodes in ranks]
     rows = tuple(tuple(dict.fromkeys(map(_action, nodes))) for nodes in begun)
     program = Program(AUTO, microbatches, rows, (0,) * len(rows), chains.placement)
     overlap = max(most_open(nodes, _action) for nodes in begun)
     plan = Plan(program, overlap, "found", chains.shapes, receiving_in_order(ranks, chains), float("inf"))
     return replace(plan, program=replace(program, peak_activations=tuple(map(plan.live, range(len(ranks))))))
+
+
+def _with_parameters(ranks: Sequence[Sequence[Node]], chains: Chains) -> list[list[Node]]:
+    return [with_gathers(with_reductions(nodes, chains), chains) for nodes in ranks]
 
 
 def _begins(node: Node) -> bool:

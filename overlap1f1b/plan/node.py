@@ -13,7 +13,8 @@ class Op(StrEnum):
     """Sub-ops of a block, in forward order; ``DENSE`` is a whole block without experts.
 
     ``SEND`` and ``RECEIVE`` pass activations and gradients between stages of different ranks. ``RECOMPUTE_…`` runs the
-    forward of its sub-op again, as a part of the backward, because the activations were dropped.
+    forward of its sub-op again, as a part of the backward, because the activations were dropped. ``GATHER`` brings the
+    sharded parameters of a block, ``RELEASE`` frees them.
     """
 
     DENSE = "dense"
@@ -24,6 +25,8 @@ class Op(StrEnum):
     COMBINE = "combine"
     AGGREGATE = "aggregate"
     REDUCE = "reduce"
+    GATHER = "gather"
+    RELEASE = "release"
     SEND = "send"
     RECEIVE = "receive"
     RECOMPUTE_DENSE = "recompute_dense"
@@ -49,6 +52,8 @@ RESOURCE_OF = dict.fromkeys(Op, Resource.COMPUTE) | {
     Op.DISPATCH: Resource.EXCHANGE,
     Op.COMBINE: Resource.EXCHANGE,
     Op.REDUCE: Resource.EXCHANGE,
+    Op.GATHER: Resource.EXCHANGE,
+    Op.RELEASE: Resource.CONTROL,
     Op.SEND: Resource.PEER,
     Op.RECEIVE: Resource.PEER,
 }
@@ -63,6 +68,9 @@ SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
 CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
 """Sub-ops whose backward may contribute to gradients of parameters."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
+OF_PARAMETERS = frozenset((Op.REDUCE, Op.GATHER, Op.RELEASE))
+"""Sub-ops of a block's parameters: they belong to no action. Their kind is W, and their microbatch the last one that
+contributes to the gradients, or the one for which the parameters are gathered."""
 _DROPPED: dict[Recompute, tuple[Op, ...]] = {
     "none": (),
     "experts": (Op.EXPERTS,),
@@ -82,8 +90,8 @@ class Node(NamedTuple):
     >>> str(Node(Op.EXPERTS, Kind.W, microbatch=3, block=1))
     'experts.w[1] m3'
 
-    ``block`` counts the stage's blocks, ``call`` a block's calls of experts (or its own exchanges of the same sub-op),
-    ``part`` the parts of a call; weight gradients of all parts are one node.
+    ``block`` counts the stage's blocks, ``call`` a block's calls of experts (or its own exchanges of a sub-op, or
+    its gathers), ``part`` the parts of a call; weight gradients of all parts are one node.
     """
 
     op: Op
@@ -142,6 +150,7 @@ class BlockShape(NamedTuple):
         parts: Parts of the tokens of each call of experts, each with exchanges of its own: the exchange of one part
             travels behind the experts of another.
         experts_split: Whether weight gradients of the experts can be computed apart; frozen experts have none.
+        gathered: Whether its parameters are sharded, and gathered and released inside a step.
     """
 
     expert_calls: int
@@ -151,6 +160,7 @@ class BlockShape(NamedTuple):
     exchanges: tuple[Op, ...] = ()
     parts: int = 1
     experts_split: bool = True
+    gathered: bool = False
 
     def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""

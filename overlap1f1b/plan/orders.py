@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.node import CONTRIBUTING, Node, Op
+from overlap1f1b.plan.node import CONTRIBUTING, Node, Op, Resource
 from overlap1f1b.schedule import Action, Kind, Pair, Slot
 
 
@@ -52,6 +54,49 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
         if last.get((node.pipe, node.stage, node.block)) == index:
             reduced.append(node._replace(op=Op.REDUCE, kind=Kind.W, call=0, part=0))
     return reduced
+
+
+def uses_parameters(node: Node, chains: Chains) -> bool:
+    """Return whether a node computes with parameters that are gathered inside the step; weight gradients need none."""
+    gathered = chains.shapes[node.stage][node.block].gathered
+    return gathered and node.kind is not Kind.W and node.resource is Resource.COMPUTE
+
+
+def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.inf) -> list[Node]:
+    """Add gathers and releases, so that the sharded parameters of at most ``at_once`` blocks are there at a time.
+
+    Where there is no room the block leaves whose next use is the furthest, right behind its last one; the gather
+    follows at once, behind the computation in between, but only two gathers ahead of their uses. With infinite room
+    each block is gathered once, and released behind its last use.
+    """
+    nodes = list(nodes)
+    uses = {at: (node.stage, node.block) for at, node in enumerate(nodes) if uses_parameters(node, chains)}
+    following, coming = dict[int, float](), dict[tuple[int, int], int]()
+    for at in reversed(uses):
+        following[at], coming[uses[at]] = coming.get(uses[at], math.inf), at
+    here: dict[tuple[int, int], tuple[float, int, Node]] = {}  # next and last use, and the gather
+    added, gathers, begun = dict[int, list[Node]](), Counter[tuple[int, int]](), [0, 0]
+
+    def release(place: tuple[int, int]) -> int:
+        _, last, gather = here.pop(place)
+        added.setdefault(last + 1, []).append(gather._replace(op=Op.RELEASE))
+        return last + 1
+
+    launched = 0  # gathers keep the order of their first uses
+    for at, place in uses.items():
+        if place not in here:
+            room = release(max(here, key=lambda one: here[one][0])) if len(here) >= at_once else 0
+            launched = max(launched, room, begun[-2])
+            gather = nodes[at]._replace(op=Op.GATHER, kind=Kind.W, call=gathers[place], part=0)
+            added.setdefault(launched, []).append(gather)
+            gathers[place] += 1
+            begun.append(at)
+        else:
+            gather = here[place][2]
+        here[place] = following[at], at, gather
+    for place in list(here):
+        release(place)
+    return [node for at in range(len(nodes) + 1) for node in (*added.get(at, ()), *nodes[at : at + 1])]
 
 
 def sent_messages(ranks: Sequence[Iterable[Node]], chains: Chains) -> dict[tuple[int, int], list[Node]]:

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, cast
 
-from overlap1f1b.plan.node import Node, Op, Resource, StageShape
+from overlap1f1b.plan.node import OF_PARAMETERS, Node, Op, Resource, StageShape
 from overlap1f1b.schedule import Action, Kind, Program
 
 Overlap = Literal["serial", "pairs"] | int
@@ -61,6 +62,11 @@ class Plan:
         ranks = tuple(tuple(node for node in nodes if node.op is not Op.REDUCE) for nodes in self.ranks)
         return replace(self, shapes=shapes, ranks=ranks)
 
+    def gathered(self, rank: int) -> int:
+        """Return the most blocks of a rank whose parameters are gathered at once; 0 if no node gathers any."""
+        now = accumulate((node.op is Op.GATHER) - (node.op is Op.RELEASE) for node in self.ranks[rank])
+        return max(now, default=0)
+
     @property
     def peak_held(self) -> int:
         """Peak number of (stage, microbatch) between forward and last weight gradient, over all ranks."""
@@ -85,7 +91,7 @@ class Plan:
         Only backwards that the program splits count: the weight gradients of a B are held with its activations.
         """
         split = {microbatch_of(action) for action in self.program.actions(rank) if action.kind is Kind.I}
-        nodes = [node for node in self.ranks[rank] if microbatch_of(node) in split and node.op is not Op.REDUCE]
+        nodes = [node for node in self.ranks[rank] if microbatch_of(node) in split and node.op not in OF_PARAMETERS]
         return most_open(nodes, microbatch_of, opens=ends_backward, closes=lambda node: node.kind is Kind.W)
 
 

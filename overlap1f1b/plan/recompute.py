@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from overlap1f1b.plan.costs import Cost, CostKey, Held, NodeCosts
-from overlap1f1b.plan.node import RECOMPUTES, Op, Recompute, StageShape
+from overlap1f1b.plan.node import OF_PARAMETERS, RECOMPUTES, Recompute, StageShape
 from overlap1f1b.schedule import Kind
 
 Measured = Mapping[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]]
@@ -68,7 +68,7 @@ def balanced(held: Mapping[CostKey, Held]) -> dict[CostKey, Held]:
     """Return what nodes hold so that a microbatch leaves nothing behind; the last node of each stage takes the rest."""
     found, left, last = dict(held), dict[int, float](), dict[int, CostKey]()
     for key, of in held.items():
-        if key[0] is not Op.REDUCE:
+        if key[0] not in OF_PARAMETERS:
             left[key[2]], last[key[2]] = left.get(key[2], 0.0) + of.kept, key
     for stage, key in last.items():
         found[key] = found[key]._replace(kept=found[key].kept - left[stage])

@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from overlap1f1b.plan import Node, Op, Resource
+from overlap1f1b.plan import OF_PARAMETERS, Node, Op, Resource
 from overlap1f1b.plan.clock import destination
 from overlap1f1b.plan.intervals import Interval, Intervals, difference, intersection, union
 from overlap1f1b.profiling.figures import Lanes
@@ -34,7 +34,7 @@ def late_peers(ranks: Sequence[Recording]) -> dict[StepRecord, Intervals]:
             over_experts = sharing("ep", recording)
             for index, first, last in recording.exchanges(step).whole:
                 node = recording.names[index]
-                alone = not isinstance(node, Node) or node.op is Op.REDUCE
+                alone = not isinstance(node, Node) or node.op in OF_PARAMETERS
                 key = (node, place if alone else over_experts)
                 posted.setdefault(key, []).append((place, first + by, last + by))
         waiting, moving = ([list[Interval]() for _ in steps] for _ in range(2))
@@ -87,7 +87,7 @@ def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
     over_experts, over_stages = sharing("ep", recording), sharing("pp", recording)
     for what, _, end in step.flights.whole:
         node = recording.names[what]
-        if not isinstance(node, Node) or node.op is Op.REDUCE:
+        if not isinstance(node, Node) or node.op in OF_PARAMETERS:
             continue
         if node.resource in EXCHANGES:
             arrived[node, over_experts] = end

@@ -22,7 +22,7 @@ class Timed(Protocol):
 
 T = TypeVar("T", bound=Timed)
 
-LETTERS = dict(zip(Op, "MANDECGRSVMAE", strict=True))
+LETTERS = dict(zip(Op, "MANDECGRPXSVMAE", strict=True))
 """The letter of each sub-op in a drawing."""
 
 LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}

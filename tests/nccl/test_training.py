@@ -39,16 +39,16 @@ def test_exchanges_of_a_model_s_own(ranks2: Ranks, way: str) -> None:
     assert ranks2.run(_own_exchanges, way) == [[], []]
 
 
-def _fsdp2(rank: int, size: int) -> list[str]:
+def _fsdp2(rank: int, size: int, options: dict[str, Any]) -> list[str]:
     torch.set_default_dtype(torch.float64)
     try:
         with on_nccl(rank, size, dp=size, ep=1) as (mesh, device):
-            return _differences(mesh, device, rank, size)
+            return _differences(mesh, device, rank, size, options)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int) -> list[str]:
+def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int, options: dict[str, Any]) -> list[str]:
     """Gradients that differ between orders of a program, or from FSDP2's own loop, which sums in other kernels."""
     data = [tensor.to(device) for tensor in models.batch(3, seed=rank)]
 
@@ -61,7 +61,7 @@ def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int) -
     expected, problems = own_loop(sharded(), (data[0], data[1]), 3, size), []
     for program in programs(3):
         model, serial = sharded(), {}
-        with engine_over(model, program, mesh) as engine:
+        with engine_over(model, program, mesh, **options) as engine:
             for overlap in OVERLAPS:
                 model.zero_grad()
                 engine.plan = compile(program, engine.shapes, COSTS, overlap)
@@ -76,8 +76,10 @@ def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int) -
     return problems
 
 
-def test_fsdp2(ranks2: Ranks) -> None:
-    assert ranks2.run(_fsdp2) == [[], []]
+@pytest.mark.parametrize("options", [{}, {"costs": None, "memory": "1TB"}])
+def test_fsdp2(ranks2: Ranks, options: dict[str, Any]) -> None:
+    """Parameters stay gathered for a step; or nodes gather them, of two blocks at a time."""
+    assert ranks2.run(_fsdp2, options) == [[], []]
 
 
 class Training:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 from overlap1f1b.plan import BlockShape, Node, Op, Place, Plan
 from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
+GATHERS = (Op.GATHER, Op.RELEASE)
 EXCHANGES = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
@@ -106,6 +108,9 @@ def expected_nodes(plan: Plan, rank: int) -> Counter[Node]:
 
 def broken_rules(plan: Plan) -> Iterator[str]:
     """What is wrong with a plan; nothing if it may be played."""
+    for rank, nodes in enumerate(plan.ranks):
+        yield from _broken_gathers(plan, rank, nodes)
+    plan = replace(plan, ranks=tuple(map(without_gathers, plan.ranks)))
     if any(Counter(nodes) != expected_nodes(plan, rank) for rank, nodes in enumerate(plan.ranks)):
         yield "the nodes are not those of the step"
         return
@@ -124,6 +129,28 @@ def broken_rules(plan: Plan) -> Iterator[str]:
     for held in (False, True):
         if not finishes(plan, held=held):
             yield f"ranks wait for each other, sends {'held' if held else 'buffered'}"
+
+
+def without_gathers(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """The nodes but those that gather parameters and release them."""
+    return tuple(node for node in nodes if node.op not in GATHERS)
+
+
+def _broken_gathers(plan: Plan, rank: int, nodes: Iterable[Node]) -> Iterator[str]:
+    """Blocks that are gathered compute between a gather and a release; others have neither."""
+    here: set[tuple[int, int]] = set()
+    for node in nodes:
+        place = node.stage, node.block
+        mine = any(rank_of(plan, pipe, node.stage) == rank for pipe in range(len(plan.program.placement.pipes)))
+        known = mine and node.block < len(plan.shapes[node.stage]) and plan.shapes[node.stage][node.block].gathered
+        if node.op in GATHERS:
+            if not known or (place in here) is (node.op is Op.GATHER):
+                yield f"{node} where it is no use"
+            here ^= {place}
+        elif (
+            known and node.op not in (*EXCHANGES, Op.SEND, Op.RECEIVE) and node.kind is not Kind.W and place not in here
+        ):
+            yield f"{node} without parameters"
 
 
 def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:

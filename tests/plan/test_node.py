@@ -35,8 +35,13 @@ def test_text(node: Node, text: str) -> None:
 
 def test_lanes() -> None:
     lanes = {op: Node(op, Kind.F, 0, 0).resource for op in Op}
-    assert {op for op, lane in lanes.items() if lane is Resource.EXCHANGE} == {Op.DISPATCH, Op.COMBINE, Op.REDUCE}
-    assert {op for op, lane in lanes.items() if lane is Resource.CONTROL} == {Op.COUNTS}
+    assert {op for op, lane in lanes.items() if lane is Resource.EXCHANGE} == {
+        Op.DISPATCH,
+        Op.COMBINE,
+        Op.REDUCE,
+        Op.GATHER,
+    }
+    assert {op for op, lane in lanes.items() if lane is Resource.CONTROL} == {Op.COUNTS, Op.RELEASE}
     assert {op for op, lane in lanes.items() if lane is Resource.COMPUTE} == {
         Op.DENSE,
         Op.ATTENTION,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import inf
 from textwrap import dedent
+from unittest.mock import patch
 
 import pytest
 
-from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, StageShape
-from overlap1f1b.plan.orders import launched_early, pairs, serial, with_reductions
-from overlap1f1b.schedule import Kind
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, StageShape, check, compile
+from overlap1f1b.plan.orders import launched_early, pairs, serial, with_gathers, with_reductions
+from overlap1f1b.schedule import Kind, build_schedule
+from overlap1f1b.simulation import play_nodes
 from tests.plan.cases import DENSE, MOE, chains_of, play
 from tests.plan.drawing import drawn, lines
+from tests.plan.tries import all_tries
 from tests.programs import combined_1f1b, sequential
 
 # Unit times; what the picture of Megatron-Core's merged step shows over two columns takes two.
@@ -209,3 +215,44 @@ def test_exchanges_are_launched_behind_what_they_need_in_their_order() -> None:
     other = [node._replace(microbatch=1) for node in chain]
     order = [*chain[:3], *other[:3], chain[3], other[3], chain[4], other[4]]
     assert launched_early(order) == [*chain[:4], *other[:4], chain[4], other[4]]
+
+
+GATHERS = (Op.GATHER, Op.RELEASE)
+
+
+def _at_once(nodes: Iterable[Node]) -> list[int]:
+    return list(accumulate((node.op is Op.GATHER) - (node.op is Op.RELEASE) for node in nodes))
+
+
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
+@pytest.mark.parametrize("room", [1, 2, 3, inf])
+def test_gathers_leave_the_order_and_keep_within_their_room(overlap: Overlap, room: float) -> None:
+    shape = tuple(BlockShape(number % 2, gathered=number != 1) for number in range(5))
+    program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
+    plan = compile(program, shape, COSTS, overlap)
+    nodes = [node for node in plan.nodes if node.op not in GATHERS]
+    gathered = with_gathers(nodes, chains_of(shape), room)
+    assert [node for node in gathered if node.op not in GATHERS] == nodes
+    assert (max(_at_once(gathered)), _at_once(gathered)[-1]) == (min(room, 4), 0)
+    assert [node.op for node in gathered].count(Op.GATHER) == 4 or room < 4
+    check(replace(plan, ranks=(tuple(gathered),)))
+    at = next(at for at, node in enumerate(gathered) if node.op is Op.GATHER)
+    for wrong in (gathered[:at] + gathered[at + 1 :], gathered[:at] + gathered[at : at + 1] + gathered[at:]):
+        with pytest.raises(ValueError, match=r"comes where nothing has gathered it|comes a second time|to no action"):
+            check(replace(plan, ranks=(tuple(wrong),)))
+
+
+@pytest.mark.parametrize(("exchange", "gather", "longer"), [(0, 7.6, 1.04), (5, 14.8, 1.02)])
+def test_gathers_of_two_blocks_at_a_time_are_hidden(exchange: float, gather: float, longer: float) -> None:
+    """All gathers together take half as long as all compute, and the step hardly longer than without them."""
+    program, blocks = build_schedule("combined_1f1b", microbatches=8, extra_warmup=0), 6
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=exchange, gather=gather)
+    with all_tries(), patch("overlap1f1b.plan.compiler.GATHERED", (2.0,)):
+        plain = compile(program, (BlockShape(1),) * blocks, costs, 3)
+        plan = compile(program, (BlockShape(1, gathered=True),) * blocks, costs, 3)
+    assert plan.gathered(0) == 2
+    timeline = play_nodes(plan, costs)
+    figures = timeline.ranks[0].by_exchange()["gather.w"]
+    assert figures.exchange == pytest.approx(0.5 * timeline.busy(0), rel=0.05)
+    assert figures.hidden_fraction >= 0.8
+    assert plan.predicted <= longer * plain.predicted

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
@@ -40,7 +41,7 @@ class ByteCount(TorchDispatchMode):
         self._device, self._gpu = device, devices.of(device)
         self.before = self.peak = 0
         self._bytes = self._most = 0
-        self._here: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._here: dict[int, tuple[StorageWeakRef, int, int]] = {}  # with the bytes at the start, and those since
         self._level = 0  # when the last node had ended
         self._noted: dict[Node, Held] = {}
 
@@ -52,7 +53,7 @@ class ByteCount(TorchDispatchMode):
         gc.collect()
         self.meet(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
         self.before = self._bytes
-        self._here = {key: (storage, 0) for key, (storage, _) in self._here.items()}
+        self._here = {key: (storage, of, 0) for key, (storage, _, of) in self._here.items()}
         self._bytes = self._most = 0
         super().__enter__()
         return self
@@ -74,18 +75,23 @@ class ByteCount(TorchDispatchMode):
         return result
 
     def meet(self, tensors: Iterable[Tensor]) -> None:
-        """Count the storages of tensors that are not known yet."""
+        """Count the storages of tensors that are not known yet, or have another size now."""
         for tensor in list(tensors):
             if tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)  # while it is held, no other storage gets its address
-                if reference.cdata not in self._here:
-                    self._here[reference.cdata] = reference, (size := storage.nbytes())
-                    self._bytes += size
+                held, before, since = self._here.get(reference.cdata, (reference, 0, 0))
+                if (now := storage.nbytes() - before) != since or held is reference:
+                    self._here[reference.cdata] = held, before, now
+                    self._bytes += now - since
 
     def _forget(self) -> None:
-        for key in [key for key, (storage, _) in self._here.items() if storage.expired()]:
-            self._bytes -= self._here.pop(key)[1]
+        for key, (reference, before, since) in list(self._here.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(key)
+            if storage is None:
+                self._bytes -= self._here.pop(key)[2]
+            elif (now := storage.nbytes() - before) != since:  # as FSDP2 has released it
+                self._here[key], self._bytes = (reference, before, now), self._bytes + now - since
 
     def read(self) -> tuple[int, int]:
         """Return the bytes now, and the most since this was called before."""
@@ -110,12 +116,18 @@ class ByteCount(TorchDispatchMode):
     def came(self, node: Node, received: Mapping[Place, Any]) -> None:
         """Note what the exchanges before a node have brought, which another thread has allocated, as held by them."""
         for (op, call, part), brought in received.items() if self._gpu is None else ():
-            before, _ = self.read()
-            self.meet(leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
-            more, exchange = self.read()[0] - before, node._replace(op=op, call=call, part=part)
-            kept, top, _ = self._noted.get(exchange, Held())
-            self._noted[exchange] = Held(kept + more, max(top, kept + more))
-            self._level += more
+            with self.held_by(node._replace(op=op, call=call, part=part)):
+                self.meet(leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
+
+    @contextmanager
+    def held_by(self, node: Node) -> Iterator[None]:
+        """Note what the body allocates as held by a transfer, not by the node that waits for it."""
+        before, _ = self.read()
+        yield
+        now, most = self.read()
+        kept, top, _ = self._noted.get(node, Held())
+        self._noted[node] = Held(kept + now - before, max(top, kept + most - before))
+        self._level += now - before
 
     def by_node(self) -> dict[CostKey, Held]:
         """Return what nodes hold: of each the median over microbatches; what the first holds more is counted apart."""

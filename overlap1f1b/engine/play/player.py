@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -16,11 +16,12 @@ from overlap1f1b.engine.graph.autograd import accumulate
 from overlap1f1b.engine.play.device import StepTimes
 from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.play.memory import ByteCount
+from overlap1f1b.engine.reduce.fsdp import Gathers
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.again import RecomputedRun
 from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.plan import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
+from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
@@ -61,6 +62,7 @@ class Player:
         exchange: Between the ranks that share the experts.
         boundary: Carries out the ``send`` and ``receive`` nodes.
         reductions: Carry out the ``reduce`` nodes.
+        gathers: Carry out the ``gather`` and ``release`` nodes.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early.
 
@@ -85,6 +87,7 @@ class Player:
         exchange: Exchange,
         boundary: Boundary | None = None,
         reductions: Sequence[Reduction] = (),
+        gathers: Gathers | None = None,
         watch: Watch | None = None,
         fills: bool = True,
     ) -> None:
@@ -105,7 +108,7 @@ class Player:
             (Op.DISPATCH, Kind.I): back,
         }
         self.failures = failures
-        self.boundary, self.reductions = boundary, reductions
+        self.boundary, self.reductions, self.gathers = boundary, reductions, gathers
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.compute: Compute = compute
@@ -223,6 +226,11 @@ class Player:
         received = self._await_input(node, microbatch) if takes else {}
         if self._notes and self.count is not None:
             self.count.came(node, received)
+        if self.gathers is not None and (gather := self.gathers.coming(node)) is not None:
+            self._fill((gather,))
+            noted = self.count if self._notes else None
+            with nullcontext() if noted is None else noted.held_by(gather.node):
+                self.gathers.take(node)
         # 3. Compute.
         start, times = time.perf_counter(), self._times
         if times is not None and self.before_launch is not None:
@@ -250,10 +258,13 @@ class Player:
         coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
         if not coming and receiving is None:
             return {}
-        if self._filler is not None and self.position is not None:
-            flights = coming.values() if receiving is None else (*coming.values(), receiving)
-            self._filler.fill(flights, self.position)
+        self._fill(coming.values() if receiving is None else (*coming.values(), receiving))
         return microbatch.await_input(node.kind, coming)
+
+    def _fill(self, flights: Iterable[Flight[Any]]) -> None:
+        """Run weight gradients early until these transfers have arrived."""
+        if self._filler is not None and self.position is not None:
+            self._filler.fill(flights, self.position)
 
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play a node, and note when the thread had launched it."""
@@ -294,10 +305,16 @@ class Player:
             self._since = max(self._since, counts.read)
 
     def _start_transfer(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Start a reduction, a transfer between stages, or an exchange."""
+        """Start a reduction, a gather, a transfer between stages, or an exchange; release what was gathered."""
         if node.op is Op.REDUCE:
             for reduction in self.reductions:
                 self.flights += reduction.launch(node)
+        elif node.op in OF_PARAMETERS:
+            assert self.gathers is not None
+            if node.op is Op.GATHER:
+                self.flights.append(self.gathers.launch(node))
+            else:
+                self.gathers.release(node)
         elif RESOURCE_OF[node.op] is Resource.PEER:
             self._send_or_receive(node, microbatches)
         else:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from overlap1f1b.engine.bits import local_part
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.play.player import Around, Issue
-from overlap1f1b.plan import About, ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
+from overlap1f1b.plan import OF_PARAMETERS, About, ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
 from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.schedule import Action, Kind, Program
 from overlap1f1b.transport.lanes import Flight
@@ -259,7 +259,7 @@ class Recorder:
                 yield RecordedSpan(found, flight.departed_at, flight.arrived_at, lane)
 
     def _action(self, node: Node) -> Action | None:
-        if node.op is Op.REDUCE:
+        if node.op in OF_PARAMETERS:
             return None
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
 

@@ -2,14 +2,16 @@
 
 ``fully_shard`` and ``replicate`` gather a module's parameters in its forward and reduce their gradients in its
 backward, by hooks that expect one microbatch at a time, backward after forward. The engine keeps several microbatches
-open in each module, and cuts their backwards into parts. So while it plays, the parameters stay gathered, and the hooks
-only cast for mixed precision; :class:`ShardedReducer` starts the reductions.
+open in each module, and cuts their backwards into parts. So while it plays, the hooks only cast for mixed precision;
+:class:`ShardedReducer` starts the reductions. Parameters stay gathered, or, under a limit of memory, are gathered and
+released by nodes of the plan, see :class:`Gathers`.
 
 This file reads private attributes of torch: FSDP2 has no public calls for it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,15 +27,19 @@ from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from overlap1f1b.engine.reduce.reduction import BlockKey, Reduction
+from overlap1f1b.engine.run.model import options_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.groups import abort, limit
 from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.mesh import lines_of
+from overlap1f1b.transport.streams import DeviceStream, ThreadMark
 from overlap1f1b.transport.versions import release
 
 ParameterGroup = Any  # torch's FSDPParamGroup, which is not public
@@ -52,9 +58,10 @@ class Sharding:
     >>> with sharding.gathered():
     ...     stage = Stage(model, exchange)  # sees whole parameters, the same objects in every step
 
-    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is. Modules
-    are gathered in one order, each at most :attr:`ahead` before its first forward. All share one communication context,
-    that is FSDP2's streams, and two buffers for reductions, so that compute does not wait for the one before.
+    Parameters stay gathered from the first node of a step to the last, whatever ``reshard_after_forward`` is, unless
+    nodes gather those of their block. Modules are gathered in one order, each at most :attr:`ahead` before its first
+    forward. All share one communication context, that is FSDP2's streams, and two buffers for reductions, so that
+    compute does not wait for the one before.
 
     Args:
         models: Each an ``nn.Sequential`` or a list of blocks, in the same order on all ranks that hold them.
@@ -86,7 +93,10 @@ class Sharding:
         self._modules = _by_state(m for root in roots for m in root.modules() if isinstance(m, FSDPModule))
         self._uncalled = {id(model) for model in models}
         self.groups: list[ParameterGroup] = [group for m in self._modules for group in _groups(m)]
-        self._handles: list[Any] = []
+        self._whole, self._handles = self._modules, list[Any]()
+        """Modules that stay gathered for a step, and the gathers that were started for them."""
+        self.of_block: dict[BlockKey, list[FSDPModule]] = {}
+        """Modules inside one block each, whose parameters nodes may gather."""
         self._changes = ExitStack()
         """Hooks and settings while parameters are gathered."""
         self.ahead: int | None = AHEAD
@@ -144,36 +154,55 @@ class Sharding:
         for group in self.process_groups:
             abort(group)
 
-    def gather(self) -> None:
-        """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own."""
-        self._handles = []
+    def divide(self, stages: Mapping[int, Stage]) -> None:
+        """Let nodes gather what lies inside a single block, and tell the stages."""
+        blocks = {(n, at): block for n, stage in stages.items() for at, block in enumerate(stage.blocks)}
+        inside = {place: set(block.modules()) for place, block in blocks.items()}
+        # Their weight gradients are computed with the parameters, at any time.
+        whole = {p for p, held in inside.items() if options_of(blocks[p]).delays or any(map(is_parametrized, held))}
+        for module in self._modules:
+            called = _state(module)._modules
+            places = [place for place, held in inside.items() if not held.isdisjoint(called)]
+            if len(places) == 1 and places[0] not in whole and inside[places[0]].issuperset(called):
+                self.of_block.setdefault(places[0], []).append(module)
+        for number, stage in stages.items():
+            stage.gather({at for of, at in self.of_block if of == number})
+
+    def gather(self, by_nodes: Collection[BlockKey] = ()) -> None:
+        """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own.
+
+        Nodes gather those of the blocks ``by_nodes``; then all others start at once, as nodes may use their groups.
+        """
+        apart = {id(module) for place in by_nodes for module in self.of_block[place]}
+        self._whole, self._handles = [m for m in self._modules if id(m) not in apart], []
         self._set_buffers()
-        self._reach(0)
-        for number, module in enumerate(self._modules):
-            for called in _state(module)._modules:
-                hook = called.register_forward_pre_hook(partial(self._reach, number), prepend=True)
-                self._changes.enter_context(hook)
+        self._reach(len(self._whole) if by_nodes else 0)
+        for module in self._modules:
             # Else the end of a forward would reshard parameters that a suspended forward needs, and the end of a
             # backward would reduce incomplete gradients.
             _state(module)._training_state = TrainingState.PRE_BACKWARD
-        for number, module in enumerate(self._modules):
+        for number, module in enumerate(self._whole):
+            for called in _state(module)._modules:
+                hook = called.register_forward_pre_hook(partial(self._reach, number), prepend=True)
+                self._changes.enter_context(hook)
+        for number, module in enumerate(self._whole):
             if id(module) in self._uncalled:  # the engine calls its blocks alone
                 self._reach(number)
                 self._handles[number].wait()
 
     def _reach(self, number: int, *_: Any) -> None:
         """Start the gathers up to a module's, and the next few; a hook of the module, before FSDP2's own."""
-        last = len(self._modules) if self.ahead is None else number + 1 + self.ahead
-        for module in self._modules[len(self._handles) : last]:
+        last = len(self._whole) if self.ahead is None else number + 1 + self.ahead
+        for module in self._whole[len(self._handles) : last]:
             self._handles.append(module.unshard(async_op=True))  # one by one: a later one may fail
 
     def gather_rest(self) -> None:
         """Start all gathers that no forward has asked for, before something else uses their groups."""
-        self._reach(len(self._modules))
+        self._reach(len(self._whole))
 
     def wait(self) -> None:
-        """Wait until all parameters are gathered."""
-        for number in range(len(self._modules)):
+        """Wait until all parameters are gathered, but those that nodes gather."""
+        for number in range(len(self._whole)):
             self._reach(number)
             self._handles[number].wait()
 
@@ -192,13 +221,15 @@ class Sharding:
         self._handles = []
         self._changes.close()
         for module in self._modules:
+            for group in _groups(module):  # a node's gather that a step that failed has left never ends on other ranks
+                group._all_gather_result = None
             module.reshard()
             _state(module)._training_state = TrainingState.IDLE
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Run the body with all parameters whole."""
-        self.gather()
+    def gathered(self, by_nodes: Collection[BlockKey] = ()) -> Iterator[None]:
+        """Run the body with all parameters whole, but those of blocks that nodes gather."""
+        self.gather(by_nodes)
         try:
             self.wait()
             yield
@@ -325,6 +356,67 @@ def _outermost(module: nn.Module) -> Iterator[Any]:
 _SETTINGS = {"gradient_divide_factor": 1.0, "force_sum_reduction_for_comms": True, "reshard_after_backward": False}
 
 
+class Gathers:
+    """Gathers and releases of blocks inside a step, on the lane of the reductions, which may use the same groups.
+
+    The lane gathers into a buffer; the first computation that needs the parameters copies them out of it. A release
+    frees them; autograd has saved their storages, which the next gather fills again.
+    """
+
+    def __init__(self, sharding: Sharding, lane: Lane, device: torch.device) -> None:
+        self.sharding, self.lane = sharding, lane
+        self._stream = None if devices.of(device) is None else DeviceStream(device, priority=0)
+        self._coming: dict[BlockKey, Flight[None]] = {}
+
+    def launch(self, node: Node) -> Flight[None]:
+        """Start the gather of a node."""
+        groups, coming = self._groups(node), self._coming
+
+        def gather() -> None:
+            for group in groups if coming is self._coming else ():  # else the step has failed since
+                group.unshard(async_op=True)
+            for group in groups:
+                if (work := getattr(group._all_gather_result, "all_gather_work", None)) is not None:
+                    work.wait()
+
+        def post() -> Transfer[None]:
+            return _Held(None, job=gather) if self._stream is None else Transfer(None, mark=self._stream.run(gather))
+
+        flight = coming[node.stage, node.block] = self.lane.launch(node, post)
+        return flight
+
+    def coming(self, node: Node) -> Flight[None] | None:
+        """Return the gather that a node of compute has to wait for; None if there is none."""
+        return None if node.kind is Kind.W else self._coming.get((node.stage, node.block))
+
+    def take(self, node: Node) -> None:
+        """Wait for the parameters of a node's block."""
+        self._coming.pop((node.stage, node.block)).wait()
+        for group in self._groups(node):
+            buffer = getattr(group._all_gather_result, "all_gather_output", None)
+            group.wait_for_unshard()
+            if buffer is not None and self._stream is None:  # gloo's thread lets go of it a little later
+                buffer.untyped_storage().resize_(0)
+
+    def release(self, node: Node) -> None:
+        """Free the parameters of a node's block."""
+        for group in self._groups(node):
+            group.reshard()
+
+    def _groups(self, node: Node) -> list[ParameterGroup]:
+        return [group for module in self.sharding.of_block[node.stage, node.block] for group in _groups(module)]
+
+    def settle(self) -> None:
+        """Wait until no gather is under way."""
+        for flight in self._coming.values():
+            flight.check()
+            flight.order()
+
+    def forget(self) -> None:
+        """Drop what a step that failed has left."""
+        self._coming = {}
+
+
 class ShardedReducer(Reduction):
     """One reduction a parameter group of FSDP2, launched when the last contribution of all its blocks is in.
 
@@ -403,7 +495,7 @@ class ShardedReducer(Reduction):
                 if _sums_beside(held) and held._unsharded_param.requires_grad:
                     hook = held._unsharded_param.register_post_accumulate_grad_hook(partial(_accumulate, held))
                     self._changes.enter_context(hook)
-        self.sharding.gather()
+        self.sharding.gather(gathered_in(order))
 
     def launch(self, node: Node) -> list[Flight[None]]:
         # Reductions that this block completes, and reductions that waited for their turn behind them.
@@ -426,7 +518,7 @@ class ShardedReducer(Reduction):
 
         def post() -> Transfer[None]:
             if self.lane.background:
-                return _Held(None, reduce=group.post_backward)
+                return _Held(None, job=group.post_backward)
             group.post_backward()
             return Transfer(None)
 
@@ -460,12 +552,20 @@ class ShardedReducer(Reduction):
 
 @dataclass(slots=True)
 class _Held(Transfer[None]):
-    """A reduction of FSDP2 on gloo, which blocks its thread: the lane's."""
+    """A collective of FSDP2 on gloo, which blocks its thread: the lane's."""
 
-    reduce: Callable[[], None] = lambda: None
+    job: Callable[[], None] = lambda: None
 
     def receive(self, timeout: timedelta | None = None) -> None:
-        self.reduce()
+        self.mark = mark = ThreadMark()  # behind other collectives of the lane it begins later than it departs
+        mark.begun = time.perf_counter()
+        self.job()
+        mark.reach()
+
+
+def gathered_in(nodes: Iterable[Node]) -> set[BlockKey]:
+    """Return the blocks whose parameters nodes gather."""
+    return {(node.stage, node.block) for node in nodes if node.op is Op.GATHER}
 
 
 def _sums_beside(held: Any) -> bool:

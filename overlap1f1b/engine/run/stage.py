@@ -312,6 +312,10 @@ class Stage:
         )
         self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
 
+    def gather(self, blocks: Set[int]) -> None:
+        """Let nodes gather the sharded parameters of these blocks inside a step."""
+        self.shape = tuple(shape._replace(gathered=block in blocks) for block, shape in enumerate(self.shape))
+
     def state_of(self, block: int) -> ModuleAttributes | None:
         """Return what a block's forward keeps while it is suspended; None if it keeps nothing."""
         attributes = self.attributes[block]
