@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -227,7 +227,8 @@ class Player:
         if self._notes and self.count is not None:
             self.count.came(node, received)
         if self.gathers is not None and (gather := self.gathers.coming(node)) is not None:
-            self._fill((gather,))
+            if self._filler is not None and self.position is not None:
+                self._filler.fill((gather,), self.position)
             noted = self.count if self._notes else None
             with nullcontext() if noted is None else noted.held_by(gather.node):
                 self.gathers.take(node)
@@ -258,13 +259,10 @@ class Player:
         coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
         if not coming and receiving is None:
             return {}
-        self._fill(coming.values() if receiving is None else (*coming.values(), receiving))
-        return microbatch.await_input(node.kind, coming)
-
-    def _fill(self, flights: Iterable[Flight[Any]]) -> None:
-        """Run weight gradients early until these transfers have arrived."""
         if self._filler is not None and self.position is not None:
+            flights = coming.values() if receiving is None else (*coming.values(), receiving)
             self._filler.fill(flights, self.position)
+        return microbatch.await_input(node.kind, coming)
 
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play a node, and note when the thread had launched it."""

@@ -30,7 +30,7 @@ from overlap1f1b.engine.graph.segment import storage_of
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.crossing import eager
-from overlap1f1b.engine.run.microbatch import Microbatch, Tensors
+from overlap1f1b.engine.run.microbatch import Tensors
 from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.plan import Op
@@ -267,26 +267,24 @@ def _answered(_: Exchanged, *, own: bool = False) -> Any:
 class RecomputedRun(BlockRun):
     """The nodes of one block for one microbatch, with parts that are dropped and computed again in their own nodes."""
 
-    def __init__(self, microbatch: Microbatch, block: int) -> None:
-        super().__init__(microbatch, block)
-        shape, grad = self.stage.shape[block], microbatch.grad
-        self.drops_own, self.drops_experts = grad and shape.drops(shape.own), grad and shape.drops(Op.EXPERTS)
-        self.suspends |= self.drops_own
-        self.own: Again | None = None
-        """The block without its experts, if it is dropped."""
-        self.parts: dict[int, Again] = {}
-        """Experts that are dropped, by the number of their segment."""
+    own: Again | None = None
+    """The block without its experts, if it is dropped."""
+    parts: dict[int, Again]
+    """Experts that are dropped, by the number of their segment."""
 
-    def _run_module(self, *x: Tensor) -> Tensors:
-        forward = Forward.running()
-        if forward is not None and self.microbatch.grad:
+    def begin(self, forward: Forward) -> None:
+        self.parts = {}
+        if self.microbatch.grad:
             forward.again = self._part
-            forward.part = self._run_part if self.drops_own or self.drops_experts else None
-        if not self.drops_own:
-            return super()._run_module(*x)
-        self.own = Again(self, super()._run_module, x)
+        if self.drops_own or self.drops_experts:
+            forward.part = self._run_part
+        if self.drops_own:
+            forward.function = self._run_dropped
+
+    def _run_dropped(self, *x: Tensor) -> Tensors:
+        self.own = Again(self, self._run_module, x)
         with self.own.first():
-            return super()._run_module(*x)
+            return self._run_module(*x)
 
     def _part(self, *given: Any) -> AbstractContextManager[None]:
         if (graphs := self.stage.graphs) is not None:

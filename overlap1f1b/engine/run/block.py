@@ -71,7 +71,10 @@ class BlockRun:
         """Plain calls of ``all_to_all_single`` in the first step, whose rows no Function has claimed."""
         self.hides_plain = stage.foreign.hides_plain
         self.arrived: list[tuple[Tensor, Tensor]] = []
-        self.suspends = bool(self.exchanges) or self.seen is not None
+        shape, self.drops_own, self.drops_experts = stage.shape[block], False, False
+        if microbatch.grad and shape.recompute != "none":
+            self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
+        self.suspends = bool(self.exchanges) or self.seen is not None or self.drops_own
         """Whether its forward runs on a stack of its own."""
         self.again = False
         """Whether a part of its forward runs a second time."""
@@ -135,6 +138,7 @@ class BlockRun:
             if self.suspends:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
                 self.forward.hides = self.hides
+                self.begin(self.forward)
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
                 return self._carry(self.forward.start(tuple(given), self.stage.thread, grad=grad, mode=mode))
@@ -323,6 +327,9 @@ class BlockRun:
             microbatch.activations = tuple(passed)
         if not microbatch.grad:
             self._release(ends=self.is_last)
+
+    def begin(self, forward: Forward) -> None:
+        """Say what a forward on a stack of its own computes again."""
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
