@@ -97,14 +97,14 @@ def test_weight_gradients_are_of_what_was_not_quantized() -> None:
     assert not torch.equal(y, grouped_mm(rows.detach(), weight, counts))
 
 
+@torch.no_grad()
 def test_a_weight_that_was_kept_and_has_changed_is_quantized_anew() -> None:
     counts, rows, weight, grad = drawn([3, 0, 20])
     parameter, keeps = torch.nn.Parameter(weight), EightBits(TORCH, keeps=True)
     for _ in range(2):
         assert torch.equal(keeps.grouped_mm(rows, parameter, counts), EightBits(TORCH).grouped_mm(rows, weight, counts))
         assert torch.equal(keeps.input_grad(grad, parameter, counts), EightBits(TORCH).input_grad(grad, weight, counts))
-        with torch.no_grad():
-            parameter.mul_(-0.7)  # the memory of weight, too
+        parameter.mul_(-0.7)  # the memory of weight, too
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
