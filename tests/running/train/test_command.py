@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -196,7 +197,8 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
 def test_a_rank_that_is_suspended_while_ranks_start(rank: int, after: float) -> None:
     """At any moment: before it joins, or where it makes its engine."""
     run = Run("train", "--ep", "2", "--steps", 100_000, "--timeout", 2)
-    run.until(lambda: len(run.ranks()) == 2)
+    # A rank has a session of its own when Popen returns; its stand-in here, a fork, a moment later.
+    run.until(lambda: sum(os.getsid(rank.pid) == rank.pid for rank in run.ranks()) == 2)
     ranks = run.ranks()
     time.sleep(after)
     ranks[rank].suspend()
