@@ -110,7 +110,7 @@ class EightBits:
 
     def __init__(self, kernels: Kernels, *, keeps: bool = False) -> None:
         self._kernels, self._keeps = kernels, keeps
-        self._kept: dict[tuple[int, int, bool], tuple[Tensor, Quantized]] = {}  # each with its weight, as of a version
+        self._kept: dict[tuple[int, bool], tuple[Tensor, int, Quantized]] = {}  # each with its weight, as of a version
 
     def grouped_mm(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """Return :func:`grouped_mm`; the weight has any dtype, and is rounded to that of the rows before."""
@@ -121,13 +121,13 @@ class EightBits:
         return self._product(grad, self._quantized(weight, grad.dtype, transposed=True), counts)
 
     def _quantized(self, weight: Tensor, dtype: torch.dtype, *, transposed: bool) -> Quantized:
-        key = id(weight), weight._version, transposed
-        if key in self._kept:
-            return self._kept[key][1]
+        _, version, found = self._kept.get((id(weight), transposed), (None, None, None))
+        if found is not None and version == weight._version:
+            return found
         cast = weight.to(dtype)
-        found: Quantized = self._kernels(quantize_rows, cast.mT if transposed else cast)
+        found = self._kernels(quantize_rows, cast.mT if transposed else cast)
         if self._keeps and isinstance(weight, Parameter):  # another is made anew for each microbatch
-            self._kept[key] = weight, found
+            self._kept[id(weight), transposed] = weight, weight._version, found
         return found
 
     def _product(self, rows: Tensor, right: Quantized, counts: Sequence[int]) -> Tensor:
