@@ -171,8 +171,10 @@ REFUSED: dict[str, dict[str, tuple[object, ...]]] = {
 this holds: everywhere, in some chunks, or with a dispatcher.
 """
 
-TRACKER, KERNELS = "get_cuda_rng_tracker", "fused_weight_gradient_mlp_cuda"
-"""Function that returns the streams of random numbers, and module of the kernels that add to ``main_grad``."""
+RANDOM, TRACKER = "megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"
+"""Module of random numbers, and its function that returns their streams."""
+KERNELS = "fused_weight_gradient_mlp_cuda"
+"""Module of the kernels that add to ``main_grad``."""
 
 SIZES = {
     "pp": "pipeline_model_parallel_size",
