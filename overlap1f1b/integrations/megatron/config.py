@@ -119,12 +119,10 @@ class Config:
 
 def attribute_of(model: nn.Module, name: str) -> Any:
     """Return an attribute of a model or, through ``.module``, of the model that it wraps; None if none has it."""
-    while not hasattr(model, name):
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return getattr(model, name)
+    if hasattr(model, name):
+        return getattr(model, name)
+    inner = getattr(model, "module", None)
+    return attribute_of(inner, name) if isinstance(inner, nn.Module) else None
 
 
 def class_names(held: object) -> list[str]:

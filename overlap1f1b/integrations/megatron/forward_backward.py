@@ -285,8 +285,13 @@ class ForwardBackward:
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
-            if len(models) > 1:
-                _check_place(model, program, stage)
+            for name, wanted in (("pre_process", stage == 0), ("post_process", last)):
+                found = attribute_of(model, name) if len(models) > 1 else None
+                if isinstance(found, bool) and found != wanted:  # it embeds, or computes a loss, where others should
+                    raise ValueError(
+                        f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
+                        f"{program.placement.pipes[0]}; allowed: {wanted}"
+                    )
             chunks[stage] = chunk = Chunk(model, stage, last=last, exchanges=ep is not None, dispatcher=self.dispatcher)
             chunk.passes_last_input = passes and not last
         limit = self.options.limit
@@ -335,17 +340,6 @@ class ForwardBackward:
             what = f"{len(iterators)} data iterators" if several else f"one {type(data_iterator).__name__}"
             raise ValueError(f"{what} for {chunks} model chunks of {self.__name__}; allowed: a list of {chunks}")
         return iterators
-
-
-def _check_place(model: nn.Module, program: Program, stage: int) -> None:
-    """Raise ValueError if a chunk is built for another stage: it embeds or computes a loss where others should."""
-    for name, wanted in (("pre_process", stage == 0), ("post_process", stage == program.placement.stages - 1)):
-        found = attribute_of(model, name)
-        if isinstance(found, bool) and found != wanted:
-            raise ValueError(
-                f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
-                f"{program.placement.pipes[0]}; allowed: {wanted}"
-            )
 
 
 class Engines(WeakKeyDictionary[ForwardBackward, list["ChunkEngine"]]):
@@ -413,7 +407,7 @@ class ChunkEngine:
                     if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
                         attribute_of(model, "start_param_sync")(force_sync=True)
                 gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
-                stepping.enter_context(gradient_sync.stepping())
+                stepping.enter_context(gradient_sync)
                 engine.player.around = gradient_sync.around if gradient_sync.acts else None
                 stepping.callback(setattr, engine.player, "around", None)
             stepping.enter_context(losses.scaling_attached())

@@ -28,7 +28,7 @@ from overlap1f1b.transport.suspend import uncompiled
 
 # ---------------------------------------------------------------------------------------------------------- exchanges
 
-DISPATCHER = "MoEAlltoAllTokenDispatcher"
+ALLTOALL = "MoEAlltoAllTokenDispatcher"
 FLEX = "MoEFlexTokenDispatcher"
 LIBRARIES = ("fused_dispatch", "fused_combine", "hybrid_ep_dispatch", "hybrid_ep_combine")
 """Functions of :data:`DISPATCHERS` by which the flex dispatcher calls DeepEP and HybridEP."""
@@ -44,7 +44,7 @@ ORDER = "set_tensor_grad_fn_sequence_sr"
 def dispatchers_of(model: nn.Module) -> list[Any]:
     """Return the dispatchers of a model's MoE layers whose exchanges can be hidden: all-to-all, and flex."""
     held = (getattr(module, "token_dispatcher", None) for module in model.modules())
-    return [one for one in held if {DISPATCHER, FLEX}.intersection(class_names(one))]
+    return [one for one in held if {ALLTOALL, FLEX}.intersection(class_names(one))]
 
 
 def exchanging(dispatchers: Sequence[Any]) -> Iterator[Replacement]:
@@ -126,7 +126,7 @@ def _collecting(method: Callable[..., Any]) -> Callable[..., Any]:
         if not calls or len(results) != len(calls) or any(a is not b for a, b in zip(results, tensors, strict=True)):
             kinds = ", ".join(type(result).__name__ for result in results)
             raise RuntimeError(
-                f"{DISPATCHER}.{method.__name__} makes {len(calls)} all-to-alls and returns {kinds}; this version of "
+                f"{ALLTOALL}.{method.__name__} makes {len(calls)} all-to-alls and returns {kinds}; this version of "
                 "Megatron-Core is not known: allowed: 0.16"
             )
         group, _, *sizes = calls[0]

@@ -190,7 +190,7 @@ class Rewound(Iterator[Any]):
 class GradientSync:
     """A switch that lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk.
 
-    This holds for any order of nodes. ``no_sync_func`` is active for the whole step, except while gradients of a last
+    This holds for any order of nodes. ``no_sync_func`` is active in the context, except while gradients of a last
     microbatch are added. With ``grad_sync_func`` it stays active then too, and ``grad_sync_func`` is called for a chunk
     as soon as its gradients are complete, while the rest of the step continues.
     """
@@ -204,20 +204,14 @@ class GradientSync:
         backward = [node for node in nodes if node.resource is Resource.COMPUTE and node.kind is not Kind.F]
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
+        # Whether there is anything to switch; without it weight gradients may run early.
+        self.acts = bool(self._no_sync or self._grad_sync)
 
-    @property
-    def acts(self) -> bool:
-        """Whether there is anything to switch; without it weight gradients may run early."""
-        return bool(self._no_sync or self._grad_sync)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Suppress reductions inside the context of a step."""
+    def __enter__(self) -> None:
         self._hold()
-        try:
-            yield
-        finally:
-            self._held.close()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     @contextmanager
     def around(self, node: Node) -> Iterator[None]:

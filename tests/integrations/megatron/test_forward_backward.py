@@ -288,31 +288,6 @@ def test_timers_are_started_and_stopped() -> None:
     assert seen == [("forward-backward", False), "forward-backward"]
 
 
-def _varied(rank: int, size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    config = SimpleNamespace(variable_seq_lengths=True)
-    function = get_forward_backward_func(
-        pg_collection=ProcessGroups(pp=mesh.get_group("pp")), options=EngineOptions(costs=COSTS, timeout=30)
-    )
-    parts, reference = build(2, config=config), build(2)
-    problems = []
-    for step in range(3):
-        data = items(5, sequence=7 + step, varied=True, seed=step)
-        losses = plain(reference, data)
-        reports = call(function, [parts[rank]], data)
-        for report, loss in zip(reports, losses if rank else [], strict=True):
-            torch.testing.assert_close(report["loss"], loss)
-        for name, grad in grads_of(parts[rank]).items():
-            expected = grads_of(reference[rank])[name]
-            if not torch.allclose(grad, expected, rtol=1e-4, atol=1e-6):
-                problems.append(name)
-    return problems
-
-
-def test_variable_sequence_lengths(ranks2: Ranks) -> None:
-    assert ranks2.run(_varied) == [[]] * 2
-
-
 class Translator(nn.Module):
     """Part of an encoder-decoder model: two encoder stages, two decoder stages."""
 
