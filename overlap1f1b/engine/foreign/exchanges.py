@@ -23,19 +23,12 @@ from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
 
-Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
-"""Dtype of each tensor of an exchange, and shape of a row."""
 Forms = tuple[tuple[torch.dtype, int], ...]
-"""Dtype and number of dimensions of each tensor."""
+"""Dtype and number of dimensions of each tensor of an exchange."""
 
 
-def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
-    return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
-
-
-def forms_of(kinds: Kinds) -> Forms:
-    """Return the dtype and the number of dimensions of each tensor."""
-    return tuple([(dtype, 1 + len(shape)) for dtype, shape in kinds])
+def forms_of(tensors: Sequence[Tensor]) -> Forms:
+    return tuple([(tensor.dtype, tensor.ndim) for tensor in tensors])
 
 
 class Seen(NamedTuple):
@@ -43,7 +36,7 @@ class Seen(NamedTuple):
 
     send: list[int]
     receive: list[int]
-    kinds: Kinds
+    forms: Forms
     by_library: bool = False
     plain: bool = False
 
@@ -54,37 +47,22 @@ class ForeignExchange(NamedTuple):
     Args:
         op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
         back_of: Position of that exchange; -1 for a dispatch.
-        forms: Dtype and number of dimensions of each of its tensors.
-        shapes: Shape of a row of each tensor, with None for a size that is always the size of the exchange whose rows
-            it takes back; None if some sizes are neither this nor always the same, and for a dispatch.
     """
 
     op: Op
     back_of: int
     forms: Forms
-    shapes: tuple[tuple[int | None, ...], ...] | None
-
-    def behind(self, earlier: Kinds) -> Kinds | None:
-        """Return the kinds of its tensors, by the exchange whose rows it takes back; None if nothing tells them."""
-        if self.shapes is None:
-            return None
-        return tuple(
-            [
-                (dtype, torch.Size([earlier[tensor][1][at] if size is None else size for at, size in enumerate(shape)]))
-                for tensor, ((dtype, _), shape) in enumerate(zip(self.forms, self.shapes, strict=True))
-            ]
-        )
 
 
 class Shown(NamedTuple):
     """Observed exchanges of a block, the same in all microbatches so far.
 
     Args:
-        kinds: Tensors of all exchanges of each microbatch.
+        forms: Tensors of all exchanges of each microbatch.
         swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
     """
 
-    kinds: frozenset[tuple[Kinds, ...]]
+    forms: frozenset[tuple[Forms, ...]]
     swapped: frozenset[tuple[int, int]]
 
     @classmethod
@@ -96,11 +74,11 @@ class Shown(NamedTuple):
             for earlier, other in enumerate(every[:later])
             if (one.send, one.receive) == (other.receive, other.send)
         ]
-        return cls(frozenset([tuple([one.kinds for one in every])]), frozenset(swapped))
+        return cls(frozenset([tuple([one.forms for one in every])]), frozenset(swapped))
 
     def __and__(self, other: Shown) -> Shown:
         """Return what two microbatches have shown, or two ranks."""
-        return Shown(self.kinds | other.kinds, self.swapped & other.swapped)
+        return Shown(self.forms | other.forms, self.swapped & other.swapped)
 
 
 class Foreign:
@@ -204,46 +182,21 @@ def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
     Raises:
         ValueError: Microbatches have exchanges of other numbers, dtypes or dimensions; ``name`` is the block's.
     """
-    forms = {tuple(map(forms_of, every)) for every in shown.kinds}
-    if len(forms) > 1:
-        numbers = sorted({len(every) for every in shown.kinds})
+    if len(shown.forms) > 1:
+        numbers = sorted({len(every) for every in shown.forms})
         raise ValueError(
             f"{name} exchanges rows {' or '.join(map(str, numbers))} times, in microbatches that differ in numbers, "
             "dtypes or dimensions of exchanges; allowed: the same in each microbatch, on all ranks"
         )
     found, open_ = list[ForeignExchange](), list[int]()
-    for position, form in enumerate(forms.pop()):
+    for position, forms in enumerate(next(iter(shown.forms))):
         back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
         if back < 0:
             open_.append(position)
         else:
             open_.remove(back)
-        shapes = None if back < 0 else _shapes([(every[position], every[back]) for every in shown.kinds])
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, form, shapes))
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, forms))
     return tuple(found)
-
-
-def _shapes(every: Sequence[tuple[Kinds, Kinds]]) -> tuple[tuple[int | None, ...], ...] | None:
-    """Return the shapes of an exchange, see :class:`ForeignExchange`.
-
-    Args:
-        every: Its kinds in some microbatches, each with the kinds of the exchange whose rows it takes back.
-    """
-    shapes = []
-    for tensor, (_, row) in enumerate(every[0][0]):
-        sizes = list[int | None]()
-        for at in range(len(row)):
-            pairs = {(_size(kinds, tensor, at), _size(earlier, tensor, at)) for kinds, earlier in every}
-            follows = all(size == before for size, before in pairs)
-            if not follows and len({size for size, _ in pairs}) > 1:
-                return None
-            sizes.append(None if follows else row[at])
-        shapes.append(tuple(sizes))
-    return tuple(shapes)
-
-
-def _size(kinds: Kinds, tensor: int, at: int) -> int | None:
-    return kinds[tensor][1][at] if tensor < len(kinds) and at < len(kinds[tensor][1]) else None
 
 
 def check_back(splits: Splits, earlier: Splits, where: str) -> None:

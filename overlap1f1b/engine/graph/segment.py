@@ -76,16 +76,6 @@ class Layout(NamedTuple):
         """Return the layout of some tensors."""
         return cls(tuple([RowKind(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors]))
 
-    @classmethod
-    def from_kinds(cls, kinds: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> Layout:
-        """Return the layout of tensors with these dtypes and shapes of a row."""
-        return cls(tuple([RowKind(shape, dtype, device) for dtype, shape in kinds]))
-
-    @property
-    def kinds(self) -> tuple[tuple[torch.dtype, torch.Size], ...]:
-        """Dtype and shape of a row of each tensor."""
-        return tuple([(row.dtype, row.shape) for row in self.rows])
-
     @property
     def like(self) -> Tensor:
         """Packed rows ``[0, …]``."""

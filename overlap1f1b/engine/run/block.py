@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from overlap1f1b.engine.foreign.declared import check, declared_of, needs_gradient
-from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kinds_of
+from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of
 from overlap1f1b.engine.foreign.watched import Watched
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
@@ -194,41 +194,24 @@ class BlockRun:
         behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        for position, (call, (_, at, _)) in enumerate(zip(calls, behind, strict=True)):
+        for call, (_, at, _) in zip(calls, behind, strict=True):
             if self.foreign:
-                calls[position] = self._expected(call, number)
+                self._check_expected(call, number)
             elif isinstance(call.splits, Route):
                 stage.note_route(call, call.splits, self.block, at, self.microbatch.index)
         self._send(calls)
 
-    def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
-        """Return an exchange of the block's own with what the first step has shown of it.
-
-        Raises:
-            ValueError: It is another one than in the first step.
-        """
+    def _check_expected(self, call: ExchangeCall, number: int) -> None:
+        """Check that an exchange of the block's own is as in the first step."""
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found = kinds_of(call.tensors)
-        if forms_of(found) != wanted.forms:
+        found = forms_of(call.tensors)
+        if found != wanted.forms:
             raise ValueError(
-                f"{where} has tensors of dtypes and dimensions {list(forms_of(found))}; "
+                f"{where} has tensors of dtypes and dimensions {list(found)}; "
                 f"allowed: {list(wanted.forms)}, as in the first step"
             )
         if wanted.op is Op.COMBINE:
-            earlier = self.segments[wanted.back_of].sent[0]
-            check_back(call.splits, earlier.call.splits, where)
-            allowed = wanted.behind(earlier.layout.kinds)
-            if allowed is not None and found != allowed:
-                raise ValueError(
-                    f"{where} has rows of {list(found)}; allowed: {list(allowed)}, which follows from the rows of "
-                    f"exchange {wanted.back_of} as in the first step"
-                )
-        following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
-        if following is not None and following.back_of == number:
-            kinds = following.behind(found)
-            if kinds is not None:
-                return call._replace(answer=Layout.from_kinds(kinds, self.stage.device).like)
-        return call
+            check_back(call.splits, self.segments[wanted.back_of].sent[0].call.splits, where)
 
     def _send(self, calls: Sequence[ExchangeCall]) -> None:
         """Prepare the exchanges behind the last segment."""
@@ -487,7 +470,7 @@ class BlockRun:
         if self._state is not None:
             self._state.look()
         self.seen[self.microbatch.index].append(
-            Seen(splits.send, splits.receive, kinds_of(tensors), isinstance(splits, LibrarySplits), plain)
+            Seen(splits.send, splits.receive, forms_of(tensors), isinstance(splits, LibrarySplits), plain)
         )
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
