@@ -8,8 +8,9 @@ is called; and an ``autograd.Function`` that is declared to be an all-to-all and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import combinations
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -17,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.engine.foreign.declared import Positions, positions, warning_of
-from overlap1f1b.engine.foreign.watched import Watched
+from overlap1f1b.engine.foreign.declared import Positions, Watched, positions, warning_of
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
@@ -55,25 +55,17 @@ class ForeignExchange(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Observed exchanges of a block, the same in all microbatches so far.
+    """Observed exchanges of a block, the same in all microbatches so far."""
 
-    Args:
-        forms: Tensors of all exchanges of each microbatch.
-        swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
-    """
-
-    forms: frozenset[tuple[Forms, ...]]
-    swapped: frozenset[tuple[int, int]]
+    forms: frozenset[tuple[Forms, ...]]  # tensors of all exchanges of each microbatch
+    swapped: frozenset[tuple[int, int]]  # a later and an earlier exchange of the same sizes, swapped, every time
 
     @classmethod
-    def by(cls, every: Sequence[Seen]) -> Shown:
+    def by(cls, seen: Iterable[Seen]) -> Shown:
         """Return what one microbatch has shown."""
-        swapped = [
-            (later, earlier)
-            for later, one in enumerate(every)
-            for earlier, other in enumerate(every[:later])
-            if (one.send, one.receive) == (other.receive, other.send)
-        ]
+        every = list(seen)
+        pairs = combinations(range(len(every)), 2)
+        swapped = [(b, a) for a, b in pairs if (every[a].send, every[a].receive) == (every[b].receive, every[b].send)]
         return cls(frozenset([tuple([one.forms for one in every])]), frozenset(swapped))
 
     def __and__(self, other: Shown) -> Shown:
@@ -82,29 +74,23 @@ class Shown(NamedTuple):
 
 
 class Foreign:
-    """The exchanges that the blocks of a stage make by themselves.
-
-    Attributes:
-        ranks: Global numbers of the ranks that share the experts.
-        seen: Exchanges of the first step, by block and microbatch; None in later steps.
-        undeclared: Functions that have exchanged rows in the first step, and what their calls have shown; None for one
-            that makes several exchanges.
-        alone: Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward.
-        claimed: Whether a declared Function adds the backward of a plain call.
-        plain_stands: Whether all plain calls run where they stand, since no declared Function claims one of them.
-        hidden: Exchanges that are hidden, by block.
-        library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
-            must be the same on all ranks, so they are all hidden or none.
-    """
+    """The exchanges that the blocks of a stage make by themselves."""
 
     def __init__(self) -> None:
-        self.ranks: Sequence[int] = ()
-        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
+        self.ranks: Sequence[int] = ()  # global numbers of the ranks that share the experts
+        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}  # by block
         self.library_stands = False
+        """Whether all exchanges by a library run where they stand, since one has no gradient. Their order must be the
+        same on all ranks, so they are all hidden or none."""
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
+        """Exchanges of the first step, by block and microbatch; None in later steps."""
         self.undeclared: dict[type, Positions | None] = {}
+        """Functions that have exchanged rows in the first step, and what their calls have shown; None for one that
+        makes several exchanges."""
         self.alone: set[str] = set()
-        self.claimed = self.plain_stands = False
+        """Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward."""
+        self.claimed = False  # whether a declared Function adds the backward of a plain call
+        self.plain_stands = False  # whether all plain calls run where they stand, since one of them is not claimed
 
     def look(self, blocks: Sequence[int]) -> None:
         """Note in the next step the exchanges of some blocks."""
@@ -132,8 +118,8 @@ class Foreign:
     def _hides(self, one: Seen) -> bool:
         return not (one.by_library and self.library_stands) and not (one.plain and not self.hides_plain)
 
-    def warn(self) -> None:
-        """Warn of exchanges that run where they stand."""
+    def shown(self) -> dict[int, Shown]:
+        """Return what this rank's microbatches have shown of each block; warn of what is not hidden."""
         for name in sorted(self.alone):
             warnings.warn(
                 f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not "
@@ -142,16 +128,9 @@ class Foreign:
             )
         for function, found in self.undeclared.items():
             warnings.warn(warning_of(function, found), stacklevel=2)
-
-    def shown(self) -> dict[int, Shown]:
-        """Return what this rank's microbatches have shown of each block."""
-        self.warn()
         seen, self.seen = self.seen or {}, None
         return {
-            block: reduce(
-                and_,
-                [Shown.by([one for one in every if self._hides(one)]) for every in by_microbatch.values()],
-            )
+            block: reduce(and_, [Shown.by(filter(self._hides, every)) for every in by_microbatch.values()])
             for block, by_microbatch in seen.items()
             if by_microbatch
         }
@@ -177,10 +156,8 @@ def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, i
 def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
     """Return the exchanges of a block.
 
-    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens.
-
-    Raises:
-        ValueError: Microbatches have exchanges of other numbers, dtypes or dimensions; ``name`` is the block's.
+    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens. Other
+    numbers, dtypes or dimensions are a ValueError; ``name`` is the block's.
     """
     if len(shown.forms) > 1:
         numbers = sorted({len(every) for every in shown.forms})
@@ -200,11 +177,7 @@ def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
 
 
 def check_back(splits: Splits, earlier: Splits, where: str) -> None:
-    """Check that rows travel back by the sizes of an earlier exchange.
-
-    Raises:
-        ValueError: They do not; ``where`` names the exchange.
-    """
+    """Check that rows travel back by the sizes of an earlier exchange; ``where`` names the later one."""
     if (splits.send, splits.receive) != (earlier.receive, earlier.send):
         raise ValueError(
             f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "

@@ -273,12 +273,6 @@ def test_two_ranks(ranks2: Ranks, cases: list[tuple[Sequence[str], str, Any, Any
     assert ranks2.run(_compare, cases, timeout=120) == [[], []]
 
 
-@pytest.mark.wide
-def test_four_ranks(ranks4: Ranks) -> None:
-    ways = "functional", "a Function with a handle", "a plain call before a Function"
-    assert ranks4.run(_compare, [(ways, "blocks", 3, "none")], timeout=120) == [[]] * 4
-
-
 def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may take rows on a side stream of its own, which it orders by the handle alone."""
     compute, side = Stream(), Stream()

@@ -68,14 +68,6 @@ def test_the_same_as_one_part(options: str, size: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_same_in_float32() -> None:
-    program = build_schedule("sequential", microbatches=3)
-    expected = found(1, program, "serial", SIZES["uneven"], {})
-    for parts in (2, 4):
-        for name, gradient in found(parts, program, "serial", SIZES["uneven"], {})[1].items():
-            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-6, msg=name)
-
-
 ORDERED = [
     pytest.param(parts, recompute, marks=[pytest.mark.wide] * (recompute in ("experts", "attention")))
     for parts, recompute in zip(cycle((2, 3)), get_args(Recompute), strict=False)
@@ -156,16 +148,16 @@ def test_two_ranks(ranks2: Ranks, parts: int, recompute: Recompute) -> None:
     assert ranks2.run(_two_ranks, parts, recompute) == [[], []]
 
 
-def _against_one_part(rank: int, size: int, pp: int) -> float:
+def _against_one_part(rank: int, size: int) -> float:
     """The largest difference of a gradient from that with one part, over pipeline and expert ranks."""
     torch.set_default_dtype(torch.float64)
     try:
-        mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
         data = models.batch(4, seed=mesh.get_local_rank("ep"))
         every = []
         for parts, overlap in ((1, "serial"), (2, 3), (3, "pairs")):
             model = models.build(mesh.get_group("ep"))
-            program = build_schedule("combined_1f1b", ranks=pp, microbatches=4)
+            program = build_schedule("combined_1f1b", ranks=2, microbatches=4)
             engine = Engine(
                 model,
                 program,
@@ -182,12 +174,7 @@ def _against_one_part(rank: int, size: int, pp: int) -> float:
 
 
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks) -> None:
-    assert max(ranks4.run(_against_one_part, 2)) < 1e-12
-
-
-@pytest.mark.wide
-def test_four_expert_ranks(ranks4: Ranks) -> None:
-    assert max(ranks4.run(_against_one_part, 1)) < 1e-12
+    assert max(ranks4.run(_against_one_part)) < 1e-12
 
 
 def _chosen(rank: int, size: int) -> list[str]:
