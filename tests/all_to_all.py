@@ -15,12 +15,12 @@ from overlap1f1b.engine import declare
 
 
 class Own(torch.autograd.Function):
-    """A user's own all-to-all."""
+    """A user's own all-to-all; without sizes of equal parts."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, rows: Tensor, receive: Any, send: Any) -> Tensor:
         ctx.group, ctx.receive, ctx.send = group, receive, send
-        output = rows.new_empty((sum(receive), *rows.shape[1:]))
+        output = rows.new_empty((len(rows) if receive is None else sum(receive), *rows.shape[1:]))
         dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
         return output
 

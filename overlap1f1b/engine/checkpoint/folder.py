@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shutil
-import stat
 import warnings
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -28,8 +27,6 @@ from overlap1f1b.schedule.values import quoted
 
 CONFIG = "config.json"
 NAME = re.compile(r"(\.replaced-)?step-(\d{8,})", re.ASCII)
-STEP_LIMIT = 1 << 63
-CONFIG_LIMIT = 1 << 26  # bytes: more than the names of all files of any run need
 
 Fingerprint = dict[str, int]
 
@@ -100,13 +97,8 @@ def publish(
 ) -> Path:
     """Give the filled folder of :func:`begin` its name, and remove all but the newest ``keep`` checkpoints.
 
-    Args:
-        config: JSON values that a run must share to resume from this checkpoint.
-        files: Known fingerprints, by file name; the other files are read here.
-        added: JSON to keep beside the configuration.
-
-    Raises:
-        OSError: One of ``files`` is missing: another rank wrote it into another folder of the same name.
+    ``config`` has JSON values that a run must share to resume from this checkpoint, ``added`` others; ``files`` are
+    known fingerprints, by file name, and all other files are read here.
     """
     directory = unfinished.parent
     final = directory / name_of(step)
@@ -141,12 +133,8 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise ValueError(f"checkpoint {checkpoint} does not exist")
     if not checkpoint.is_dir():
         raise damaged(checkpoint, "it is not a folder")
-    path = checkpoint / CONFIG
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > CONFIG_LIMIT:
-            raise ValueError
-        content = json.loads(path.read_text())
+        content = json.loads((checkpoint / CONFIG).read_text())
         crc = content.pop("crc32")
         contents = Contents(content["step"], content["files"], content["added"])
         there = content["config"]
@@ -154,9 +142,6 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
         raise damaged(checkpoint, f"{CONFIG} cannot be read ({type(error).__name__})") from None
     if crc != _crc(content):
         raise damaged(checkpoint, f"{CONFIG} has other bytes than were written")
-    named = NAME.fullmatch(checkpoint.name)
-    if named is not None and int(named[2]) != contents.step:
-        raise damaged(checkpoint, f"{CONFIG} has step={contents.step}, not the step of the folder's name")
     here = there if config is None else json.loads(json.dumps(dict(config)))
     if (key := first_difference(here, there)) is not None:
         values = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
@@ -165,34 +150,21 @@ def read_contents(checkpoint: Path, config: Mapping[str, Any] | None = None) -> 
 
 
 def check_files(checkpoint: Path, files: Mapping[str, Fingerprint], names: Iterable[str]) -> None:
-    """Compare the files ``names`` with their fingerprints in ``files``.
-
-    Raises:
-        ValueError: A file is missing or damaged.
-    """
+    """Compare the files ``names`` with their fingerprints in ``files``; a missing or damaged one is a ValueError."""
     for name in names:
-        path, expected = checkpoint / name, files[name]
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):
-                raise damaged(checkpoint, f"{name} is not a file")
-            size = found.st_size
-            actual = _fingerprint(path) if size == expected["bytes"] else {"bytes": size}
+            found, written = _fingerprint(checkpoint / name), files[name]
         except OSError as error:
             raise damaged(checkpoint, f"{name} cannot be read ({error.strerror})") from None
-        if actual != expected:
-            what = "has other bytes than were"
-            if actual["bytes"] != expected["bytes"]:
-                what = f"has {actual['bytes']} bytes, not the {expected['bytes']}"
-            raise damaged(checkpoint, f"{name} {what} written")
+        if found != written:
+            sizes = f"{found['bytes']} bytes of {written['bytes']}"
+            raise damaged(checkpoint, f"{name} has other bytes than were written ({sizes})")
 
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a file, and wait until its bytes are on the disk."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(content)
+    _sync(path)
 
 
 def fingerprints(folder: Path, names: Collection[str]) -> dict[str, Fingerprint]:
@@ -222,11 +194,7 @@ def damaged(checkpoint: Path, why: str) -> ValueError:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first.
-
-    Raises:
-        ValueError: It is a file.
-    """
+    """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; allowed: a folder of checkpoints, which may be new")
     found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
@@ -244,16 +212,16 @@ def _crc(content: object) -> int:
 
 
 def _fingerprint(path: Path) -> Fingerprint:
-    size = crc = 0
+    crc = 0
     with path.open("rb") as file:
         while block := file.read(2**20):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return {"bytes": size, "crc32": crc}
+            crc = zlib.crc32(block, crc)
+        return {"bytes": file.tell(), "crc32": crc}
 
 
-def _sync(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Flush the bytes of a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

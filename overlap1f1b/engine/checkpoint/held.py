@@ -32,11 +32,7 @@ Stored = Literal["all", "trained", "none"]
 
 
 class Held:
-    """Tensors of the model and the optimizer that this rank holds, with their names in the whole model.
-
-    Raises:
-        ValueError: The optimizer has a parameter that is not the model's.
-    """
+    """Tensors of the model and the optimizer that this rank holds, with their names in the whole model."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.mesh, given = optimizer, engine.mesh, engine.model
@@ -163,9 +159,6 @@ class Held:
         """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
 
         ``shape`` is the tensor's and ``of`` the parameter's, both of this rank's parts or both of the wholes.
-
-        Raises:
-            ValueError: The tensor is neither a single number nor has a row for each row of the parameter.
         """
         if shape == of or not self.is_shared(name) or shape.numel() <= 1:
             return shape == of and self.is_shared(name)
@@ -178,11 +171,7 @@ class Held:
         return True
 
     def listed(self) -> tuple[Listed, dict[str, Tensor]]:
-        """Return this rank's part of the optimizer's table, and the large tensors of the state as they are stored.
-
-        Raises:
-            ValueError: A state would be lost, or is a DTensor that ranks have not summed yet.
-        """
+        """Return this rank's part of the optimizer's table, and the large tensors of the state as they are stored."""
         found, large = Listed(self.slice, {}, []), dict[str, Tensor]()
         for name, parameter in self.parameters.items():
             state: State = (self.optimizer.state.get(parameter) or {}) if self.holds(name) else {}

@@ -28,11 +28,7 @@ _NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturabl
 
 
 def plain(value: Any) -> Any:
-    """Return a value of Python's own types, or a tensor of one number on the CPU, that can be stored.
-
-    Raises:
-        TypeError: ``value`` is no number, text, None, or list or tuple of these.
-    """
+    """Return a value of Python's own types, or a tensor of one number on the CPU; a TypeError for others."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, Integral):
@@ -95,11 +91,7 @@ class Table(NamedTuple):
             )
 
     def chosen(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[Numbers]:
-        """Return the numbers to set in each group; none for a group without stored numbers.
-
-        Raises:
-            ValueError: A group has parameters that were saved with different numbers.
-        """
+        """Return the numbers to set in each group; none for a group without stored numbers."""
         found = []
         for place, group in enumerate(optimizer.param_groups):
             mine = [(name, self.numbers[name]) for p in group["params"] if (name := names[p]) in self.numbers]

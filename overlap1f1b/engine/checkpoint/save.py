@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.checkpoint.folder import (
-    STEP_LIMIT,
     Fingerprint,
     abandon,
     begin,
@@ -188,7 +187,7 @@ class _Writing:
     def describe(self) -> _Description:
         """Check the options and return the description of this rank."""
         check_size("keep", self.keep)
-        if type(self.step) is not int or not 0 <= self.step < STEP_LIMIT:
+        if type(self.step) is not int or self.step < 0:
             raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
         if self.model not in (allowed := get_args(Stored)):
             raise ValueError(f"model={quoted(self.model)}; allowed: {', '.join(allowed)}")

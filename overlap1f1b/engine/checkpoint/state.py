@@ -58,11 +58,7 @@ class RandomState:
 
 
 def with_random(states: States | None) -> dict[str, Stateful | None]:
-    """Return the states of a run, with the state of the random numbers.
-
-    Raises:
-        ValueError: A name is not an identifier, or a value has no ``state_dict`` and ``load_state_dict``.
-    """
+    """Return the states of a run, with the state of the random numbers."""
     for name, state in (states or {}).items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"state has the name {quoted(name)}; allowed: a letter, then letters, digits and _")
@@ -74,11 +70,7 @@ def with_random(states: States | None) -> dict[str, Stateful | None]:
 
 
 def pack(states: States) -> dict[str, bytes]:
-    """Return each state that is not None as the bytes of a file.
-
-    Raises:
-        ValueError: A state has something that ``torch.load(weights_only=True)`` would not read.
-    """
+    """Return each state that is not None as the bytes of a file, which ``torch.load(weights_only=True)`` reads."""
     packed = {}
     for name, state in states.items():
         if state is not None:
@@ -124,9 +116,6 @@ def choose_files(
     Random numbers are left out if they are missing or of another layout: ranks with data of their own draw others.
 
     ``number`` is this rank's in the order of the mesh's dimensions. A layout has the sizes of the dimensions.
-
-    Raises:
-        ValueError: A state is not there, is not expected, or each rank of another layout has one of its own.
     """
     found = {match[1] for file in files if (match := _FILE.fullmatch(file))}
     for name in found - states.keys():

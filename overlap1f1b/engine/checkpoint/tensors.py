@@ -41,8 +41,7 @@ Index = Mapping[str, TensorStorageMetadata]
 def read_index(checkpoint: Path, files: Collection[str]) -> Index:
     """Return shapes and dtypes of a checkpoint's tensors, by name; ``files`` are the names of its files.
 
-    Raises:
-        ValueError: The index cannot be read, or names another file.
+    An index that cannot be read, or names another file, is a ValueError.
     """
     try:  # a pickle of torch's own classes, which change
         metadata = FileSystemReader(checkpoint).read_metadata()
@@ -57,11 +56,7 @@ def read_index(checkpoint: Path, files: Collection[str]) -> Index:
 
 
 def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint, on this rank alone.
-
-    Raises:
-        ValueError: A file is damaged.
-    """
+    """Fill tensors from a checkpoint, on this rank alone; a damaged file is a ValueError."""
     try:
         with warnings.catch_warnings():
             # DCP warns of the documented `no_dist=True`.

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from overlap1f1b.engine.foreign.watched import Watched, group_named, sizes_of
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.calls import Splits, splits_of
 
 _ATTRIBUTE = "_overlap1f1b_declared"
 
@@ -117,11 +118,7 @@ def declared_of(function: type) -> Declared | None:
 
 
 def check(declared: Declared, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-    """Check a declaration against the exchange that a call has made in the first step, and later against its backward.
-
-    Raises:
-        ValueError: It contradicts them.
-    """
+    """Check a declaration against the exchange of a call in the first step, and later against its backward."""
     name = f"{function.__module__}.{function.__qualname__}"
     if len(calls) != 1:
         raise ValueError(f"{name} is declared, and makes {len(calls)} exchanges in a call; allowed: one")
@@ -205,6 +202,95 @@ def _text(function: type, positions: dict[str, Any]) -> str:
         elif value is not None and value is not False:
             given.append(f"{name}={value}")
     return f"overlap1f1b.declare({', '.join([function.__qualname__, *given])})"
+
+
+class Watched(NamedTuple):
+    """A call of ``all_to_all_single``, also the functional one, or of ``all_to_all`` with a list of tensors to fill.
+
+    ``later`` tells whether it returns a handle to wait for, ``plain`` whether it stands outside of any Function, and
+    ``version`` how often its output had been changed in place right after it.
+    """
+
+    output: Tensor | Sequence[Tensor]
+    input: Tensor
+    receive: Any
+    send: Any
+    group: dist.ProcessGroup
+    later: bool = False
+    plain: bool = False
+    version: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        output: Any,
+        input: Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Watched:
+        """Return a call of ``all_to_all_single`` that was made just now."""
+        group, version = group_named(group), version_of(output)
+        return cls(output, input, output_split_sizes, input_split_sizes, group, async_op, version=version)
+
+    @property
+    def received(self) -> Tensor:
+        """Received rows, after the call."""
+        return self.output if isinstance(self.output, Tensor) else torch.cat(list(self.output))
+
+    @property
+    def changed(self) -> bool:
+        """Whether received rows were changed in place since."""
+        return self.version != version_of(self.output)
+
+    @property
+    def splits(self) -> Splits:
+        """Its sizes."""
+        return splits_of(len(self.input), sizes_of(self.send), sizes_of(self.receive), self.group.size())
+
+
+def version_of(output: Tensor | Sequence[Tensor]) -> int:
+    """Return how often tensors were changed in place."""
+    return output._version if isinstance(output, Tensor) else sum(part._version for part in output)
+
+
+def sizes_of(sizes: Any) -> Any:
+    """Return sizes; None for equal parts, which torch is told by an empty list, too."""
+    return None if sizes is None or not len(sizes) else sizes
+
+
+def watched_functional(output: Tensor, input: Tensor, receive: Any, send: Any, group_name: Any) -> Watched:
+    """Return a call of the functional ``all_to_all_single``, whose sizes are one list if the caller gave none."""
+    receive, send = (None, None) if receive is send else (receive, send)
+    return Watched.of(output, input, receive, send, group_name)
+
+
+def watched_parts(output: Any, input: Any, group: Any = None, async_op: bool = False) -> Watched | None:
+    """Return a call of ``all_to_all``; None if its tensors are not parts of one."""
+    output, input = list(output), list(input)
+    kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in (*output, *input) if tensor.dim()}
+    if len(kinds) != 1 or not all(tensor.dim() for tensor in (*output, *input)):
+        return None
+    return Watched.of(output, torch.cat(input), [len(t) for t in output], [len(t) for t in input], group)
+
+
+def functional_operations() -> list[tuple[Any, OpOverloadPacket]]:
+    """Return torch's functional all-to-all, each with the namespace that has it."""
+    if not dist.is_available():
+        return []
+    namespaces = (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd)
+    return [(space, space.all_to_all_single) for space in namespaces if hasattr(space, "all_to_all_single")]
+
+
+def group_named(group: Any) -> dist.ProcessGroup:
+    """Return a process group that is given as itself, by its name, or as None for all ranks."""
+    if isinstance(group, str):
+        known: Any = dist.distributed_c10d
+        group = known._resolve_process_group(group)
+    group = dist.group.WORLD if group is None else group
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class Arrived(dist.Work):

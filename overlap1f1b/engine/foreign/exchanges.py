@@ -8,8 +8,9 @@ is called; and an ``autograd.Function`` that is declared to be an all-to-all and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import combinations
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -17,25 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.engine.foreign.declared import Positions, positions, warning_of
-from overlap1f1b.engine.foreign.watched import Watched
+from overlap1f1b.engine.foreign.declared import Positions, Watched, positions, warning_of
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
 
-Kinds = tuple[tuple[torch.dtype, torch.Size], ...]
-"""Dtype of each tensor of an exchange, and shape of a row."""
 Forms = tuple[tuple[torch.dtype, int], ...]
-"""Dtype and number of dimensions of each tensor."""
+"""Dtype and number of dimensions of each tensor of an exchange."""
 
 
-def kinds_of(tensors: Sequence[Tensor]) -> Kinds:
-    return tuple([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
-
-
-def forms_of(kinds: Kinds) -> Forms:
-    """Return the dtype and the number of dimensions of each tensor."""
-    return tuple([(dtype, 1 + len(shape)) for dtype, shape in kinds])
+def forms_of(tensors: Sequence[Tensor]) -> Forms:
+    return tuple([(tensor.dtype, tensor.ndim) for tensor in tensors])
 
 
 class Seen(NamedTuple):
@@ -43,7 +36,7 @@ class Seen(NamedTuple):
 
     send: list[int]
     receive: list[int]
-    kinds: Kinds
+    forms: Forms
     by_library: bool = False
     plain: bool = False
 
@@ -54,79 +47,50 @@ class ForeignExchange(NamedTuple):
     Args:
         op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
         back_of: Position of that exchange; -1 for a dispatch.
-        forms: Dtype and number of dimensions of each of its tensors.
-        shapes: Shape of a row of each tensor, with None for a size that is always the size of the exchange whose rows
-            it takes back; None if some sizes are neither this nor always the same, and for a dispatch.
     """
 
     op: Op
     back_of: int
     forms: Forms
-    shapes: tuple[tuple[int | None, ...], ...] | None
-
-    def behind(self, earlier: Kinds) -> Kinds | None:
-        """Return the kinds of its tensors, by the exchange whose rows it takes back; None if nothing tells them."""
-        if self.shapes is None:
-            return None
-        return tuple(
-            [
-                (dtype, torch.Size([earlier[tensor][1][at] if size is None else size for at, size in enumerate(shape)]))
-                for tensor, ((dtype, _), shape) in enumerate(zip(self.forms, self.shapes, strict=True))
-            ]
-        )
 
 
 class Shown(NamedTuple):
-    """Observed exchanges of a block, the same in all microbatches so far.
+    """Observed exchanges of a block, the same in all microbatches so far."""
 
-    Args:
-        kinds: Tensors of all exchanges of each microbatch.
-        swapped: Pairs of exchanges, a later and an earlier one, whose sizes were the same, swapped, every time.
-    """
-
-    kinds: frozenset[tuple[Kinds, ...]]
-    swapped: frozenset[tuple[int, int]]
+    forms: frozenset[tuple[Forms, ...]]  # tensors of all exchanges of each microbatch
+    swapped: frozenset[tuple[int, int]]  # a later and an earlier exchange of the same sizes, swapped, every time
 
     @classmethod
-    def by(cls, every: Sequence[Seen]) -> Shown:
+    def by(cls, seen: Iterable[Seen]) -> Shown:
         """Return what one microbatch has shown."""
-        swapped = [
-            (later, earlier)
-            for later, one in enumerate(every)
-            for earlier, other in enumerate(every[:later])
-            if (one.send, one.receive) == (other.receive, other.send)
-        ]
-        return cls(frozenset([tuple([one.kinds for one in every])]), frozenset(swapped))
+        every = list(seen)
+        pairs = combinations(range(len(every)), 2)
+        swapped = [(b, a) for a, b in pairs if (every[a].send, every[a].receive) == (every[b].receive, every[b].send)]
+        return cls(frozenset([tuple([one.forms for one in every])]), frozenset(swapped))
 
     def __and__(self, other: Shown) -> Shown:
         """Return what two microbatches have shown, or two ranks."""
-        return Shown(self.kinds | other.kinds, self.swapped & other.swapped)
+        return Shown(self.forms | other.forms, self.swapped & other.swapped)
 
 
 class Foreign:
-    """The exchanges that the blocks of a stage make by themselves.
-
-    Attributes:
-        ranks: Global numbers of the ranks that share the experts.
-        seen: Exchanges of the first step, by block and microbatch; None in later steps.
-        undeclared: Functions that have exchanged rows in the first step, and what their calls have shown; None for one
-            that makes several exchanges.
-        alone: Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward.
-        claimed: Whether a declared Function adds the backward of a plain call.
-        plain_stands: Whether all plain calls run where they stand, since no declared Function claims one of them.
-        hidden: Exchanges that are hidden, by block.
-        library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
-            must be the same on all ranks, so they are all hidden or none.
-    """
+    """The exchanges that the blocks of a stage make by themselves."""
 
     def __init__(self) -> None:
-        self.ranks: Sequence[int] = ()
-        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}
+        self.ranks: Sequence[int] = ()  # global numbers of the ranks that share the experts
+        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}  # by block
         self.library_stands = False
+        """Whether all exchanges by a library run where they stand, since one has no gradient. Their order must be the
+        same on all ranks, so they are all hidden or none."""
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
+        """Exchanges of the first step, by block and microbatch; None in later steps."""
         self.undeclared: dict[type, Positions | None] = {}
+        """Functions that have exchanged rows in the first step, and what their calls have shown; None for one that
+        makes several exchanges."""
         self.alone: set[str] = set()
-        self.claimed = self.plain_stands = False
+        """Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward."""
+        self.claimed = False  # whether a declared Function adds the backward of a plain call
+        self.plain_stands = False  # whether all plain calls run where they stand, since one of them is not claimed
 
     def look(self, blocks: Sequence[int]) -> None:
         """Note in the next step the exchanges of some blocks."""
@@ -154,8 +118,8 @@ class Foreign:
     def _hides(self, one: Seen) -> bool:
         return not (one.by_library and self.library_stands) and not (one.plain and not self.hides_plain)
 
-    def warn(self) -> None:
-        """Warn of exchanges that run where they stand."""
+    def shown(self) -> dict[int, Shown]:
+        """Return what this rank's microbatches have shown of each block; warn of what is not hidden."""
         for name in sorted(self.alone):
             warnings.warn(
                 f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not "
@@ -164,16 +128,9 @@ class Foreign:
             )
         for function, found in self.undeclared.items():
             warnings.warn(warning_of(function, found), stacklevel=2)
-
-    def shown(self) -> dict[int, Shown]:
-        """Return what this rank's microbatches have shown of each block."""
-        self.warn()
         seen, self.seen = self.seen or {}, None
         return {
-            block: reduce(
-                and_,
-                [Shown.by([one for one in every if self._hides(one)]) for every in by_microbatch.values()],
-            )
+            block: reduce(and_, [Shown.by(filter(self._hides, every)) for every in by_microbatch.values()])
             for block, by_microbatch in seen.items()
             if by_microbatch
         }
@@ -199,59 +156,28 @@ def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, i
 def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
     """Return the exchanges of a block.
 
-    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens.
-
-    Raises:
-        ValueError: Microbatches have exchanges of other numbers, dtypes or dimensions; ``name`` is the block's.
+    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens. Other
+    numbers, dtypes or dimensions are a ValueError; ``name`` is the block's.
     """
-    forms = {tuple(map(forms_of, every)) for every in shown.kinds}
-    if len(forms) > 1:
-        numbers = sorted({len(every) for every in shown.kinds})
+    if len(shown.forms) > 1:
+        numbers = sorted({len(every) for every in shown.forms})
         raise ValueError(
             f"{name} exchanges rows {' or '.join(map(str, numbers))} times, in microbatches that differ in numbers, "
             "dtypes or dimensions of exchanges; allowed: the same in each microbatch, on all ranks"
         )
     found, open_ = list[ForeignExchange](), list[int]()
-    for position, form in enumerate(forms.pop()):
+    for position, forms in enumerate(next(iter(shown.forms))):
         back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
         if back < 0:
             open_.append(position)
         else:
             open_.remove(back)
-        shapes = None if back < 0 else _shapes([(every[position], every[back]) for every in shown.kinds])
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, form, shapes))
+        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, forms))
     return tuple(found)
 
 
-def _shapes(every: Sequence[tuple[Kinds, Kinds]]) -> tuple[tuple[int | None, ...], ...] | None:
-    """Return the shapes of an exchange, see :class:`ForeignExchange`.
-
-    Args:
-        every: Its kinds in some microbatches, each with the kinds of the exchange whose rows it takes back.
-    """
-    shapes = []
-    for tensor, (_, row) in enumerate(every[0][0]):
-        sizes = list[int | None]()
-        for at in range(len(row)):
-            pairs = {(_size(kinds, tensor, at), _size(earlier, tensor, at)) for kinds, earlier in every}
-            follows = all(size == before for size, before in pairs)
-            if not follows and len({size for size, _ in pairs}) > 1:
-                return None
-            sizes.append(None if follows else row[at])
-        shapes.append(tuple(sizes))
-    return tuple(shapes)
-
-
-def _size(kinds: Kinds, tensor: int, at: int) -> int | None:
-    return kinds[tensor][1][at] if tensor < len(kinds) and at < len(kinds[tensor][1]) else None
-
-
 def check_back(splits: Splits, earlier: Splits, where: str) -> None:
-    """Check that rows travel back by the sizes of an earlier exchange.
-
-    Raises:
-        ValueError: They do not; ``where`` names the exchange.
-    """
+    """Check that rows travel back by the sizes of an earlier exchange; ``where`` names the later one."""
     if (splits.send, splits.receive) != (earlier.receive, earlier.send):
         raise ValueError(
             f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "

@@ -40,11 +40,7 @@ class Root(NamedTuple):
         return cls(edge_of(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def checked(self, grad: Tensor, name: str) -> Tensor:
-        """Return the gradient on the tensor's device and in its dtype; a scalar is broadcast.
-
-        Raises:
-            ValueError: The gradient has another shape; ``name`` is the block's.
-        """
+        """Return a gradient, for the block ``name``, on the tensor's device and in its dtype; a scalar is broadcast."""
         if grad.dim() and grad.shape != self.shape:
             raise ValueError(
                 f"a gradient of shape {tuple(grad.shape)} for an output of {name}; allowed: {tuple(self.shape)}"

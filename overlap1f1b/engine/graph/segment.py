@@ -22,19 +22,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.graph.edges import as_dtype, backward, edge_of, next_sequence_number
-from overlap1f1b.engine.graph.entry import Entry
-from overlap1f1b.engine.graph.library import LibraryExchange
 from overlap1f1b.plan import Place
-from overlap1f1b.transport.calls import ExchangeCall
+from overlap1f1b.transport import devices
+from overlap1f1b.transport.calls import ExchangeCall, LibraryFunction
+from overlap1f1b.transport.exchange import Transfer
+from overlap1f1b.transport.functions import direct, plain_apply
 from overlap1f1b.transport.lanes import Flight
+from overlap1f1b.transport.streams import SideStream
 
 
 def check_gradients_possible() -> None:
-    """Check that this thread can make a graph whose gradients stay as they are.
-
-    Raises:
-        ValueError: It is in inference mode, or in the forward of a ``DistributedDataParallel``.
-    """
+    """Raise a ValueError in inference mode, or in the forward of a ``DistributedDataParallel``."""
     if torch.is_inference_mode_enabled():
         raise ValueError("a step with gradients under torch.inference_mode(); allowed: outside of it, or evaluate()")
     if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
@@ -47,6 +45,54 @@ def check_gradients_possible() -> None:
 def storage_of(tensor: Tensor) -> int:
     """Return the address of what a tensor shares with its views, as long as one of them lives."""
     return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+class Entry:
+    """A place where a tensor enters a segment: it catches the gradient, and holds neither values nor graph."""
+
+    __slots__ = ("device", "dtype", "grad", "shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.grad: Tensor | None = None  # before a backward has reached it
+
+    def dense(self) -> Tensor:
+        """Return the gradient, or zeros if none has come."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self.grad is None else self.grad
+
+    def enter(self, tensor: Tensor, anchor: Tensor) -> Tensor:
+        """Return the tensor without its history; it requires a gradient, which this entry will catch.
+
+        ``anchor`` is any leaf that requires a gradient; it gets none.
+        """
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        try:
+            entered: Tensor = _enter(anchor, (tensor,), self)
+        finally:
+            torch._C._set_grad_enabled(before)
+        return entered
+
+
+@direct
+class Enter(torch.autograd.Function):
+    """The tensor as it is, in a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: tuple[Tensor], entry: Entry) -> Tensor:
+        ctx.entry = entry
+        ctx.materialize_grads = False
+        return tensor[0].detach()  # no view: it may be changed in place, and shares its version with the tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None]:
+        entry = ctx.entry
+        if grad is not None:
+            entry.grad = grad if entry.grad is None else entry.grad + grad
+        return None, None, None
+
+
+_enter = plain_apply(Enter)
 
 
 class RowKind(NamedTuple):
@@ -75,16 +121,6 @@ class Layout(NamedTuple):
     def of(cls, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of some tensors."""
         return cls(tuple([RowKind(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors]))
-
-    @classmethod
-    def from_kinds(cls, kinds: Sequence[tuple[torch.dtype, torch.Size]], device: torch.device) -> Layout:
-        """Return the layout of tensors with these dtypes and shapes of a row."""
-        return cls(tuple([RowKind(shape, dtype, device) for dtype, shape in kinds]))
-
-    @property
-    def kinds(self) -> tuple[tuple[torch.dtype, torch.Size], ...]:
-        """Dtype and shape of a row of each tensor."""
-        return tuple([(row.dtype, row.shape) for row in self.rows])
 
     @property
     def like(self) -> Tensor:
@@ -122,15 +158,12 @@ def _padded(size: int) -> int:
 class Crossing(NamedTuple):
     """A tensor of an earlier segment, or a parameter, in a segment that uses it.
 
-    Args:
-        made: Its place in the graph that made it.
-        node: Its node in this segment's graph, which alone keeps it. Gradients of later uses begin here, so that all
-            uses are summed in the order of one backward of everything.
-        entry: Catches its gradient.
+    Gradients of later uses begin at its node in this segment's graph, so that all uses are summed in the order of one
+    backward of everything.
     """
 
-    made: GradientEdge
-    node: ReferenceType[Any]
+    made: GradientEdge  # its place in the graph that made it
+    node: ReferenceType[Any]  # in this segment's graph, which alone keeps it
     entry: Entry
 
     @classmethod
@@ -151,46 +184,77 @@ class Crossing(NamedTuple):
 
 
 class Use(NamedTuple):
-    """A use of a tensor that entered a segment.
+    """A use of a tensor that entered a segment."""
 
-    Args:
-        storage: See :func:`storage_of`.
-        version: How often its memory had been changed in place.
-        graph: Node of what entered.
-        first: The same, when it entered.
+    storage: int  # see :func:`storage_of`
+    version: int  # how often its memory had been changed in place
+    graph: Any  # node of what entered
+    first: Any  # the same, when it entered
+
+
+class LibraryExchange:
+    """One exchange for one microbatch that a library carries out by a function of its own, such as DeepEP's dispatch.
+
+    It has a graph of its own. Both methods run where lanes start their transfers: on a CPU in the lane's thread, which
+    they occupy until the exchange has ended; on a GPU the thread of the engine queues them on ``stream``.
     """
 
-    storage: int
-    version: int
-    graph: Any
-    first: Any
+    def __init__(self, function: LibraryFunction, stream: SideStream, anchor: Tensor) -> None:
+        self.function, self.stream, self.anchor = function, stream, anchor
+        self.requires_grad: list[bool] = []
+        """Whether each result requires a gradient; empty before the forward."""
+        self._entries: list[Entry] = []
+        self._results: list[GradientEdge] = []
+
+    def forward(self, tensors: Sequence[Tensor]) -> Transfer[Any]:
+        """Start the exchange of some tensors without a history; its result is a list of what the library returns."""
+        results: list[Any] = []
+
+        def run(*sent: Tensor) -> None:
+            self._entries = [Entry(tensor) for tensor in sent]
+            for tensor in sent:  # a function may keep them for its backward, which frees them on this stream
+                if (gpu := devices.of(tensor.device)) is not None:
+                    tensor.record_stream(gpu.current_stream(tensor.device))
+            with torch.enable_grad():
+                entering = zip(sent, self._entries, strict=True)
+                returned = self.function(*[entry.enter(tensor, self.anchor) for tensor, entry in entering])
+            self.requires_grad = [isinstance(result, Tensor) and result.requires_grad for result in returned]
+            pairs = list(zip(returned, self.requires_grad, strict=True))
+            self._results = [edge_of(result) for result, required in pairs if required]
+            results.extend(result.detach() if required else result for result, required in pairs)
+
+        mark = self.stream.run(run, *tensors)
+        return Transfer(results, source=tensors, mark=mark)
+
+    def backward(self, grads: Sequence[Tensor]) -> Transfer[Any]:
+        """Start the exchange back of the gradients of all differentiable results.
+
+        Its result is a list of the gradients of the sent tensors. The library's graph is released.
+        """
+        edges, entries, self._results, self._entries = self._results, self._entries, [], []
+        found: list[Tensor] = []
+
+        def run(*sent: Tensor) -> None:
+            backward(edges, sent)
+            found.extend(entry.dense() for entry in entries)
+
+        mark = self.stream.run(run, *grads)
+        return Transfer(found, source=grads, mark=mark)
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """An exchange behind a segment.
-
-    Args:
-        place: Of the exchange in its block.
-        call: What the forward handed out.
-        layout: Of the tensors that it sends.
-        requires_grad: Whether each of them requires a gradient.
-        edges: The graph of each of them that does.
-        library: Carries it out, if a library does.
-        rows: Rows ``[R, …]`` to send next, or their gradients to send back; for a library the tensors.
-        given: Number of rows before those that are not sent were cut off; None for a library.
-        counts: Counts on their way to the experts, beside the rows of a dispatch.
-    """
+    """An exchange behind a segment."""
 
     place: Place
-    call: ExchangeCall
-    layout: Layout
-    requires_grad: Sequence[bool]
-    edges: Sequence[GradientEdge | None]
-    library: LibraryExchange | None
-    rows: Any
-    given: int | None = None
-    counts: Flight[Tensor] | None = None
+    call: ExchangeCall  # what the forward handed out
+    layout: Layout  # of the tensors that it sends
+    requires_grad: Sequence[bool]  # whether each of them does
+    edges: Sequence[GradientEdge | None]  # the graph of each of them that does
+    library: LibraryExchange | None  # carries it out, if a library does
+    rows: Any  # ``[R, …]`` to send next, or their gradients to send back; for a library the tensors
+    given: int | None = None  # number of rows before those that are not sent were cut off; None for a library
+    counts: Flight[Tensor] | None = None  # on their way to the experts, beside the rows of a dispatch
 
     @property
     def results_require_grad(self) -> Sequence[bool]:
@@ -221,16 +285,11 @@ class Sent:
 
 
 class Segment:
-    """One segment of a block's forward for one microbatch.
-
-    Args:
-        place: Of its nodes in the block.
-        queue: Where its weight gradients wait.
-    """
+    """One segment of a block's forward for one microbatch, at a place in the block."""
 
     def __init__(self, place: Place, queue: WeightQueue) -> None:
         self.op, self.call, self.part = place
-        self.queue = queue
+        self.queue = queue  # where its weight gradients wait
         self.start = self.end = -1
         """Sequence numbers: its autograd nodes have numbers from ``start`` on, below ``end``."""
         self.taken: list[tuple[Sent, int]] = []

@@ -25,8 +25,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.engine.graph.entry import Entry
-from overlap1f1b.engine.graph.segment import storage_of
+from overlap1f1b.engine.graph.segment import Entry, storage_of
 from overlap1f1b.engine.run.block import BlockRun
 from overlap1f1b.engine.run.buffers import version_of
 from overlap1f1b.engine.run.crossing import eager
@@ -53,14 +52,12 @@ class Saved:
 class Kept:
     """What a second forward begins or goes on with, at a place where the first has just begun or gone on.
 
-    Attributes:
-        values: The part's arguments, or what an exchange has brought.
-        mode: Whether the forward's function mode is in force behind this place.
+    ``values`` are the part's arguments, or what an exchange has brought.
     """
 
     def __init__(self, run: BlockRun, forward: Forward, values: Sequence[Any]) -> None:
         self.values = tuple([value.detach() if isinstance(value, Tensor) else value for value in values])
-        self.mode = forward.with_mode
+        self.mode = forward.with_mode  # whether the forward's function mode is in force behind this place
         self.buffers = run.stage.buffers[run.block].copies()
         self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
         self._versions = self._now()
@@ -86,9 +83,6 @@ class Again:
     """A part ``function(*args)`` of the forward that runs.
 
     Args:
-        run: The block, for one microbatch.
-        function: The part.
-        args: Its arguments.
         inside: Context of the first forward, such as a policy that saves some results.
         around: Context of the second one, such as random numbers and counters that torch does not know.
     """
@@ -192,7 +186,7 @@ class Again:
             return None
 
         def function(*args: Any) -> None:
-            with saved_tensors_hooks(save, _as_it_is), self._around:
+            with saved_tensors_hooks(save, lambda saved: saved), self._around:
                 self._function(*args)
 
         if any(kept.is_changed for kept in self._kept):
@@ -251,10 +245,6 @@ def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[An
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
     """Return the model's own hooks of saved tensors, outermost first."""
     return tuple([hooks for hooks in state.hooks if not isinstance(getattr(hooks[0], "__self__", None), Again)])
-
-
-def _as_it_is(saved: Any) -> Any:
-    return saved
 
 
 def _answered(_: Exchanged, *, own: bool = False) -> Any:

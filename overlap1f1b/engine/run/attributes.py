@@ -41,19 +41,12 @@ class ModuleAttributes:
 
     While it learns which places change, it compares all of them at every exchange; later only the ones that have
     changed. Where a forward is suspended, what was there before is put back. The exception are values that stay when a
-    forward has ended, such as a counter: others see them at once.
-
-    Args:
-        block: The block.
-        own: State that it carries by itself.
-
-    Attributes:
-        learning: Whether it learns.
-        known: Tables of the values that have changed.
+    forward has ended, such as a counter: others see them at once. ``own`` is state that the block carries by itself.
     """
 
     def __init__(self, block: nn.Module, own: CarriedState | None = None) -> None:
-        self.learning, self.known = True, dict[Key, MutableMapping[Any, Any]]()
+        self.learning = True
+        self.known: dict[Key, MutableMapping[Any, Any]] = {}  # tables of the values that have changed
         self._block, self._own = block, own
         self._staying = set[Key]()
         self._places: dict[int, Place] = {}  # while it learns
@@ -78,7 +71,7 @@ class ModuleAttributes:
         if not self.learning:
             self._places.clear()  # among them may be objects that a forward has made
         elif not self._places:
-            _walk([(self._block, "")], self._block, self._places)
+            self._places = places_of(self._block)
         if self._own is not None:
             self._own.begin(seed)
         self._put_on(Carried({}, {}))
@@ -137,8 +130,7 @@ class ModuleAttributes:
             self._staying |= {key for key, start in starts.items() if values[key] is not start}
             if self._made:
                 self._made = False
-                self._places.clear()
-                _walk([(self._block, "")], self._block, self._places)
+                self._places = places_of(self._block)
                 self.known = {key: table for key, table in self.known.items() if key[0] in self._places}
         self._copies, self._before, self._carried, self._outside = {}, [], Carried({}, {}), {}
         return Carried(values, starts, None if self._own is None else self._own.leave())
@@ -175,24 +167,44 @@ def carried(block: nn.Module, *holders: object) -> None:
     vars(block).setdefault(_CARRIED, []).extend(held)
 
 
-def places_of(holder: object) -> dict[int, Place]:
-    """Return the places of a module or an object, by the number of their owner."""
-    found = dict[int, Place]()
-    _walk([(holder, "")], holder, found)
+def places_of(holder: object, name: str = "") -> dict[int, Place]:
+    """Return the places of a module or an object and of what it holds, by the number of their owner."""
+    waiting: list[tuple[Any, str]] = [(holder, name)]
+    found: dict[int, Place] = {}
+    seen: dict[int, Any] = {}
+    while waiting:
+        held, path = waiting.pop()
+        if id(held) in seen or not _may_hold(held) or (isinstance(held, nn.Module) and _is_around(held, holder)):
+            continue
+        seen[id(held)] = held  # so that no other gets its number
+        inside: Iterable[tuple[Any, Any]] = ()
+        if is_table(held):
+            found.setdefault(id(held), Place(held, held, "entry ", f" of {path}"))
+            inside = list(held.items())  # a look at a value may import something
+        elif isinstance(held, list | tuple):
+            inside = enumerate(held)
+        elif isinstance(held, type):
+            waiting += _of_class(held, found)
+        else:
+            owned = _add_attributes(held, path, found)
+            waiting += [(kind, "") for kind in type(held).__mro__] if owned else []
+            if isinstance(held, nn.Module):
+                found.setdefault(id(held._buffers), Place(held._buffers, held._buffers, "buffer ", f" of {path}"))
+                waiting += [(module, f"{path}.{name}") for name, module in held._modules.items()]
+            for table in () if isinstance(held, Experts) else owned:
+                waiting += [(value, f"{path}.{name}") for name, value in table.items() if name not in _TORCHS]
+        for key, value in inside:
+            if _may_hold(value):
+                waiting.append((value, f"{path}[{key if isinstance(key, str | int) else type(key).__name__}]"))
     return found
 
 
 def places(block: nn.Module, name: str, known: Container[Key] = ()) -> Iterator[tuple[str, Any]]:
     """Yield what a block's forward may set, as ``("attribute 'order' of Dispatcher in NAME.dispatcher", value)``.
 
-    Args:
-        block: The block.
-        name: Its name.
-        known: Places to be left out, see :class:`ModuleAttributes`.
+    Places that :class:`ModuleAttributes` knows are left out.
     """
-    found: dict[int, Place] = {}
-    _walk([(block, name)], block, found)
-    for number, place in found.items():
+    for number, place in places_of(block, name).items():
         for key, value in place.all.items():
             if not _is_pythons(key) and (number, key) not in known:
                 yield f"{place.before}{key}{place.after}", value
@@ -223,35 +235,6 @@ class _Attributes(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _walk(waiting: list[tuple[Any, str]], block: object, found: dict[int, Place]) -> None:
-    """Add the places of values, each with its name, and of what they hold: modules, objects, classes."""
-    seen: dict[int, Any] = {}
-    while waiting:
-        held, path = waiting.pop()
-        if id(held) in seen or not _may_hold(held) or (isinstance(held, nn.Module) and _is_around(held, block)):
-            continue
-        seen[id(held)] = held  # so that no other gets its number
-        inside: Iterable[tuple[Any, Any]] = ()
-        if is_table(held):
-            found.setdefault(id(held), Place(held, held, "entry ", f" of {path}"))
-            inside = list(held.items())  # a look at a value may import something
-        elif isinstance(held, list | tuple):
-            inside = enumerate(held)
-        elif isinstance(held, type):
-            waiting += _of_class(held, found)
-        else:
-            owned = _add_attributes(held, path, found)
-            waiting += [(kind, "") for kind in type(held).__mro__] if owned else []
-            if isinstance(held, nn.Module):
-                found.setdefault(id(held._buffers), Place(held._buffers, held._buffers, "buffer ", f" of {path}"))
-                waiting += [(module, f"{path}.{name}") for name, module in held._modules.items()]
-            for table in () if isinstance(held, Experts) else owned:
-                waiting += [(value, f"{path}.{name}") for name, value in table.items() if name not in _TORCHS]
-        for key, value in inside:
-            if _may_hold(value):
-                waiting.append((value, f"{path}[{key if isinstance(key, str | int) else type(key).__name__}]"))
 
 
 def _add_attributes(held: Any, path: str, found: dict[int, Place], *, shared: bool = False) -> list[Mapping[str, Any]]:

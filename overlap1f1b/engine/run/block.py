@@ -23,14 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
-from overlap1f1b.engine.foreign.declared import check, declared_of, needs_gradient
-from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of, kinds_of
-from overlap1f1b.engine.foreign.watched import Watched
+from overlap1f1b.engine.foreign.declared import Watched, check, declared_of, needs_gradient
+from overlap1f1b.engine.foreign.exchanges import Seen, check_back, forms_of
 from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
-from overlap1f1b.engine.graph.library import LibraryExchange
-from overlap1f1b.engine.graph.segment import Crossing, Layout, Segment, Sent, Use, storage_of
-from overlap1f1b.engine.run.crossing import CrossingMode, eager
+from overlap1f1b.engine.graph.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use, storage_of
+from overlap1f1b.engine.run.crossing import CrossingMode, Replaces, eager
 from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement
@@ -41,11 +39,9 @@ from overlap1f1b.transport.suspend import OUTSIDE, Forward
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
-Results = Sequence[tuple[Sent, list[Any]]]
-"""Exchanges, with the tensors that each has received."""
 
 
-class BlockRun:
+class BlockRun(Replaces):
     """The nodes of one block for one microbatch, in the order of the plan's chains.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
@@ -65,19 +61,15 @@ class BlockRun:
         if self.seen is not None:
             self.seen[microbatch.index] = []
         self.noting = self.seen is not None
-        """Whether exchanges of the block's own are noted, and run where they stand: in the first step."""
-        self.inside: list[Watched] | None = None
         self.plain: list[Watched] = []
         """Plain calls of ``all_to_all_single`` in the first step, whose rows no Function has claimed."""
         self.hides_plain = stage.foreign.hides_plain
-        self.arrived: list[tuple[Tensor, Tensor]] = []
+        self._arrived: list[tuple[Tensor, Tensor]] = []  # outputs of hidden plain calls, with the rows of each
         shape, self.drops_own, self.drops_experts = stage.shape[block], False, False
         if microbatch.grad and shape.recompute != "none":
             self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
         self.suspends = bool(self.exchanges) or self.seen is not None or self.drops_own
         """Whether its forward runs on a stack of its own."""
-        self.again = False
-        """Whether a part of its forward runs a second time."""
         self.buffers: list[Replacement] | None = None
         """Copies of its buffers before its first part that is computed again."""
         self.is_last = block == len(stage.blocks) - 1
@@ -86,7 +78,6 @@ class BlockRun:
         self.queue = WeightQueue()
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
-        self.forward: Forward | None = None
         self.segments: list[Segment] = []
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
@@ -148,8 +139,8 @@ class BlockRun:
                 with self.mode:
                     return self._run_module(*given)
 
-    def _resume(self, results: Results) -> Reached:
-        """Run the module on from some exchanges to the next or to its outputs."""
+    def _resume(self, results: Sequence[tuple[Sent, list[Any]]]) -> Reached:
+        """Run the module on from some exchanges, with the tensors of each, to the next or to its outputs."""
         assert self.forward is not None
         grad = self.microbatch.grad
         segment, received, requires_grad = self._open(), list[Any](), list[bool]()
@@ -194,41 +185,24 @@ class BlockRun:
         behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
-        for position, (call, (_, at, _)) in enumerate(zip(calls, behind, strict=True)):
+        for call, (_, at, _) in zip(calls, behind, strict=True):
             if self.foreign:
-                calls[position] = self._expected(call, number)
+                self._check_expected(call, number)
             elif isinstance(call.splits, Route):
                 stage.note_route(call, call.splits, self.block, at, self.microbatch.index)
         self._send(calls)
 
-    def _expected(self, call: ExchangeCall, number: int) -> ExchangeCall:
-        """Return an exchange of the block's own with what the first step has shown of it.
-
-        Raises:
-            ValueError: It is another one than in the first step.
-        """
+    def _check_expected(self, call: ExchangeCall, number: int) -> None:
+        """Check that an exchange of the block's own is as in the first step."""
         wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found = kinds_of(call.tensors)
-        if forms_of(found) != wanted.forms:
+        found = forms_of(call.tensors)
+        if found != wanted.forms:
             raise ValueError(
-                f"{where} has tensors of dtypes and dimensions {list(forms_of(found))}; "
+                f"{where} has tensors of dtypes and dimensions {list(found)}; "
                 f"allowed: {list(wanted.forms)}, as in the first step"
             )
         if wanted.op is Op.COMBINE:
-            earlier = self.segments[wanted.back_of].sent[0]
-            check_back(call.splits, earlier.call.splits, where)
-            allowed = wanted.behind(earlier.layout.kinds)
-            if allowed is not None and found != allowed:
-                raise ValueError(
-                    f"{where} has rows of {list(found)}; allowed: {list(allowed)}, which follows from the rows of "
-                    f"exchange {wanted.back_of} as in the first step"
-                )
-        following = self.foreign[number + 1] if number + 1 < len(self.foreign) else None
-        if following is not None and following.back_of == number:
-            kinds = following.behind(found)
-            if kinds is not None:
-                return call._replace(answer=Layout.from_kinds(kinds, self.stage.device).like)
-        return call
+            check_back(call.splits, self.segments[wanted.back_of].sent[0].call.splits, where)
 
     def _send(self, calls: Sequence[ExchangeCall]) -> None:
         """Prepare the exchanges behind the last segment."""
@@ -261,10 +235,8 @@ class BlockRun:
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.
 
-        It warns if another block has left a tensor in a place of its own: nothing tells whether that is meant.
-
-        Raises:
-            ValueError: Torch has not shown a call that used a tensor of an earlier segment.
+        It does if torch has not shown a call that used a tensor of an earlier segment. A tensor that another block has
+        left in a place of its own is a warning: nothing tells whether that is meant.
         """
         first = self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
@@ -329,7 +301,7 @@ class BlockRun:
             self._release(ends=self.is_last)
 
     def begin(self, forward: Forward) -> None:
-        """Say what a forward on a stack of its own computes again."""
+        """Say which parts of a forward are computed again."""
 
     def _run_module(self, *x: Tensor) -> Tensors:
         """Return the outputs of the module's own forward, or the loss after the last block."""
@@ -364,14 +336,8 @@ class BlockRun:
         return outs
 
     def _check_requires_grad(self, outs: Tensors) -> None:
-        """Check that outputs require a gradient if an input does.
-
-        Raises:
-            ValueError: They do not.
-        """
-        if any(out.requires_grad for out in outs):
-            return
-        if any(entry is not None for entry in self.segments[0].received):
+        """Check that outputs require a gradient if an input does."""
+        if any(self.segments[0].received) and not any(out.requires_grad for out in outs):
             raise ValueError(
                 f"the outputs of {self.name} require no gradient although its input does; "
                 "allowed: outputs that depend on the input"
@@ -412,11 +378,7 @@ class BlockRun:
         return entered
 
     def _check_walked_often(self, node: Any) -> None:
-        """Check that microbatches may share the graph of a tensor, which another one has made.
-
-        Raises:
-            ValueError: They may not.
-        """
+        """Check that microbatches may share the graph of a tensor, which another one has made."""
         if not is_walked_often(node):
             raise ValueError(
                 f"{self._self_or_loss} uses a tensor of {node.name()} that another microbatch has made and left in an "
@@ -461,9 +423,6 @@ class BlockRun:
 
         One without a gradient, or over other ranks, runs where it stands; so do all in the first step, which notes
         them.
-
-        Raises:
-            ValueError: A library's exchange has no gradient, and others of the library are hidden.
         """
         foreign, library = self.stage.foreign, isinstance(splits, LibrarySplits)
         ranks = dist.get_process_group_ranks(group)
@@ -487,7 +446,7 @@ class BlockRun:
         if self._state is not None:
             self._state.look()
         self.seen[self.microbatch.index].append(
-            Seen(splits.send, splits.receive, kinds_of(tensors), isinstance(splits, LibrarySplits), plain)
+            Seen(splits.send, splits.receive, forms_of(tensors), isinstance(splits, LibrarySplits), plain)
         )
 
     def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
@@ -510,12 +469,15 @@ class BlockRun:
             self.plain.append(call._replace(plain=True))
             self._note((call.input,), call.splits, plain=True)
 
+    def fill(self, output: Tensor, rows: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            output.copy_(rows.detach())
+        self._arrived.append((output, rows))
+
     def claim(self, output: Tensor) -> Tensor | None:
-        for at, (filled, rows) in enumerate(self.arrived):
-            if filled is output:
-                del self.arrived[at]
-                return rows
-        return None
+        rows = next((rows for filled, rows in self._arrived if filled is output), None)
+        self._arrived = [pair for pair in self._arrived if pair[1] is not rows]
+        return rows
 
     # ---------------------------------------------------------------------------------------------- backward
 

@@ -10,7 +10,7 @@ from functools import partial, wraps
 from inspect import signature
 from operator import is_
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,13 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
-from overlap1f1b.engine.foreign.declared import Arrived, declared_of
-from overlap1f1b.engine.foreign.watched import (
+from overlap1f1b.engine.foreign.declared import (
+    Arrived,
     Watched,
+    declared_of,
     functional_operations,
     group_named,
     sizes_of,
-    watched,
     watched_functional,
     watched_parts,
 )
@@ -42,27 +42,23 @@ _OWN = (SplitLinear, SplitGroupedMM)
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
 
-class Replaces(Protocol):
-    """A forward that decides what enters its running segment, and which exchanges suspend it.
+class Replaces:
+    """A forward that decides what enters its running segment, and which exchanges suspend it."""
 
-    Attributes:
-        again: Whether a part of the forward runs a second time: nothing enters it, since its graph is not walked.
-        noting: Whether exchanges are noted, and run where they stand: in the first step.
-        inside: All-to-alls of torch inside the Function that runs in the first step; None outside.
-        forward: What an exchange may suspend; None if nothing.
-        hides_plain: Whether plain calls of ``all_to_all_single`` suspend the forward.
-        arrived: Outputs of these, with the rows that each has brought.
-    """
-
-    again: bool
-    noting: bool
-    inside: list[Watched] | None
-    forward: Forward | None
-    hides_plain: bool
-    arrived: list[tuple[Tensor, Tensor]]
+    again = False
+    """Whether a part of the forward runs a second time: nothing enters it, since its graph is not walked."""
+    noting = False
+    """Whether exchanges are noted, and run where they stand: in the first step."""
+    inside: list[Watched] | None = None
+    """All-to-alls of torch inside the Function that runs in the first step; None outside."""
+    forward: Forward | None = None
+    """What an exchange may suspend; None if nothing."""
+    hides_plain = False
+    """Whether plain calls of ``all_to_all_single`` suspend the forward."""
 
     def entered(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or what enters the running segment in its place."""
+        raise NotImplementedError
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
@@ -76,18 +72,19 @@ class Replaces(Protocol):
     def claim(self, output: Tensor) -> Tensor | None:
         """Return the rows of a hidden plain call, for the Function that adds its backward; None if there is none."""
 
+    def fill(self, output: Tensor, rows: Tensor) -> None:
+        """Fill the output of a hidden plain call with the rows that it has brought."""
+
 
 class CrossingMode(TorchFunctionMode):
     """Hands every tensor argument of torch's functions to a forward, which may replace it.
 
     ``autograd.Function.apply`` passes by torch's function modes: see :func:`functions_cross`.
-
-    Attributes:
-        ended: Whether the forward has nothing left to run. Torch takes a mode off while it is called, and after a
-            Ctrl-C it may put it back later, when Python collects what was interrupted: it then does nothing.
     """
 
     ended = False
+    """Whether the forward has nothing left to run. Torch takes a mode off while it is called, and after a Ctrl-C it may
+    put it back later, when Python collects what was interrupted: it then does nothing."""
 
     def __init__(self, run: Replaces) -> None:
         super().__init__()
@@ -102,7 +99,7 @@ class CrossingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         run = self.run
         if run.inside is not None and func in (c10d.all_to_all_single, dist.all_to_all):
-            read, result = watched if func is c10d.all_to_all_single else watched_parts, func(*args, **kwargs)
+            read, result = Watched.of if func is c10d.all_to_all_single else watched_parts, func(*args, **kwargs)
             call = read(*args, **kwargs)
             run.inside += [] if call is None else [call]
             return result
@@ -224,16 +221,14 @@ def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         if mode.run.noting:
             result = plain(*args, **kwargs)
-            mode.run.called_plain(watched(*args, **kwargs))
+            mode.run.called_plain(Watched.of(*args, **kwargs))
             return result
-        call = watched(*args, **kwargs)
+        call = Watched.of(*args, **kwargs)
         rows = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
         if rows is None:
             return plain(*args, **kwargs)
         assert isinstance(call.output, Tensor)
-        with torch._C.DisableTorchFunction():
-            call.output.copy_(rows.detach())
-        mode.run.arrived.append((call.output, rows))
+        mode.run.fill(call.output, rows)
         return Arrived(rows.device) if call.later else None
 
     return all_to_all_single
@@ -265,16 +260,11 @@ class _Crossing(ExitStack):
 
     Callbacks change torch back, not generators: a Ctrl-C may come while they run, and Python would finish a generator
     when it collects it, perhaps inside a later step.
-
-    Attributes:
-        users: How many steps and stages use them.
-        eager: How many segments run in which nothing may be compiled.
-        stance: The compiler's stance in these segments; None outside.
     """
 
-    users = 0
-    eager = 0
-    stance: Any = None
+    users = 0  # steps and stages that use them
+    eager = 0  # segments that run, in which nothing may be compiled
+    stance: Any = None  # the compiler's in these segments; None outside
 
     def compile_again(self) -> None:
         """Set the compiler's stance to what it was before these segments."""

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,7 @@ from overlap1f1b.engine.graph.edges import edge_of, gradients, next_sequence_num
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.crossing import CrossingMode, Replaces
 from overlap1f1b.engine.run.model import MicrobatchBlock, is_compiled
-from overlap1f1b.engine.run.replaced import Replacement, replaced
+from overlap1f1b.engine.run.replaced import ABSENT, Replacement, replaced
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.schedule.values import some
 from overlap1f1b.transport.devices import GraphCapture
@@ -57,34 +56,30 @@ class Place(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """A part of a block, before its experts or behind them, captured for one slot.
+    """A part of a block, before its experts or behind them, captured for one slot."""
 
-    Args:
-        start: Sequence number below those of its autograd nodes.
-        given: Memory from which it reads what it is called with: the block's inputs, or the experts' result.
-        outputs: Memory of what it hands on.
-        hidden: Memory of what the last part uses besides.
-        places: Where the first part has what it uses of it.
-        entered: The same as tensors without a history.
-        parameters: Parameters whose gradients its backward computes.
-        roots: Memory of the gradients of hidden and other outputs, in this order.
-        found: Memory of the gradients of what it uses: given, entered, parameters; None for one without.
-        deferred: Weight gradients that its backward leaves to a queue.
-        leaves: Whether the gradients of what it is given leave the stage: a send may still read them when the slot has
-            another microbatch.
-    """
-
-    start: int
+    start: int  # sequence number below those of its autograd nodes
     given: list[Tensor]
+    """Memory from which it reads what it is called with: the block's inputs, or the experts' result."""
     outputs: list[Tensor] = field(default_factory=list)
+    """Memory of what it hands on."""
     hidden: list[Tensor] = field(default_factory=list)
+    """Memory of what the last part uses besides."""
     places: list[Place] = field(default_factory=list)
+    """Where the first part has what it uses of it."""
     entered: list[Tensor] = field(default_factory=list)
+    """The same as tensors without a history."""
     parameters: list[nn.Parameter] = field(default_factory=list)
+    """Those whose gradients its backward computes."""
     roots: list[Tensor] = field(default_factory=list)
+    """Memory of the gradients of hidden and other outputs, in this order."""
     found: list[Tensor | None] = field(default_factory=list)
+    """Memory of the gradients of what it uses: given, entered, parameters; None for one without."""
     deferred: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = field(default_factory=list)
+    """Weight gradients that its backward leaves to a queue."""
     leaves: bool = False
+    """Whether the gradients of what it is given leave the stage: a send may still read them when the slot has another
+    microbatch."""
     forward: Callable[[], object] = lambda: None
     backward: Callable[[], object] = lambda: None
 
@@ -121,36 +116,6 @@ class _Replay(torch.autograd.Function):
 def _copy(tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
     for place, tensor in zip(memory, tensors, strict=False):
         place.detach().copy_(tensor)
-
-
-@dataclass(eq=False)
-class CapturedBlock:
-    """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
-
-    Args:
-        parts: Its first and its last part.
-        experts: What is called between them.
-        several: Whether its forward returns a tuple.
-        kept: Memory that parts have in common, or that must last from a forward to its backward: no other graph may
-            take it.
-        bytes: Memory of its graphs.
-    """
-
-    parts: list[Part]
-    experts: Experts
-    several: bool
-    kept: list[Any]
-    bytes: int
-
-    def __call__(self, stage: Queued, *x: Tensor) -> Any:
-        """Run the block forward."""
-        first, last = self.parts
-        results = _Replay.apply(first, stage, *x, *first.parameters)
-        hidden = results[: len(first.hidden)]
-        y = self.experts(*results[len(first.hidden) :])
-        entering = [(x if place.given else hidden)[place.number] for place in last.places]
-        outputs = _Replay.apply(last, stage, y, *entering, *last.parameters)
-        return outputs if self.several else outputs[0]
 
 
 class _Made(TorchDispatchMode):
@@ -194,35 +159,42 @@ def _waits(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
     return torch.Tag.data_dependent_output in operation.tags or torch.Tag.dynamic_output_shape in operation.tags
 
 
-class _Capture:
-    """The forward of a block, run without computing, and its backward.
+class CapturedBlock(Replaces):
+    """A block for one slot; called with the block's inputs, it returns what the block's forward returns.
 
-    A function mode shows what the last part uses of the first: it enters without its history. Leaves have stand-ins,
-    with the same memory: the autograd node of a leaf belongs to the stream on which it was made, and one of a step is
-    not allowed in a capture, nor one of a capture in a step.
-
-    Args:
-        module: The block.
-        capture: Captures what the thread queues.
+    Its forward and backward are captured without computing. A function mode shows what the last part uses of the first:
+    it enters without its history. Leaves have stand-ins, with the same memory: the autograd node of a leaf belongs to
+    the stream on which it was made, and one of a step is not allowed in a capture, nor one of a capture in a step.
     """
+
+    bytes: int
+    """Memory of its graphs."""
 
     def __init__(self, module: nn.Module, capture: GraphCapture) -> None:
         self._module, self._capture = module, capture
         self._parameters: dict[nn.Parameter, nn.Parameter] = {}  # by their stand-ins
-        self._parts: list[Part] = []
-        self._experts: Experts | None = None
+        self.parts: list[Part] = []
+        self._experts: Experts | None = None  # called between the parts
+        self._several = False  # whether the forward returns a tuple
         self._made = _Made()
         self._entered: dict[Place, Tensor] = {}  # into the last part
-        self.again = self.noting = False  # as of Replaces: nothing is looked at but what enters
-        self.inside = self.forward = None
         self._kept: list[Any] = []
+        """Memory that parts have in common, or that must last from a forward to its backward: no other graph may take
+        it."""
 
-    def run(self, stage: Queued, x: Sequence[Tensor]) -> CapturedBlock:
-        """Return the graphs of a block for inputs like these.
+    def __call__(self, stage: Queued, *x: Tensor) -> Any:
+        """Run the block forward."""
+        first, last = self.parts
+        results = _Replay.apply(first, stage, *x, *first.parameters)
+        hidden = results[: len(first.hidden)]
+        assert self._experts is not None
+        y = self._experts(*results[len(first.hidden) :])
+        entering = [(x if place.given else hidden)[place.number] for place in last.places]
+        outputs = _Replay.apply(last, stage, y, *entering, *last.parameters)
+        return outputs if self._several else outputs[0]
 
-        Raises:
-            UnfitError: It cannot be captured.
-        """
+    def capture(self, stage: Queued, x: Sequence[Tensor]) -> None:
+        """Capture graphs for inputs like these; raise an UnfitError if that is not possible."""
         given = [t.detach().clone().requires_grad_(t.requires_grad) for t in x]
         experts = [module for module in self._module.modules() if isinstance(module, Experts)]
         borders = [(vars(one), "forward", partial(self._border, one)) for one in experts]
@@ -232,19 +204,21 @@ class _Capture:
             with replaced([*borders, *self._stand_ins()]), self._capture.around(), self._made, torch.enable_grad():
                 before = _state(self._module)
                 self._begin(given)
-                with CrossingMode(cast(Replaces, self)):
+                with CrossingMode(self):
                     returned = self._module(*given)
                 self._end(returned if isinstance(returned, tuple) else (returned,))
                 if self._experts is None:
                     raise UnfitError("it does not call its experts")
-                _check_unchanged(before, _state(self._module))
-                for part in reversed(self._parts):
+                after = _state(self._module)
+                for key in before.keys() | after:
+                    if before.get(key, ABSENT) is not after.get(key, ABSENT):
+                        raise UnfitError(f"its forward sets {key[1]}")
+                for part in reversed(self.parts):
                     self._backward(part, stage)
         finally:
             stage.queue, stage.anchor = outside
             self._capture.leave()
-        several, made = isinstance(returned, tuple), self._capture.bytes
-        return CapturedBlock(self._parts, self._experts, several, self._kept, made)
+        self._several, self.bytes = isinstance(returned, tuple), self._capture.bytes
 
     def _stand_ins(self) -> Iterator[Replacement]:
         known: dict[nn.Parameter, nn.Parameter] = {}
@@ -259,12 +233,12 @@ class _Capture:
 
     def _begin(self, given: list[Tensor]) -> None:
         self._capture.begin()
-        self._parts.append(Part(next_sequence_number(), given))
+        self.parts.append(Part(next_sequence_number(), given))
 
     def _end(self, outputs: Sequence[Any]) -> None:
         if not outputs or not all(isinstance(out, Tensor) for out in outputs):
             raise UnfitError("experts are called with, or the block returns, something else than tensors")
-        part = self._parts[-1]
+        part = self.parts[-1]
         part.outputs = [self.entered(out) for out in outputs]
         part.forward = self._capture.end()
         part.places, part.entered = list(self._entered), list(self._entered.values())
@@ -292,7 +266,7 @@ class _Capture:
 
     def _place(self, tensor: Tensor) -> Place | None:
         """Return where the first part has a tensor; None if the running part has made it, or it has no gradient."""
-        node, first, running = tensor.grad_fn, self._parts[0], self._parts[-1]
+        node, first, running = tensor.grad_fn, self.parts[0], self.parts[-1]
         if node is None:
             given = (i for i, t in enumerate(first.given) if t is tensor and t.requires_grad)
             number = next(given, -1)
@@ -307,9 +281,6 @@ class _Capture:
             first.hidden.append(tensor)
         return Place(False, number)
 
-    def used_apart(self, weight: nn.Parameter) -> None:
-        pass
-
     def _backward(self, part: Part, stage: Queued) -> None:
         results = [memory for memory in part.results if memory.requires_grad]
         edges = [edge_of(result) for result in results]
@@ -317,65 +288,42 @@ class _Capture:
             return
         known = {id(t) for t in (stage.anchor, *part.given, *part.entered)}
         weights = []
-        for leaf in _leaves(edges):
+        for leaf in (node.variable for node in nodes_behind(edge.node for edge in edges) if hasattr(node, "variable")):
             if leaf in self._parameters:
                 weights.append(leaf)
             elif id(leaf) not in known:
                 raise UnfitError("it uses a tensor with a graph of its own, beside its inputs and parameters")
         part.parameters = [self._parameters[weight] for weight in weights]
-        used = [t for t in (*part.given, *part.entered, *weights) if t.requires_grad]
+        used = *part.given, *part.entered, *weights
         part.roots = [torch.empty_like(result).detach() for result in results]
         self._capture.begin()
         with torch.autocast(part.roots[0].device.type, enabled=False):  # as around the backwards of a step
-            found = iter(gradients(edges, part.roots, used))
+            found = iter(gradients(edges, part.roots, [t for t in used if t.requires_grad]))
         part.backward = self._capture.end()
         self._kept += self._made.alive()
-        part.found = [next(found) if t.requires_grad else None for t in (*part.given, *part.entered, *weights)]
+        part.found = [next(found) if t.requires_grad else None for t in used]
         part.deferred = [(self._parameters[weight], gradient) for weight, gradient in stage.queue.take()]
 
 
-def _leaves(edges: Sequence[GradientEdge]) -> list[Any]:
-    return [node.variable for node in nodes_behind(edge.node for edge in edges) if hasattr(node, "variable")]
-
-
-_State = dict[tuple[int, Any], tuple[str, Any]]
-
-
-def _state(module: nn.Module) -> _State:
-    """Return what a module's forward may set, by the places, each with its name."""
+def _state(module: nn.Module) -> dict[tuple[int, str], Any]:
+    """Return what a module's forward may set, by the number of its owner and its name."""
     return {
-        (number, name): (f"{place.before}{name}{place.after}", value)
+        (number, f"{place.before}{name}{place.after}"): value
         for number, place in places_of(module).items()
         for name, value in place.all.items()
     }
 
 
-def _check_unchanged(before: _State, after: _State) -> None:
-    for key in before.keys() | after:
-        name, _ = (before if key in before else after)[key]
-        if key not in before or key not in after or before[key][1] is not after[key][1]:
-            raise UnfitError(f"its forward sets {name}")
-
-
 class Graphs:
-    """The graphs of a stage's blocks, made when a microbatch needs them.
-
-    Args:
-        stage: Where forwards leave weight gradients.
-        blocks: Its blocks.
-        device: Device of the blocks.
-
-    Attributes:
-        active: Whether the step that runs replays graphs.
-        unfit: Why a block has none, by its number.
-    """
+    """The graphs of a stage's blocks, made when a microbatch needs them."""
 
     def __init__(self, stage: Queued, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.active = False
+        """Whether the step that runs replays graphs."""
         self.unfit: dict[int, str] = {}
-        self._stage, self._blocks = stage, blocks
+        """Why a block has none, by its number."""
+        self._stage, self._blocks, self._device = stage, blocks, device
         self._capture = GraphCapture(device)
-        self._device = device
         # By block and slot, with what they are for.
         self._captured: dict[tuple[int, int], tuple[object, CapturedBlock]] = {}
         self._facts: dict[int, object] = {}
@@ -413,20 +361,15 @@ class Graphs:
         known = self._captured.get((number, slot))
         if known is None or known[0] != form:
             try:
-                captured = self._capture_block(number, x)
+                _check_fit(self._blocks[number])
+                captured = CapturedBlock(self._blocks[number], self._capture)
+                captured.capture(self._stage, x)
             except Exception as error:  # of any kind: a block may do in its forward what it likes
                 self.unfit[number] = str(error).partition("\n")[0]
                 return None
+            captured.parts[0].leaves = number == 0
             known = self._captured[number, slot] = form, captured
         return partial(known[1], self._stage)
-
-    def _capture_block(self, number: int, x: Sequence[Tensor]) -> CapturedBlock:
-        block = self._blocks[number]
-        if (reason := _unfit(block)) is not None:
-            raise UnfitError(reason)
-        captured = _Capture(block, self._capture).run(self._stage, x)
-        captured.parts[0].leaves = number == 0
-        return captured
 
     def unfit_now(self, names: Sequence[str]) -> list[tuple[str, str]]:
         """Return the reasons that were found since the last call, each with the names of its blocks."""
@@ -442,19 +385,18 @@ class Graphs:
         return sum(captured.bytes for _, captured in self._captured.values())
 
 
-def _unfit(block: nn.Module) -> str | None:
-    """Return why a block cannot be captured, as far as it can be seen before."""
+def _check_fit(block: nn.Module) -> None:
+    """Raise an UnfitError if it can be seen before that a block cannot be captured."""
     if isinstance(block, MicrobatchBlock):
-        return "it is told its microbatch"
+        raise UnfitError("it is told its microbatch")
     if is_compiled(block):
-        return "it is under torch.compile"
+        raise UnfitError("it is under torch.compile")
     for name, module in block.named_modules():
         if any(getattr(module, kind) for kind in _HOOKS) and not isinstance(module, Experts):
-            return f"{name or 'it'} has hooks"
+            raise UnfitError(f"{name or 'it'} has hooks")
     for name, parameter in block.named_parameters():
         if isinstance(parameter, DTensor) or main_grad(parameter) is not None:
-            return f"{name} is a DTensor, or has a main_grad"
-    return None
+            raise UnfitError(f"{name} is a DTensor, or has a main_grad")
 
 
 def _facts(block: nn.Module) -> object:

@@ -112,11 +112,7 @@ class Microbatch:
         return {place: flight.wait() for place, flight in coming.items()}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
-        """Return the last block's outputs, or the loss if there is a ``loss_fn``; its gradient is ``loss_grad``.
-
-        Raises:
-            ValueError: A loss that is not one real number, or requires no gradient; ``name`` is the block's.
-        """
+        """Return the outputs of the last block, ``name``, or the loss if there is a ``loss_fn``."""
         if self.loss_fn is None:
             return outs
         if self.return_outputs:

@@ -15,10 +15,6 @@ class RandomStream:
     """A microbatch's own stream of random numbers: its dropout does not depend on other nodes that run in between.
 
     As a context manager it puts its state into the generators, and the generators' own state back at the end.
-
-    Args:
-        seed: Seed of the stream.
-        generators: Generators that a forward may draw from.
     """
 
     __slots__ = ("_generators", "_outside", "_states", "seed")
@@ -32,11 +28,11 @@ class RandomStream:
     def here(cls, generators: tuple[torch.Generator, ...]) -> RandomStream:
         """Return a stream that repeats the numbers that the generators give next."""
         stream = cls(0, generators)
-        stream._states = [generator.get_state() for generator in generators]
+        stream._states = _states(generators)
         return stream
 
     def __enter__(self) -> None:
-        self._outside = [generator.get_state() for generator in self._generators]
+        self._outside = _states(self._generators)
         for position, generator in enumerate(self._generators):
             if self._states is None:
                 generator.manual_seed(self.seed)
@@ -44,7 +40,7 @@ class RandomStream:
                 generator.set_state(self._states[position])
 
     def __exit__(self, *error: object) -> None:
-        self._states = [generator.get_state() for generator in self._generators]
+        self._states = _states(self._generators)
         for generator, state in zip(self._generators, self._outside, strict=True):
             generator.set_state(state)
         self._outside = []
@@ -57,19 +53,14 @@ class Draws:
     """Blocks that draw random numbers, as their first forwards have shown: only these enter their streams.
 
     A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
-    next step on all blocks enter their streams.
-
-    Args:
-        blocks: The blocks of a stage.
-        generators: Generators that a forward may draw from.
-        always: For each block whether it must enter, because parts of its forward are computed again.
+    next step on all blocks enter their streams. ``always`` tells which blocks must enter in any case: those of whose
+    forward parts are computed again.
     """
 
     def __init__(
         self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...], always: Sequence[bool]
     ) -> None:
-        self._blocks, self._generators = blocks, generators
-        self._always = list(always)
+        self._blocks, self._generators, self._always = blocks, generators, list(always)
         self._draws: dict[tuple[int, bool], bool] = {}  # whether a block draws, by its number and training mode
 
     def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
@@ -87,9 +78,9 @@ class Draws:
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
         with stream:
-            before = self._states()
+            before = _states(self._generators)
             yield
-            if not _equal(before, self._states()):
+            if not all(map(torch.equal, before, _states(self._generators))):
                 self._draws[key] = True
 
     def forwarded(self, block: int) -> None:
@@ -100,18 +91,15 @@ class Draws:
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Check, at the end of a step, that no block has drawn outside its stream."""
-        before = None if all(self._draws.values()) else self._states()
+        before = None if all(self._draws.values()) else _states(self._generators)
         yield
-        if before is not None and not _equal(before, self._states()):
+        if before is not None and not all(map(torch.equal, before, _states(self._generators))):
             self._draws.clear()
             self._always = [True] * len(self._always)
 
-    def _states(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
 
-
-def _equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
 
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:

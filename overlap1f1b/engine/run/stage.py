@@ -132,10 +132,7 @@ class Stage:
                 reduced=bool(
                     (reduce_dense and self.dense_parameters_of(index))
                     or (reduce_experts and self.expert_parameters_of(index))
-                    or any(
-                        isinstance(p, DTensor)
-                        for p in (*self.dense_parameters_of(index), *self.expert_parameters_of(index))
-                    )
+                    or any(isinstance(p, DTensor) for p in self._complete(index) + self.expert_parameters_of(index))
                 ),
                 recompute=parse_recompute("none" if options_of(block).keeps else recompute),
                 parts=parts if self.experts_of(index) else 1,
@@ -198,11 +195,7 @@ class Stage:
         return [[p for m in own for p in m._parameters.values() if p is not None and p.requires_grad] for own in every]
 
     def check_trained(self, before: Sequence[Sequence[nn.Parameter]], apart: Set[nn.Module]) -> None:
-        """Check that each block trains the same parameters as before: others would not be summed over ranks.
-
-        Raises:
-            ValueError: They were frozen, unfrozen or replaced since.
-        """
+        """Check that each block trains the same parameters as before: others would not be summed over ranks."""
         for name, known, now in zip(self.names, before, self.trained(apart), strict=True):
             if len(now) != len(known) or not all(map(is_, now, known)):
                 raise ValueError(
@@ -269,14 +262,7 @@ class Stage:
         self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
 
     def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
-        """Cut blocks from now on at the exchanges that they made by themselves.
-
-        Args:
-            shown: What the microbatches of all ranks have shown, by (stage, block).
-
-        Raises:
-            ValueError: Microbatches have made different exchanges.
-        """
+        """Cut blocks from now on at the exchanges that the microbatches of all ranks have shown, by (stage, block)."""
         shapes = list(self.shape)
         for block, shape in enumerate(shapes):
             place = self.number, block
@@ -298,9 +284,9 @@ class Stage:
     def cut_into(self, parts: int) -> None:
         """Cut calls of experts into another number of parts from the next step on."""
         self.parts = parse_parts(parts)
-        for block, shape in enumerate(self.shape):
+        for uses, shape in zip(self.uses, self.shape, strict=True):
             if shape.expert_calls:
-                self.uses[block].forget()
+                uses.forget()
         self.shape = tuple(shape._replace(parts=parts) if shape.expert_calls else shape for shape in self.shape)
         self._find_exchanges()
 

@@ -8,11 +8,8 @@ from torch import nn
 class ParameterUses:
     """The segments that use the parameters of a block, as its first forward has shown.
 
-    Args:
-        apart: Weights whose gradients the block's layers defer to a queue.
-
     Attributes:
-        apart: The same, without weights that no layer uses in this way.
+        apart: Weights whose gradients the block's layers defer to a queue; later without those that no layer defers.
         first: The first segment that uses a parameter.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
         known: Whether the block has run forward.

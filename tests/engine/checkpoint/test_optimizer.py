@@ -72,15 +72,3 @@ def test_how_a_step_is_computed_is_not_taken_over() -> None:
     (group,) = here.param_groups
     assert (group["foreach"], group["fused"]) == (None, True)
     assert (group["lr"], group["maximize"], group["betas"], group["amsgrad"]) == (0.5, True, (0.5, 0.25), True)
-
-
-def test_a_group_takes_the_numbers_of_its_parameters() -> None:
-    there = stored(0.5, 0.25)
-    here, names = optimizer(1.0, 1.0)
-    here.param_groups.reverse()
-    set_groups(here, there.chosen(here, names))
-    assert [group["lr"] for group in here.param_groups] == [0.25, 0.5]
-    for group in here.param_groups:
-        group["params"] = []
-    set_groups(here, there.chosen(here, names))
-    assert [group["lr"] for group in here.param_groups] == [0.5, 0.25]

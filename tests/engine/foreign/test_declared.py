@@ -24,21 +24,6 @@ from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_
 from tests.ranks import Ranks, over
 
 
-class Default(torch.autograd.Function):
-    """Equal parts if no sizes are given."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Any, rows: Tensor, receive: Any, send: Any) -> Tensor:
-        ctx.group, ctx.receive, ctx.send = group, receive, send
-        output = rows.new_empty((len(rows) if receive is None else sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, Default.apply(ctx.group, grads[0], ctx.send, ctx.receive), None, None
-
-
 class OneSize(torch.autograd.Function):
     """Sends as many rows to a rank as it receives from it, over all ranks."""
 
@@ -132,7 +117,6 @@ class UndeclaredBehind(Behind):
     """Adds the backward of a plain call."""
 
 
-declare(Default, tensor=1, send=3, receive=2, group=0)
 declare(OneSize, tensor=0, send=1, receive=1)
 declare(Sized, tensor=0, send=2, receive=1, group=3)
 declare(Unseen, tensor=1, send=3, receive=2, group=0)
@@ -257,14 +241,14 @@ def test_declared_functions_are_hidden(rank: int, size: int) -> list[str]:
     group, problems = mesh.get_group("ep"), list[str]()
     sized = lambda rows, receive, send, group: Sized.apply(rows, receive, send, group, sum(receive), rows.shape)  # noqa: E731
     evens = {
-        "no sizes": lambda rows, receive, send, group: Default.apply(group, rows, None, None),
+        "no sizes": lambda rows, receive, send, group: Own.apply(group, rows, None, None),
         "Tutel": as_tutel,
         "one size": lambda rows, receive, send, group: OneSize.apply(rows, send),
     }
     for name, way in evens.items():
         build = lambda way=way: nn.Sequential(Even(group, way))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 2 * MICROBATCHES)
-    for name, ways in (("sizes", (applied(Default), sized)), ("unseen", (applied(Unseen), OWN))):
+    for name, ways in (("sizes", (OWN, sized)), ("unseen", (applied(Unseen), OWN))):
         build = lambda ways=ways: nn.Sequential(Numbered(group, ways))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
     return problems

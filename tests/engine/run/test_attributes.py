@@ -222,24 +222,3 @@ def test_every_place_has_a_name() -> None:
         "attribute 'order' of Slots in STATE of test_attributes.py",
     ):
         assert name in names["object"]
-
-
-class KeepingExperts(nn.Module):
-    """Keeps its gate's weights on itself while the experts run."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(HIDDEN, 4), GroupedExperts(4, HIDDEN, 8, group=group)
-        self.experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weights, indices = self.gate(x).softmax(-1).topk(2)
-        y = self.experts(x, indices, torch.ones_like(self.weights))
-        return x + y * self.weights.sum(-1, keepdim=True)
-
-
-@over(2, timeout=60)
-def test_experts_on_two_ranks(rank: int, size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    group = mesh.get_group("ep")
-    return compare("experts", lambda: nn.Sequential(KeepingExperts(group), KeepingExperts(group)), mesh)

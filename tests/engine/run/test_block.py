@@ -24,11 +24,8 @@ Case = tuple[str, Overlap, dict[str, Any]]
 CASES: list[Case] = [
     ("sequential", "serial", {}),
     ("combined_1f1b", "pairs", {}),
-    ("combined_1f1b", 2, {}),
-    ("combined_1f1b", 3, {}),
     ("zb_h1", 3, {}),
     ("combined_1f1b", 3, {"recompute": "experts"}),
-    ("combined_1f1b", 3, {"recompute": "attention"}),
     ("combined_1f1b", 3, {"recompute": "block"}),
     ("combined_1f1b", 3, {"capacity": 2.0}),  # room for every row
     ("combined_1f1b", 3, {"capacity": 0.75, "overflow": "rerun"}),
@@ -74,9 +71,8 @@ def _compared(rank: int, size: int) -> list[str]:
     group, problems = mesh.get_group("ep"), []
     data = [models.batch(MICROBATCHES, seed=r) for r in range(size)]
     for dtype, limit, cases in (
-        (torch.float64, 1e-12, [*CASES[:4], *CASES[7:9]]),
-        (torch.float32, 1e-5, CASES[:1]),
-        (torch.bfloat16, None, (CASES[0], CASES[3])),
+        (torch.float64, 1e-12, CASES[:-1]),
+        (torch.bfloat16, None, (CASES[0], CASES[2])),
     ):
         torch.set_default_dtype(dtype)
         whole = models.build()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage
+from overlap1f1b.engine import Stage
 from overlap1f1b.plan import NodeCosts, Op, Overlap, Recompute
 from overlap1f1b.schedule import Kind, Program, build_schedule
 from tests import models
@@ -68,14 +68,6 @@ def test_the_same_as_one_part(options: str, size: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_the_same_in_float32() -> None:
-    program = build_schedule("sequential", microbatches=3)
-    expected = found(1, program, "serial", SIZES["uneven"], {})
-    for parts in (2, 4):
-        for name, gradient in found(parts, program, "serial", SIZES["uneven"], {})[1].items():
-            torch.testing.assert_close(gradient, expected[1][name], rtol=1e-5, atol=1e-6, msg=name)
-
-
 ORDERED = [
     pytest.param(parts, recompute, marks=[pytest.mark.wide] * (recompute in ("experts", "attention")))
     for parts, recompute in zip(cycle((2, 3)), get_args(Recompute), strict=False)
@@ -106,21 +98,11 @@ def test_room_for_rows() -> None:
 
 
 def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
-    engine = Engine(
-        models.build(),
-        build_schedule("sequential", microbatches=1),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(costs=COSTS, parts=2),
-    )
+    engine = make(models.build(), build_schedule("sequential", microbatches=1), costs=COSTS, parts=2)
     order = [(node.op, node.part) for node in engine.plan.nodes if node.kind is Kind.F and node.block == 1]
     assert order.index((Op.DISPATCH, 1)) < order.index((Op.EXPERTS, 0)) < order.index((Op.COMBINE, 0))
     assert order.index((Op.COMBINE, 0)) < order.index((Op.EXPERTS, 1))
-    measured = Engine(
-        models.build(),
-        build_schedule("sequential", microbatches=2),
-        loss_fn=models.loss_fn,
-        options=EngineOptions(parts=2),
-    )
+    measured = make(models.build(), build_schedule("sequential", microbatches=2), parts=2)
     data = models.batch(2)
     for _ in range(3):
         measured.step(data[0], target=data[1])
@@ -135,13 +117,9 @@ def _two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[s
     expected: dict[str, torch.Tensor] = {}
     for name, overlap in (("sequential", "serial"), ("combined_1f1b", "pairs"), ("combined_1f1b", 3), ("zb_h1", 2)):
         model = models.build(mesh.get_group("ep"), expert_calls=1, dropout=0.2)
-        engine = Engine(
-            model,
-            build_schedule(name, microbatches=3),
-            mesh=mesh,
-            loss_fn=models.loss_fn,
-            options=EngineOptions(overlap=overlap, costs=COSTS, parts=parts, recompute=recompute, timeout=30),
-        )
+        program = build_schedule(name, microbatches=3)
+        options: dict[str, Any] = {"costs": COSTS, "parts": parts, "recompute": recompute, "timeout": 30}
+        engine = make(model, program, mesh=mesh, overlap=overlap, **options)
         torch.manual_seed(1)
         with pauses(17 * rank + 1):
             engine.step(data[0], target=data[1])
@@ -156,23 +134,17 @@ def test_two_ranks(ranks2: Ranks, parts: int, recompute: Recompute) -> None:
     assert ranks2.run(_two_ranks, parts, recompute) == [[], []]
 
 
-def _against_one_part(rank: int, size: int, pp: int) -> float:
+def _against_one_part(rank: int, size: int) -> float:
     """The largest difference of a gradient from that with one part, over pipeline and expert ranks."""
     torch.set_default_dtype(torch.float64)
     try:
-        mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
         data = models.batch(4, seed=mesh.get_local_rank("ep"))
         every = []
         for parts, overlap in ((1, "serial"), (2, 3), (3, "pairs")):
             model = models.build(mesh.get_group("ep"))
-            program = build_schedule("combined_1f1b", ranks=pp, microbatches=4)
-            engine = Engine(
-                model,
-                program,
-                mesh=mesh,
-                loss_fn=models.loss_fn,
-                options=EngineOptions(overlap=overlap, costs=COSTS, parts=parts, timeout=30),
-            )
+            program = build_schedule("combined_1f1b", ranks=2, microbatches=4)
+            engine = make(model, program, mesh=mesh, overlap=overlap, costs=COSTS, parts=parts, timeout=30)
             with pauses(rank):
                 engine.step(data[0], target=data[1])
             every.append(models.gradients(model))
@@ -182,12 +154,7 @@ def _against_one_part(rank: int, size: int, pp: int) -> float:
 
 
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks) -> None:
-    assert max(ranks4.run(_against_one_part, 2)) < 1e-12
-
-
-@pytest.mark.wide
-def test_four_expert_ranks(ranks4: Ranks) -> None:
-    assert max(ranks4.run(_against_one_part, 1)) < 1e-12
+    assert max(ranks4.run(_against_one_part)) < 1e-12
 
 
 def _chosen(rank: int, size: int) -> list[str]:
@@ -197,9 +164,7 @@ def _chosen(rank: int, size: int) -> list[str]:
         mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
         data, model, problems = models.batch(3, seed=rank), models.build(mesh.get_group("ep")), []
         program, expected = build_schedule("combined_1f1b", microbatches=3), dict[str, torch.Tensor]()
-        engine = Engine(
-            model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(parts="auto", tries=0, timeout=30)
-        )
+        engine = make(model, program, mesh=mesh, parts="auto", tries=0, timeout=30)
         for parts in (1, 1, 2, 2, 4, 4, None):
             if parts != (None if engine.costs else engine.tuner.parts):
                 problems.append(f"{engine.tuner.parts} instead of {parts} parts")
@@ -230,7 +195,7 @@ def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(ranks2:
 def test_costs_of_one_number_choose_none() -> None:
     program = build_schedule("sequential", microbatches=2)
     with pytest.raises(ValueError, match="parts='auto' with costs or a plan, which are of one number; allowed: this"):
-        Engine(models.build(), program, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, parts="auto"))
+        make(models.build(), program, costs=COSTS, parts="auto")
 
 
 @pytest.mark.parametrize("parts", [0, 9, 1.5, True])
