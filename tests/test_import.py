@@ -85,10 +85,6 @@ def test_every_name_resolves(name: str) -> None:
     assert getattr(overlap1f1b, name).__module__.startswith("overlap1f1b.")
 
 
-def test_names_are_listed_once() -> None:
-    assert sorted(overlap1f1b.__all__) == overlap1f1b.__all__ == sorted(overlap1f1b._HOME)
-
-
 def test_unknown_attribute() -> None:
     with pytest.raises(AttributeError, match=r"^module 'overlap1f1b' has no attribute 'nothing'$"):
         overlap1f1b.nothing  # noqa: B018

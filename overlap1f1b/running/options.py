@@ -251,17 +251,18 @@ def check_run(options: RunOptions) -> None:
     if options.batch % options.microbatches:
         batch, count = options.batch, options.microbatches
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
-    if options.hf_config is not None and options.weights_in != "combine":
-        raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
-    if options.hf_config is not None and options.precision is not None:
-        raise ValueError(f"--precision {options.precision} with --hf-config; allowed: without --precision")
     if options.overflow == "rerun" and options.capacity is None:
         raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options)
     else:
-        _check_default_sizes(options.model)
+        default = vars(ModelOptions()) | {"weights_in": "combine", "precision": None}
+        for name, value in default.items():
+            given = getattr(options.model, name) if name in vars(options.model) else getattr(options, name)
+            if given != value:
+                option = f"--{name.replace('_', '-')} {given}"
+                raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
     if isinstance(options, BenchOptions):
         _check_bench(options)
     if isinstance(options, TrainOptions):
@@ -269,14 +270,6 @@ def check_run(options: RunOptions) -> None:
     if isinstance(options, ProfileOptions):
         check_folder(options.out, "--out")
     check_files({"json": options.json})
-
-
-def _check_default_sizes(model: ModelOptions) -> None:
-    defaults = vars(ModelOptions())
-    for name, value in vars(model).items():
-        if value != defaults[name]:
-            option = f"--{name.replace('_', '-')} {value}"
-            raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
 
 
 def _check_model(options: RunOptions) -> None:

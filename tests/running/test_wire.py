@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -118,12 +119,19 @@ def assert_takes(wire: Wire, senders: Sequence[int], receiver: int, size: int, r
     pytest.fail(f"{taken:.2f} s instead of {expected:.2f} s")
 
 
+SHAPE = """
+import sys
+from overlap1f1b.running.wire import shape
+shape(float(sys.argv[1]))
+"""
+
+
 @WIRE
 def test_rates_of_two_ranks_both_ways_and_after_a_change() -> None:
     with Wire(2) as wire:
         assert transfer_s(wire, [0], 1, 2**23) < 2**23 * 8 / 1e9  # no limit yet
-        wire.shape(400e6)
-        wire.shape(100e6)
+        for rate, rank in product(("400e6", "100e6"), (0, 1)):
+            subprocess.run([*wire.prefix(rank), sys.executable, "-c", SHAPE, rate], cwd=ROOT, check=True)
         assert_takes(wire, [0], 1, 2**22, 100e6)
     with Wire(2, rate=200e6) as wire:
         assert_takes(wire, [1], 0, 2**23, 200e6)
@@ -172,13 +180,6 @@ def test_behind_a_hub_receiving_is_limited_and_a_few_bytes_do_not_wait_for_many(
                 program.kill()
                 program.wait()
     assert median < 0.03
-
-
-SHAPE = """
-import sys
-from overlap1f1b.running.wire import shape
-shape(float(sys.argv[1]))
-"""
 
 
 @WIRE

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from overlap1f1b.engine import Engine
 from overlap1f1b.running.bench.measure import Bench, Bounds, slowest, timed
 from overlap1f1b.running.bench.variants import asked_for
-from overlap1f1b.running.hf import HfModel
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.workload import HfModel
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.terminal.status import Say
 

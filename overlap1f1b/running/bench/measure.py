@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,18 +46,8 @@ T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
 
 
-class Peer(Protocol):
-    """A schedule of another library on the same layers."""
-
-    name: str
-    overlap: str
-
-    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-Player = Engine | Peer
+Player = Any
+"""An engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``."""
 
 
 class Bench:
@@ -120,25 +110,21 @@ class Bench:
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received, self._carried)
         plan = default.plan.without_reductions()
         engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
-        replay = Replay(self.real, self._sizes, self.rank.device)
 
         def compute_only() -> float:
             return self.step(engine)[0]
 
-        def contended() -> float:
-            return timed(lambda: replay.beside(compute_only), self.rank)[0]
-
         return {
             "compute_only": compute_only,
-            "exchange_only": lambda: self._exchange_only(replay),
-            "contended": contended,
+            "exchange_only": self._exchange_only,
+            "contended": lambda: timed(lambda: self._replay.beside(compute_only), self.rank)[0],
         }
 
     def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
         """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
         return {}, 1.0
 
-    def _peers(self) -> list[Peer]:
+    def _peers(self) -> list[Player]:
         """Return the schedules of other libraries that are measured as rows."""
         return []
 
@@ -234,17 +220,17 @@ class Bench:
         return engine.costs
 
     def _record(self, default: Engine) -> None:
-        """Play a step and keep the sizes of its exchanges of rows, and what the rows carried."""
+        """Play a step and keep its exchanges of rows, and what the rows carried."""
         self.recording.clear()
         self.recording.keeps = True
         self.step(default)
         self._carried = self.recording.carried()
         nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
-        self._sizes = [self.recording.sizes[node.tag] for node in nodes]
+        self._replay = Replay(self.real, [self.recording.sizes[node.tag] for node in nodes], self.rank.device)
 
-    def _sent(self) -> float:
-        """Return the bytes that the busiest sender sends in a step."""
-        return slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
+    def _sent(self) -> list[int]:
+        """Return the bytes that this rank sends in each exchange of a step."""
+        return [size.sent_bytes(self.sender) for size in self._replay.sizes]
 
     def _shape_wire(self, default: Engine) -> float | None:
         """Shape this rank's end of the wire and return its rate in bits per second."""
@@ -257,16 +243,16 @@ class Bench:
             self._record(default)
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
-            rate = 8 * self._sent() / seconds / FRAMES * rate.factor
+            rate = 8 * slowest(sum(self._sent()), self.rank) / seconds / FRAMES * rate.factor
         barrier(self.rank)
         shape(rate)
         barrier(self.rank)
         return rate
 
-    def _exchange_only(self, replay: Replay) -> float:
+    def _exchange_only(self) -> float:
         barrier(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
-        return slowest(replay.run() if travels else 0.0, self.rank)
+        return slowest(self._replay.run() if travels else 0.0, self.rank)
 
     def _rounds(
         self, players: Mapping[str, Player], default: Engine
@@ -344,19 +330,17 @@ class Bench:
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
-            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None, "tried": []}
-            row["predicted_peak_bytes"] = None
+            row = {"program": key, "default": False, "order": "", "predicted_ms": None, "tried": []}
+            engine = default
             if isinstance(player, Engine):
                 assert player.costs is not None
+                engine, simulated = player, simulate(player.plan, player.costs)
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
-                row["tried"] = [str(one) for one in player.tuner.tried]
-                simulated = simulate(player.plan, player.costs)
-                row["predicted_ms"] = 1e3 * simulated.makespan
+                row |= {"tried": [str(one) for one in player.tuner.tried], "predicted_ms": 1e3 * simulated.makespan}
                 row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:
-                row["overlap"] = player.overlap
-            engine = player if isinstance(player, Engine) else default
+                row |= {"overlap": player.overlap, "predicted_peak_bytes": None}
             row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
             row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
             rows[key] = row
@@ -371,14 +355,14 @@ class Bench:
     ) -> dict[str, Any]:
         rate, frames = shaped or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
         link = "loopback" if self.rank.device.type == "cpu" or self.rank.size == 1 else "nccl"
-        sent, largest = self._sent(), max((size.sent_bytes(self.sender) for size in self._sizes), default=0)
+        sent, largest = (slowest(of([0, *self._sent()]), self.rank) for of in (sum, max))
         ms = {name: 1e3 * seconds for name, seconds in bounds.items()}
         return {
             "wire": {
                 "kind": "host" if self.options.exchange else link if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
                 "bytes_sent": int(sent),
-                "largest_exchange_bytes": int(slowest(float(largest), self.rank)),
+                "largest_exchange_bytes": int(largest),
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
