@@ -80,12 +80,13 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
         return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
     program = timeline.program
     chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
-    tracks = []
-    for rank, spans in enumerate(timeline.ranks):
-        styles = ["pair" if isinstance(span.slot, Pair) else span.slot.kind.value for span in spans]
-        cells = [Cell(_text(s.slot, chunked), s.start, s.end, style) for s, style in zip(spans, styles, strict=True)]
-        tracks.append(Track(f"rank {rank}", cells))
-    return tracks
+
+    def cell(slot: Slot, start: float, end: float) -> Cell:
+        """Its text is ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
+        text = "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
+        return Cell(text, start, end, "pair" if isinstance(slot, Pair) else slot.kind.value)
+
+    return [Track(f"rank {rank}", [cell(*span) for span in spans]) for rank, spans in enumerate(timeline.ranks)]
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
@@ -95,20 +96,13 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
     several = staged(span.node for span in of.spans)
     tracks = []
     for name, spans in lanes.items():
-        host = name == "host"
         rows = stacked(span for span in spans if span.end > span.start)
         for row in rows or [[]] * (name in ("compute", "exchange")):  # these two are always drawn
-            cells = [
-                Cell(text_of(s.node, staged=several), s.start, s.end, s.node.kind.value if host else style_of(s.node))
-                for s in row
-            ]
+            styles = [s.node.kind.value if name == "host" else style_of(s.node) for s in row]
+            texts = [text_of(s.node, staged=several) for s in row]
+            cells = [Cell(text, s.start, s.end, style) for text, s, style in zip(texts, row, styles, strict=True)]
             tracks.append(Track(f"rank {rank} {name}", cells))
     return tracks
-
-
-def _text(slot: Slot, chunked: bool) -> str:
-    """Return ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
-    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
 
 
 def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
@@ -116,23 +110,21 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
     lanes: dict[tuple[str, str], list[Bar]] = {}
     for bar in bars:
         lanes.setdefault((bar.process, bar.lane), []).append(bar)
-    found = []
-    for process, lane in sorted(lanes, key=_place):
+    found, order = [], list(LANES.values())
+
+    def place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
+        (_, rank, *predicted), lane = of[0].split(), of[1]
+        return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
+
+    for process, lane in sorted(lanes, key=place):
         for number, row in enumerate(stacked(lanes[process, lane]), 1):
             cells = [Cell(bar.text, bar.start, bar.end, bar.style, str(bar.what)) for bar in row]
             found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), cells))
     return found
 
 
-def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
-    process, lane = of
-    _, rank, *predicted = process.split()
-    order = list(LANES.values())
-    return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
-
-
 class Piece(NamedTuple):
-    """Characters of one line in one colour; an empty style means no colour."""
+    """Characters of one line in one style, if any."""
 
     text: str
     style: str = ""
