@@ -117,7 +117,6 @@ def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Findin
 
 
 def streams() -> Finding:
-    """Compare two streams that wait on the GPU with one."""
     from overlap1f1b.transport import devices
 
     if devices.of(devices.present()) is None:
@@ -268,7 +267,6 @@ def wire() -> Finding:
 
 
 def show(findings: list[Finding], screen: Console) -> None:
-    """Print one line per finding."""
     table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, pad_edge=False, show_header=False)
     for finding in findings:
         style = STYLES[finding.status]

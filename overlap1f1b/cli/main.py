@@ -137,8 +137,8 @@ def _run_rank(options: RunOptions) -> int:
 
 
 def _fail(error: ValueError, options: Any) -> int:
-    sys.stderr.write(f"overlap1f1b: error: {as_options(' '.join(str(error).split()), options)}\n")
-    sys.stderr.flush()
+    text = as_options(" ".join(str(error).split()), options)
+    print(f"overlap1f1b: error: {text}", file=sys.stderr, flush=True)
     return 2
 
 

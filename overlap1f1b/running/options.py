@@ -118,7 +118,6 @@ class RunOptions:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks."""
         return self.pp * self.dp * self.ep
 
     @property

@@ -30,7 +30,6 @@ def content_of(program: Program, timeline: Played) -> dict[str, Any]:
 
 
 def row_of(program: Program, timeline: Played, candidate: Candidate | None = None) -> dict[str, Any]:
-    """Return one row of a comparison."""
     row = {"schedule": program.name} if candidate is None else _asked(candidate)
     pairs = sum(pairs_of(program, rank) for rank in range(len(program.ranks)))
     row |= {"chunks": chunks_of(program), **figures(Outcome.of(program, timeline)), "pairs": pairs}
@@ -80,7 +79,6 @@ def chunks_of(program: Program) -> int:
 
 
 def pairs_of(program: Program, rank: int) -> int:
-    """Return the number of fused pairs of a rank."""
     return sum(isinstance(step, Pair) for step in program.ranks[rank])
 
 

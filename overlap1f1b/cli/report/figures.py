@@ -137,15 +137,12 @@ class Cell(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows of cells under headings."""
-
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
 
 def tables_of(content: Mapping[str, Any]) -> list[Table]:
-    """Return all tables of a run that have rows."""
     every, ranks = content["all"], content["ranks"]
     columns: dict[str, tuple[str, ...]] = {"step": ("step_ms",), "compute": ("compute_ms",)}
     columns |= {name: (key,) for name, key in _OVERLAP.items()}
@@ -227,7 +224,6 @@ def _fitted(table: Table, width: int) -> list[Table]:
 
 
 def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
-    """Print the verdict and the advice."""
     screen.print()
     print_lines(screen, content["verdict"], style="bold")
     print_lines(screen, *(f"try: {text}" for text in content["advice"]))

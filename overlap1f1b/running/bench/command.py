@@ -20,7 +20,6 @@ MOST_OFF_PREDICTION = 0.1
 
 
 def kind_of(options: BenchOptions) -> type[Bench]:
-    """Return the benchmark for these options."""
     if options.hf_config is not None:
         from overlap1f1b.running.bench.hf import HfBench
 
@@ -75,7 +74,6 @@ def doubts(result: dict[str, Any]) -> list[str]:
 
 
 def show(result: dict[str, Any], screen: Console) -> None:
-    """Print the ablation table, with the bounds above it."""
     wire, rate = result["wire"], result["wire"]["rate_gbps"]
     link = wire["kind"] if rate is None else f"shaped to {1e3 * rate:.0f} Mbit/s"
     if wire["kind"] == "host":

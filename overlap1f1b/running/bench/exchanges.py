@@ -72,7 +72,6 @@ class RecordingExchange:
         return {tag: received[:, -CARRIED // received.element_size() :].clone() for tag, received in rows.items()}
 
     def clear(self) -> None:
-        """Forget the sizes and counts of the previous step."""
         self.sizes: dict[int, Sizes] = {}
         self._received = {}
         self._counts: dict[int, Transfer[Tensor]] = {}

@@ -125,7 +125,6 @@ class Bench:
         return {}, 1.0
 
     def _peers(self) -> list[Player]:
-        """Return the schedules of other libraries that are measured as rows."""
         return []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
@@ -206,7 +205,6 @@ class Bench:
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the context in which compute is real or timed, as the options say."""
         if self.options.compute == "real":
             return nullcontext()
         self.say(f"measuring compute, then {self.options.rounds} rounds")
@@ -325,7 +323,6 @@ class Bench:
         bounds: Mapping[str, float],
         default: Engine,
     ) -> dict[str, dict[str, Any]]:
-        """Return the rows of the JSON, without their gradients."""
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
@@ -378,7 +375,6 @@ class Bench:
 
 
 def barrier(rank: Rank) -> None:
-    """Wait for all ranks."""
     if rank.size > 1:
         dist.barrier()
 
@@ -425,7 +421,6 @@ def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool,
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Set the gradients to zeros."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -116,5 +116,4 @@ class TorchSchedule:
         return getattr(self.schedule, "result", None)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this rank's stages."""
         return chain.from_iterable(module.parameters() for module in self.modules.values())

@@ -26,7 +26,7 @@ from overlap1f1b.terminal.status import Say, showing
 def train(options: TrainOptions, rank: Rank) -> None:
     """Train, from the last checkpoint if there is one; the first rank prints."""
     screen = console(options.json, quiet=rank.rank != 0)
-    with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
+    with showing(screen, f"step 0/{options.steps}  reading the text and making the model") as say:
         run = _Run(options, rank, screen, say)
         run.train()
     if rank.rank == 0:
@@ -99,11 +99,10 @@ class _Run:
         return self.options.batch * self.options.sequence * self.rank.data_ranks
 
     def train(self) -> None:
-        """Make all steps that are left."""
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
-        progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
-        with progress.shown(), board(folder, tokens=self.tokens, start=self.start) as write:
+        progress = Progress(self.say, tokens=self.tokens, start=self.start, steps=options.steps)
+        with board(folder, tokens=self.tokens, start=self.start) as write:
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self._step(index)
@@ -133,7 +132,6 @@ class _Run:
         return held_out
 
     def result(self) -> dict[str, Any]:
-        """Return the JSON."""
         options, history = self.options, self.history
         compare = None
         if self.reference_steps:
@@ -156,7 +154,7 @@ class _Run:
                 "losses": history.held_out,
             },
             **speed_of(self.steps, self.tokens),
-            "settling_steps": sum(step.measuring or step.trying for step in self.steps),
+            "settling_steps": sum(step.settling for step in self.steps),
             "order": self.trainer.engine.tuner.choice,
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -172,9 +170,7 @@ class History:
     held_out: list[tuple[int, float]] = field(default_factory=list)  # steps and losses on held-out text
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace all values."""
         vars(self).update(state)

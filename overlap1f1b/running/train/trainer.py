@@ -41,8 +41,7 @@ class Step:
     seconds: float  # from the batch to the updated weights
     exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
-    measuring: bool  # whether the engine played the step serially, to measure nodes
-    trying: bool = False  # whether the engine tried a plan in it
+    settling: bool  # whether the engine measured nodes in it, or tried a plan
     by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
 
@@ -85,7 +84,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        measuring, settling = self.engine.costs is None, self.engine.tuner.settling
+        settling = self.engine.tuner.settling
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -121,8 +120,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=max(of.exposed for of in every),
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
-            measuring=measuring,
-            trying=settling and not measuring,
+            settling=settling,
             by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )
 

@@ -23,7 +23,7 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def step(loss: float, hidden: float | None) -> Step:
-    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, measuring=False)
+    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, settling=False)
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
