@@ -64,13 +64,6 @@ def test_benchmarks_and_examples_import_what_is_there() -> None:
     assert missing == []
 
 
-def test_reports_load_without_torch() -> None:
-    heavy = ("torch", "greenlet", "einops", "plotly", "matplotlib")
-    modules = "overlap1f1b.profiling, overlap1f1b.cli.report.command"
-    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
-    assert run(code) == "[]\n"
-
-
 def test_the_package_alone_loads_no_floor() -> None:
     code = "import sys, overlap1f1b; print([name for name in sys.modules if name.startswith('overlap1f1b.')])"
     assert run(code) == "[]\n"

@@ -164,35 +164,29 @@ class Grid:
         names = max((len(track.name) for track in tracks), default=0) + 1
         columns = max(width - names, 1)
         end = max((cell.end for track in tracks for cell in track.cells), default=0.0)
-        scale = _scale(tracks, end, columns, shortens)
+        scale = _scale(_sizes(tracks), end, columns, shortens)
         lines = [(Piece(track.name.ljust(names)), *_pieces(track.cells, scale, columns)) for track in tracks]
         whole = round(end * scale) <= columns
         lines.append((Piece("time".ljust(names) + _axis(min(end, columns / scale), scale, columns), "axis"),))
         return cls(tuple(lines), None if whole else columns / scale)
 
 
-def _scale(tracks: Sequence[Track], end: float, columns: int, shortens: bool) -> float:
-    """Return the columns of a unit of time: enough for every text and a dash behind it.
+def _scale(sizes: set[tuple[int, float]], end: float, columns: int, shortens: bool) -> float:
+    """Return the columns of a unit of time: enough for every text and a dash behind it, unless it ``shortens``.
 
-    The dashes are left out if the drawing fits only without them and all texts begin with a letter, which tells cells
-    apart. Cells shorter than an eighth of the longest do not count: their texts are shortened. The shortest of the
-    others has a whole number of columns, so that equal cells look alike.
+    The shortest cell has a whole number of columns, so that equal cells look alike.
     """
-    sizes = _sizes(tracks)
     if not sizes:
         return 1.0
     shortest = min(time for _, time in sizes)
     spacious, tight = (
         ceil(max((size + gap) / time for size, time in sizes) * shortest - 1e-9) / shortest for gap in (1, 0)
     )
-    lettered = all(cell.text[:1].isalpha() for track in tracks for cell in track.cells)
-    if end * spacious <= columns or not (shortens or (lettered and end * tight <= columns)):
-        return spacious
-    return max(1 / shortest, min(tight, columns / end)) if shortens else tight
+    return max(1 / shortest, min(tight, columns / end)) if shortens and end * spacious > columns else spacious
 
 
 def _sizes(tracks: Sequence[Track]) -> set[tuple[int, float]]:
-    """Return the letters and times of the cells that count for the scale."""
+    """Return the letters and times of cells; the texts of those shorter than an eighth of the longest are shortened."""
     cells = [cell for track in tracks for cell in track.cells if cell.end > cell.start]
     longest = max((cell.end - cell.start for cell in cells), default=1.0)
     return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}

@@ -13,7 +13,7 @@ from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from overlap1f1b import __version__
-from overlap1f1b.cli.doctor import DoctorOptions
+from overlap1f1b.cli.doctor import DoctorOptions, doctor
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
@@ -45,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(options)
             return 0
         if isinstance(options, DoctorOptions):
-            from overlap1f1b.cli.doctor import doctor
-
             return doctor(options)
         check_run(options)
         started = STORE in os.environ or under_torchrun()

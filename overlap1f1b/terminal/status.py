@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
@@ -20,11 +19,8 @@ EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
 
 
-class Say(Protocol):
-    """Function that shows what is done and what is left."""
-
-    def __call__(self, text: str, now: bool = False) -> None:
-        """Replace the text; ``now`` prints it at once, too."""
+Say = Callable[..., None]
+"""``say(text)`` shows what is done and what is left, and ``say(text, now=True)`` prints it at once, too."""
 
 
 @contextmanager

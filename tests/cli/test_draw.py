@@ -38,19 +38,6 @@ def test_pairs_and_stages_are_named() -> None:
     assert grid("dualpipe", ranks=2, microbatches=4).text.splitlines()[1].startswith("rank 1 0'F2-1F0--0'F3-1B0-------")
 
 
-def test_dashes_give_way_where_that_lets_all_fit() -> None:
-    spacious = grid("1f1b", ranks=2, microbatches=4, width=200).text.splitlines()[1]
-    tight = grid("1f1b", ranks=2, microbatches=4, width=42).text.splitlines()[1]
-    assert spacious == "rank 1    F0-B0----F1-B1----F2-B2----F3-B3----"
-    assert tight == "rank 1   F0B0--F1B1--F2B2--F3B3--"
-
-
-def test_dashes_stay_where_texts_begin_with_a_number() -> None:
-    cut = grid("zb_v", ranks=2, microbatches=2, width=50)
-    assert cut.until is not None
-    assert cut.text.splitlines()[0].startswith("rank 0 0F0-0F1-")
-
-
 @pytest.mark.parametrize("width", [20, 30, 41, 60])
 def test_what_does_not_fit_is_cut_and_said(width: int) -> None:
     whole, cut = grid("1f1b", ranks=2, microbatches=16, width=1000), grid("1f1b", ranks=2, microbatches=16, width=width)

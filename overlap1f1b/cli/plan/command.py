@@ -159,9 +159,9 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
 
 
 def _title(content: dict[str, Any]) -> str:
-    sizes = [_counted(content["ranks"], "rank"), _counted(content["microbatches"], "microbatch")]
-    if content["chunks"] > 1:
-        sizes.insert(1, f"{content['chunks']} chunks")
+    ranks, chunks, microbatches = (content[key] for key in ("ranks", "chunks", "microbatches"))
+    sizes = [f"{ranks} rank{'s' * (ranks != 1)}", *([f"{chunks} chunks"] if chunks > 1 else [])]
+    sizes.append(f"{microbatches} microbatch{'es' * (microbatches != 1)}")
     if "overlap" in content:
         sizes.append(f"overlap {content['overlap']}")
     sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
@@ -169,10 +169,6 @@ def _title(content: dict[str, Any]) -> str:
         hidden = content["hidden_fraction"]
         sizes.append("nothing is exchanged" if hidden is None else f"{hidden:.1%} of the exchange hidden")
     return f"{content['schedule']}: {', '.join(sizes)}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def _write(program: Program, timeline: Played, output: OutputOptions, title: str, screen: Console) -> None:

@@ -78,16 +78,13 @@ def sentence_of(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequ
     """Return one sentence that compares two runs."""
     a, b = first["all"], second["all"]
     ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
+    shares = [of["hidden_fraction"] for of in (a, b)]
+    one, other = ("nothing" if share is None else f"{share:.0%}" for share in shares)
     sentence = (
-        f"{names[1]} hides {_share(b)} of its exchange and {names[0]} {_share(a)}; "
+        f"{names[1]} hides {other} of its exchange and {names[0]} {one}; "
         f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
     )
     return f"{PARTIAL}{sentence}" if first["partial"] or second["partial"] else sentence
-
-
-def _share(figures: Mapping[str, Any]) -> str:
-    share = figures["hidden_fraction"]
-    return "nothing" if share is None else f"{share:.0%}"
 
 
 def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
@@ -186,41 +183,27 @@ def _compared(label: str, key: str, first: float | None, second: float | None) -
 
 def print_table(table: Table, screen: Console) -> None:
     """Print a table; for a narrow terminal in parts, each with the first column, so that no figure is shortened."""
-    for part in _fitted(table, screen.width):
-        names = [
-            heading
-            for place, heading in enumerate(part.headings)
-            if not all(_numeric(row[place].text) for row in part.rows)
-        ]
-        drawn = plain_table(part.headings, names)
-        drawn.title, drawn.title_justify, drawn.title_style = part.title or None, "left", "bold"
-        for row in part.rows:
-            drawn.add_row(*(escape(cell.text) for cell in row))
+    texts = [[row[place].text for row in table.rows] for place in range(len(table.headings))]
+    widths = [max(map(len, (heading, *column))) for heading, column in zip(table.headings, texts, strict=True)]
+    parts, used = [[0]], widths[0]
+    for place in range(1, len(widths)):
+        used += _GAP + widths[place]
+        if used > screen.width and len(parts[-1]) > 1:
+            parts.append([0])
+            used = widths[0] + _GAP + widths[place]
+        parts[-1].append(place)
+    names = {heading for heading, column in zip(table.headings, texts, strict=True) if not all(map(_numeric, column))}
+    for part in parts:
+        drawn = plain_table([table.headings[place] for place in part], names)
+        if part is parts[0]:
+            drawn.title, drawn.title_justify, drawn.title_style = table.title or None, "left", "bold"
+        for row in table.rows:
+            drawn.add_row(*(escape(row[place].text) for place in part))
         screen.print(drawn)
 
 
 def _numeric(text: str) -> bool:
     return text in ("", number(None, "")) or text[0].isdigit() or text[0] in "+-−"
-
-
-def _fitted(table: Table, width: int) -> list[Table]:
-    cells = [[row[place].text for row in table.rows] for place in range(len(table.headings))]
-    widths = [max(map(len, (heading, *texts))) for heading, texts in zip(table.headings, cells, strict=True)]
-    parts, used = [[0]], widths[0]
-    for place in range(1, len(widths)):
-        used += _GAP + widths[place]
-        if used > width and len(parts[-1]) > 1:
-            parts.append([0])
-            used = widths[0] + _GAP + widths[place]
-        parts[-1].append(place)
-    return [
-        Table(
-            table.title if number == 0 else "",
-            [table.headings[place] for place in part],
-            [[row[place] for place in part] for row in table.rows],
-        )
-        for number, part in enumerate(parts)
-    ]
 
 
 def print_verdict(content: Mapping[str, Any], screen: Console) -> None:

@@ -79,32 +79,27 @@ def show(result: dict[str, Any], screen: Console) -> None:
     if wire["kind"] == "host":
         link = "through host memory" + ("" if rate is None else f" at {rate / 8:g} GB/s")
     ranks = result["environment"]["ranks"]
-    screen.print(
-        f"[bold]{ranks} rank{'s' * (ranks > 1)}[/bold], {link}, {result['compute']} compute, "
-        f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
-    )
+    sent = f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
+    screen.print(f"[bold]{ranks} rank{'s' * (ranks > 1)}[/bold], {link}, {result['compute']} compute, {sent}")
     if result["plain_ms"] is not None:
         screen.print(f"one rank, no exchange: the bound is a plain loop, {result['plain_ms']:.0f} ms")
     sizes = result.get("workload", {})
     if "top_k" in sizes and sizes["ep"] > 1:
-        sent = rows_per_token(sizes["experts"], sizes["top_k"], sizes["ep"])
-        screen.print(
-            f"a token of {sizes['top_k']} choices is sent to {sent:.2f} of {sizes['ep']} ranks, itself included, "
-            "if all experts are equally likely"
-        )
+        rows = rows_per_token(sizes["experts"], sizes["top_k"], sizes["ep"])
+        sent = f"a token of {sizes['top_k']} choices is sent to {rows:.2f} of {sizes['ep']} ranks"
+        screen.print(f"{sent}, itself included, if all experts are equally likely")
     floor = "" if rate is None else f" (bytes over rate {wire['bytes_over_rate_ms']:.0f})"
-    screen.print(
-        f"ms: compute only {result['compute_only_ms']:.0f}, exchange only {result['exchange_only_ms']:.0f}{floor}, "
-        f"bound {result['bound_ms']:.0f}"
-        + ("" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}")
-    )
+    exchange = f"exchange only {result['exchange_only_ms']:.0f}{floor}"
+    contended = "" if result["contended_ms"] is None else f", contended {result['contended_ms']:.0f}"
+    only = f"ms: compute only {result['compute_only_ms']:.0f}, {exchange}"
+    screen.print(f"{only}, bound {result['bound_ms']:.0f}{contended}")
     if result.get("parts_chosen"):
         screen.print(f"parts: {result['parts_chosen']}")
-    if result["compute"] == "timed" and result["environment"]["ranks"] > (result["environment"]["cores"] or 1):
+    if result["compute"] == "timed" and ranks > result["environment"]["cores"]:
         screen.print("ranks outnumber processors: products wait for their time instead of computing")
     floor = "over_load" if "over_load" in result["rows"][0] else "over_contended"
     recomputes = any("peak_without_recompute_bytes" in row for row in result["rows"])
-    rows = []
+    table = None
     for row in result["rows"]:
         step = row["step_ms"]
         cells = {name: row[name] for name in ("program", "overlap", "order")} | {
@@ -122,9 +117,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
         }
         if recomputes:
             cells["without"] = _mebibytes(row.get("peak_without_recompute_bytes"))
-        rows.append(cells | {"gradients": _gradients(row)})
-    table = plain_table(rows[0], ("program", "overlap", "order"), no_wrap=True)
-    for row, cells in zip(result["rows"], rows, strict=True):
+        cells["gradients"] = _gradients(row)
+        table = table or plain_table(cells, ("program", "overlap", "order"), no_wrap=True)
         table.add_row(*cells.values(), style="bold" if row["default"] else None)
     screen.print(table)
     for row in result["rows"]:

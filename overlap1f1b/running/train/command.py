@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -41,6 +40,7 @@ class _Run:
 
     def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
         self.options, self.rank, self.screen, self.say = options, rank, screen, say
+        self.tokens = options.batch * options.sequence * rank.data_ranks  # of a step, over all ranks
         self.steps: list[Step] = []
         self.reference_steps: list[Step] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
@@ -56,7 +56,11 @@ class _Run:
         self.start, self.history = 0, History()
         if self.checkpoint is not None:
             self.say(f"step 0/{options.steps}  loading {self.checkpoint}")
-            self._resume(self.checkpoint)
+            self.start = self.trainer.load(self.checkpoint, self.history)
+            if self.reference is not None:  # both begin with the same weights
+                self.reference.load(self.checkpoint)
+            ahead = f"going on to {options.steps}" if self.start < options.steps else "nothing left to train"
+            print_lines(screen, f"resumed: {self.checkpoint} has {self.start} steps, {ahead}")
         self.say(f"step {self.start}/{options.steps}")
 
     def _introduce(self) -> None:
@@ -85,18 +89,6 @@ class _Run:
         if measured or (settling and not engine.tuner.settling):
             print_lines(self.screen, f"order: {engine.tuner.choice}")
         return step
-
-    def _resume(self, checkpoint: Path) -> None:
-        self.start = self.trainer.load(checkpoint, self.history)
-        if self.reference is not None:  # both begin with the same weights
-            self.reference.load(checkpoint)
-        ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
-        print_lines(self.screen, f"resumed: {checkpoint} has {self.start} steps, {ahead}")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
-        return self.options.batch * self.options.sequence * self.rank.data_ranks
 
     def train(self) -> None:
         options, history = self.options, self.history

@@ -134,14 +134,11 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
     held_out = result["held_out"]
     table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
     table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
-    for name, text in (
-        ("tokens/s", lambda of: f"{of['tokens_per_s']:.0f}"),
-        ("ms per step", lambda of: f"{of['step_ms']:.0f}"),
-        ("hidden", lambda of: number(of["hidden_fraction"], ".1%")),
-        ("exposed ms per step", lambda of: f"{of['exposed_ms']:.0f}"),
-    ):
-        if result["tokens_per_s"] is not None:
-            table.add_row(name, text(result), text(compare) if compare else "")
+    rows = {"tokens/s": "tokens_per_s", "ms per step": "step_ms", "hidden": "hidden_fraction"}
+    rows["exposed ms per step"] = "exposed_ms"
+    for name, key in rows.items() if result["tokens_per_s"] is not None else ():
+        form = ".1%" if key == "hidden_fraction" else ".0f"
+        table.add_row(name, number(result[key], form), number(compare[key], form) if compare else "")
     if (timed := result["timed_steps"]) is not None:
         others = result["steps"] - result["resumed_from"] - timed
         why = f", without {others} that measured nodes or tried plans" if others else ""

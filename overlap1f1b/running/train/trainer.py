@@ -177,11 +177,6 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
 
 
-WARMUP = 0.1  # share of the steps
-FLOOR = 0.1  # share of the peak rate, at the last step
-BETAS = (0.9, 0.95)
-
-
 def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -190,19 +185,19 @@ def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torc
     for parameter in model.parameters():
         group = decayed if parameter.dim() > 1 and parameter not in embeddings else others
         group["params"].append(parameter)
-    return torch.optim.AdamW([decayed, others], lr=lr, betas=BETAS, fused=True)
+    return torch.optim.AdamW([decayed, others], lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the learning rate of a step: a linear warm-up to ``peak``, then a cosine down to a tenth of ``peak``.
+    """Return the learning rate: a linear warm-up in a tenth of the steps, then a cosine down to a tenth of ``peak``.
 
     It depends on the arguments alone, so that a resumed run needs no state.
 
     >>> [round(learning_rate(step, 100, 1.0), 2) for step in (0, 9, 55, 99)]
     [0.1, 1.0, 0.54, 0.1]
     """
-    warmup = max(1, round(WARMUP * steps))
+    warmup = max(1, round(0.1 * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step + 1 - warmup) / max(1, steps - warmup)
-    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
