@@ -134,10 +134,8 @@ class Piece(NamedTuple):
 class Grid:
     """A drawing as text.
 
-    >>> tracks = [Track("rank 0", [Cell("F0", 0, 1, "F"), Cell("B0", 3, 5, "B")])]
-    >>> print(Grid.of(tracks, width=40).text)
-    rank 0 F0-      B0----
-    time   |0    |2    |4
+        rank 0 F0-      B0----
+        time   |0    |2    |4
 
     Args:
         lines: The tracks, then the axis of time.
@@ -146,11 +144,6 @@ class Grid:
 
     lines: tuple[tuple[Piece, ...], ...]
     until: float | None
-
-    @property
-    def text(self) -> str:
-        """The lines, without colours."""
-        return "\n".join("".join(piece.text for piece in line).rstrip() for line in self.lines)
 
     @classmethod
     def of(cls, tracks: Sequence[Track], *, width: int, shortens: bool = False) -> Grid:

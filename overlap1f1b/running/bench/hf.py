@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -132,9 +131,8 @@ class OwnParallelism:
 @contextmanager
 def _shared_folder(rank: Rank) -> Iterator[str]:
     """Yield a new folder, the same on all ranks of this machine, which is removed when all are done."""
-    folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
-    dist.broadcast_object_list(folders, src=0)
-    yield folders[0]
-    dist.barrier()
-    if rank.rank == 0:
-        shutil.rmtree(folders[0])
+    with TemporaryDirectory() if rank.rank == 0 else nullcontext() as folder:
+        folders: list[Any] = [folder]
+        dist.broadcast_object_list(folders, src=0)
+        yield folders[0]
+        dist.barrier()

@@ -120,7 +120,7 @@ def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, s
 
 
 def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = False) -> None:
-    """Print the summary; for a comparison also the losses of both programs, and a column for each.
+    """Print the summary, for a comparison with a column for each program.
 
     ``local`` says that all ranks are processors of one machine, ``link`` the rate of the imitated one in GB/s, or 0.
     """
@@ -129,8 +129,9 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
     table = plain_table(headings, headings)
     table.show_header = bool(compare)
     table.add_row("steps", str(result["steps"]))
-    if result["losses"]:
-        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}")
+    losses = [of["losses"] for of in (result, compare) if of and of["losses"]]
+    if losses:
+        table.add_row("loss", *(f"{of[0]:.3f} → {of[-1]:.3f}" for of in losses))
     held_out = result["held_out"]
     table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
     table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
@@ -144,14 +145,6 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
         why = f", without {others} that measured nodes or tried plans" if others else ""
         table.add_row("", f"medians of {timed} steps{why}")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
-    if compare:
-        own, other = result["losses"][-len(compare["losses"]) :], compare["losses"]
-        losses = plain_table(("step", *headings[1:], "difference"))
-        for i in marks(len(own)):
-            step = str(result["steps"] - len(own) + i + 1)
-            losses.add_row(step, f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
-        screen.print("loss")
-        screen.print(losses, highlight=False)
     screen.print(table, highlight=False)
     if compare:
         unequal = compare["first_unequal_step"]
@@ -159,13 +152,3 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
         screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
     if local and result["hidden_fraction"] is not None:
         print_lines(screen, f"{LINK.format(link=link) if link else LOCAL}\n{NEXT}")
-
-
-def marks(count: int, most: int = 10) -> list[int]:
-    """Return at most ``most`` evenly spaced positions of ``count``, with the first and the last.
-
-    >>> marks(100, 4)
-    [0, 33, 66, 99]
-    """
-    points = min(count, most)
-    return sorted({round(i * (count - 1) / max(1, points - 1)) for i in range(points)})
