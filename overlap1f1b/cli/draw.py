@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -218,24 +217,16 @@ def _axis(end: float, scale: float, columns: int) -> str:
     return line
 
 
-def paint(
-    tracks: Sequence[Track],
-    path: Path,
-    screen: Console,
-    *,
-    title: str,
-    option: str,
-    unit: str = "time, in the unit of the costs",
-) -> None:
-    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``, and tell the screen.
-
-    ``unit`` labels the time axis.
-    """
+def paint(tracks: Sequence[Track], output: Any, screen: Console, *, title: str, unit: str) -> None:
+    """Draw tracks into the files ``png`` and ``svg`` of the output that have a name; ``unit`` labels the time axis."""
+    wanted = {option: path for option in ("png", "svg") if (path := getattr(output, option)) is not None}
+    if not wanted:
+        return
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"--{option} needs matplotlib; pip install matplotlib") from None
+        raise ValueError(f"--{next(iter(wanted))} needs matplotlib; pip install matplotlib") from None
     end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
     letters = max((size / time for size, time in _sizes(tracks)), default=1.0)  # of a unit of time, where texts fit
     width = min(40.0, max(8.0, LETTER * letters * end))
@@ -259,6 +250,7 @@ def paint(
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
-    settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
-    with writing(option, path, screen) as file, settings:
-        figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
+    for option, path in wanted.items():
+        settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
+        with writing(option, path, screen) as file, settings:
+            figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)

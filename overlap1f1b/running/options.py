@@ -264,8 +264,12 @@ def check_run(options: RunOptions) -> None:
                 raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
     if isinstance(options, BenchOptions):
         _check_bench(options)
-    if isinstance(options, TrainOptions):
-        _check_train(options)
+    if isinstance(options, TrainOptions) and options.checkpoint is not None:
+        check_folder(options.checkpoint)
+    if isinstance(options, TrainOptions) and options.tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs its package; pip install tensorboard")
+        check_folder(options.tensorboard, "--tensorboard")
     if isinstance(options, ProfileOptions):
         check_folder(options.out, "--out")
     check_files({"json": options.json})
@@ -301,15 +305,6 @@ def _check_bench(options: BenchOptions) -> None:
         raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
     if options.pp > 1 and options.peers and (torch := version("torch")).startswith("2.11."):
         raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
-
-
-def _check_train(options: TrainOptions) -> None:
-    if options.checkpoint is not None:
-        check_folder(options.checkpoint)
-    if options.tensorboard is not None:
-        if find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard needs its package; pip install tensorboard")
-        check_folder(options.tensorboard, "--tensorboard")
 
 
 @dataclass(frozen=True)

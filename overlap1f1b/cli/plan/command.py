@@ -39,11 +39,6 @@ MOST = 10_000_000
 
 
 def plan(options: PlanOptions) -> None:
-    """Run ``overlap1f1b plan``.
-
-    Raises:
-        ValueError: Options contradict each other, the schedule is impossible, or a file cannot be read or written.
-    """
     check_plan(options)
     screen = console(options.output.json)
     with showing(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
@@ -172,9 +167,8 @@ def _title(content: dict[str, Any]) -> str:
 
 
 def _write(program: Program, timeline: Played, output: OutputOptions, title: str, screen: Console) -> None:
-    for option, path in (("png", output.png), ("svg", output.svg)):  # first what needs a package that may be missing
-        if path is not None:
-            paint(tracks_of(timeline), path, screen, title=title, option=option)
+    if output.png or output.svg:  # first what needs a package that may be missing
+        paint(tracks_of(timeline), output, screen, title=title, unit="time, in the unit of the costs")
     if output.csv is not None:
         with writing("csv", output.csv, screen) as file:
             program.to_csv(file)
@@ -263,9 +257,6 @@ def parse(text: str) -> Candidate:
 
     >>> parse("combined_1f1b:chunks=2,extra_warmup=1")
     Candidate(schedule='combined_1f1b', options={'chunks': 2, 'extra_warmup': 1}, overlap=None)
-
-    Raises:
-        ValueError: The schedule or option is unknown, or a value is not a number.
     """
     name, _, rest = text.partition(":")
     if name not in (*SCHEDULES, AUTO):

@@ -89,9 +89,7 @@ def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
 
 
 def _write(bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
-    for option, path in (("png", output.png), ("svg", output.svg)):
-        if path is not None:
-            paint(tracks_of_bars(bars), path, screen, title=title, option=option, unit="ms from the start of the step")
+    paint(tracks_of_bars(bars), output, screen, title=title, unit="ms from the start of the step")
     if output.trace is not None:
         flows = [(source.event, target.event) for source, target in arrows(bars)]
         with writing("trace", output.trace, screen) as file:

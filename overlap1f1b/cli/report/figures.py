@@ -47,18 +47,15 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
     """Return the reasons why figures are partial, one line each."""
-    missing = _runs(content["missing_ranks"])
-    lines = [f"no file of rank {missing}: figures are of the other ranks alone"] if missing else []
+    missing, lines = content["missing_ranks"], []
+    if missing:  # perhaps thousands, said as 0, 2 to 511
+        there = set(missing)
+        begins = [number for number in missing if number - 1 not in there]
+        ends = [number for number in missing if number + 1 not in there]
+        pairs = zip(begins, ends, strict=True)
+        runs = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)
+        lines.append(f"no file of rank {runs}: figures are of the other ranks alone")
     return lines + [f"left out: {text}" for text in content["left_out"]]
-
-
-def _runs(numbers: Sequence[int]) -> str:
-    """Return numbers as runs, such as ``0, 2 to 511``: thousands of ranks may have no file."""
-    there = set(numbers)
-    begins = [number for number in numbers if number - 1 not in there]
-    ends = [number for number in numbers if number + 1 not in there]
-    pairs = zip(begins, ends, strict=True)
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in pairs)
 
 
 def add_predicted(content: dict[str, Any], timelines: Mapping[int, Timeline], step: int) -> None:

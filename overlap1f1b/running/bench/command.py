@@ -15,8 +15,7 @@ from overlap1f1b.terminal.output import console, number, plain_table, print_line
 from overlap1f1b.terminal.status import showing
 
 LEAST_OVER_BOUND = 0.98
-MOST_OFF_RATE = 0.1
-MOST_OFF_PREDICTION = 0.1
+MOST_OFF = 0.1  # of what was expected
 
 
 def kind_of(options: BenchOptions) -> type[Bench]:
@@ -58,16 +57,14 @@ def doubts(result: dict[str, Any]) -> list[str]:
         if row["over_bound"] < LEAST_OVER_BOUND
     ]
     took, expected = result["exchange_only_ms"], result["wire"]["bytes_over_rate_ms"]
-    if expected and abs(took / expected - 1) > MOST_OFF_RATE:
-        found.append(
-            f"exchange only {took:.0f} ms is not within {MOST_OFF_RATE:.0%} of bytes over rate, {expected:.0f} ms"
-        )
+    if expected and abs(took / expected - 1) > MOST_OFF:
+        found.append(f"exchange only {took:.0f} ms is not within {MOST_OFF:.0%} of bytes over rate, {expected:.0f} ms")
     if result["compute"] == "timed":
         share = result.get("processor_share")
         busy = "" if share is None else f", with processors {share:.0%} busy"
         for row in result["rows"]:
             predicted, took = row["predicted_ms"], row["step_ms"]["median"]
-            if predicted is not None and abs(predicted / took - 1) > MOST_OFF_PREDICTION:
+            if predicted is not None and abs(predicted / took - 1) > MOST_OFF:
                 name = f"{row['program']} · {row['overlap']}"
                 found.append(f"{name}: {predicted:.0f} ms were predicted of {took:.0f}{busy}")
     return found

@@ -85,9 +85,6 @@ class OwnParallelism:
     reduced after the last microbatch; FSDP2 cannot send less.
 
     The weights of ``model`` are copied.
-
-    Raises:
-        ValueError: transformers is older than 5.23, or accelerate is not installed.
     """
 
     def __init__(self, model: HfModel, rank: Rank, microbatches: int) -> None:

@@ -25,20 +25,21 @@ from overlap1f1b.engine.options import TRIES, Parts
 from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
-from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.wire import Balanced, parse_wire, shape
+from overlap1f1b.running.wire import Balanced, parse_loopback, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, own_exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
@@ -54,9 +55,6 @@ class Bench:
     """One rank's part of the benchmark of a model on one stage; every time is the slowest rank's.
 
     ``say`` is called with the name of each measurement as it begins.
-
-    Raises:
-        ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.
     """
 
     shared_costs = True
@@ -76,8 +74,11 @@ class Bench:
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         self.inputs, self.target = fed(options, rank, *batch)
-        self.real, self.loopback_rate = real_exchange(options, rank)
-        self.sender = self.real.rank if options.exchange is None else None
+        gbps = None if options.exchange is None else parse_loopback(options.exchange)
+        self.loopback_rate = None if gbps is None else 8e9 * gbps
+        loops = options.exchange is not None
+        self.real = LoopbackExchange(rank.device, gbps) if loops else own_exchange(rank.group)
+        self.sender = None if loops else self.real.rank
         self.recording = RecordingExchange(self.real)
         self.parts: Parts = 1 if options.parts == "auto" else options.parts
         self.parts_chosen: str | None = None

@@ -166,9 +166,6 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     """Return the rate of the link to imitate, in GB/s; 0 for none.
 
     By default one is imitated between ranks on one machine's CPUs, unless the training is kept.
-
-    Raises:
-        ValueError: A rate for ranks on GPUs, or for a single rank.
     """
     here = rank.device.type == "cpu" and rank.group is not None
     if options.link and not here:
