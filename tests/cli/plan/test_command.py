@@ -291,7 +291,7 @@ def test_bad_input_of_an_order_that_is_found(capsys: Capture, words: str, messag
 def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
     file = tmp_path / "plan.csv"
     sizes = ("--schedule", schedule, "--forward-only", "--forward", 2, "--send", 0.5)
-    result = content(capsys, *sizes, "--csv", file, "--svg", tmp_path / "plan.svg", "--trace", tmp_path / "trace")
+    result = content(capsys, *sizes, "--csv", file)
     program = build_schedule(schedule, ranks=4, microbatches=8, forward_only=True)
     assert Program.from_csv(file) == program
     assert result["actions"] == [[str(step) for step in steps] for steps in program.ranks]
