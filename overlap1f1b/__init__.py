@@ -23,56 +23,37 @@ _HOME = {
     for name in names.split()
 }
 
+__all__ = list(_HOME)
+
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
-    from overlap1f1b.engine import (
-        DeviceOptions,
-        Engine,
-        EngineOptions,
-        Profile,
-        Stage,
-        StepResult,
-        carried,
-        combined_forward_backward_step,
-        consolidate,
-        declare,
-        load_checkpoint,
-        save_checkpoint,
-    )
-    from overlap1f1b.plan import NodeCosts, Plan, compile, found_orders
-    from overlap1f1b.schedule import Action, Pair, Placement, Program, build_schedule
-    from overlap1f1b.simulation import Costs, PlanTimeline, ProgramTimeline, Timeline, simulate
-    from overlap1f1b.transport.calls import exchange
-
-__all__ = [
-    "Action",
-    "Costs",
-    "DeviceOptions",
-    "Engine",
-    "EngineOptions",
-    "NodeCosts",
-    "Pair",
-    "Placement",
-    "Plan",
-    "PlanTimeline",
-    "Profile",
-    "Program",
-    "ProgramTimeline",
-    "Stage",
-    "StepResult",
-    "Timeline",
-    "build_schedule",
-    "carried",
-    "combined_forward_backward_step",
-    "compile",
-    "consolidate",
-    "declare",
-    "exchange",
-    "found_orders",
-    "load_checkpoint",
-    "save_checkpoint",
-    "simulate",
-]
+    from overlap1f1b.engine import DeviceOptions as DeviceOptions
+    from overlap1f1b.engine import Engine as Engine
+    from overlap1f1b.engine import EngineOptions as EngineOptions
+    from overlap1f1b.engine import Profile as Profile
+    from overlap1f1b.engine import Stage as Stage
+    from overlap1f1b.engine import StepResult as StepResult
+    from overlap1f1b.engine import carried as carried
+    from overlap1f1b.engine import combined_forward_backward_step as combined_forward_backward_step
+    from overlap1f1b.engine import consolidate as consolidate
+    from overlap1f1b.engine import declare as declare
+    from overlap1f1b.engine import load_checkpoint as load_checkpoint
+    from overlap1f1b.engine import save_checkpoint as save_checkpoint
+    from overlap1f1b.plan import NodeCosts as NodeCosts
+    from overlap1f1b.plan import Plan as Plan
+    from overlap1f1b.plan import compile as compile
+    from overlap1f1b.plan import found_orders as found_orders
+    from overlap1f1b.schedule import Action as Action
+    from overlap1f1b.schedule import Pair as Pair
+    from overlap1f1b.schedule import Placement as Placement
+    from overlap1f1b.schedule import Program as Program
+    from overlap1f1b.schedule import build_schedule as build_schedule
+    from overlap1f1b.simulation import Costs as Costs
+    from overlap1f1b.simulation import PlanTimeline as PlanTimeline
+    from overlap1f1b.simulation import ProgramTimeline as ProgramTimeline
+    from overlap1f1b.simulation import Timeline as Timeline
+    from overlap1f1b.simulation import simulate as simulate
+    from overlap1f1b.transport.calls import exchange as exchange
 
 
 def __getattr__(name: str) -> Any:

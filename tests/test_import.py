@@ -64,13 +64,6 @@ def test_benchmarks_and_examples_import_what_is_there() -> None:
     assert missing == []
 
 
-def test_reports_load_without_torch() -> None:
-    heavy = ("torch", "greenlet", "einops", "plotly", "matplotlib")
-    modules = "overlap1f1b.profiling, overlap1f1b.cli.report.command"
-    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
-    assert run(code) == "[]\n"
-
-
 def test_the_package_alone_loads_no_floor() -> None:
     code = "import sys, overlap1f1b; print([name for name in sys.modules if name.startswith('overlap1f1b.')])"
     assert run(code) == "[]\n"
@@ -83,10 +76,6 @@ def test_dir_lists_the_public_names_before_any_is_loaded() -> None:
 @pytest.mark.parametrize("name", overlap1f1b.__all__)
 def test_every_name_resolves(name: str) -> None:
     assert getattr(overlap1f1b, name).__module__.startswith("overlap1f1b.")
-
-
-def test_names_are_listed_once() -> None:
-    assert sorted(overlap1f1b.__all__) == overlap1f1b.__all__ == sorted(overlap1f1b._HOME)
 
 
 def test_unknown_attribute() -> None:

@@ -1,7 +1,4 @@
-"""``overlap1f1b doctor``: checks of this machine for problems that keep exchanges from being hidden.
-
-The module is also the program of the two ranks that measure the link between them.
-"""
+"""``overlap1f1b doctor``: checks of this machine for problems that keep exchanges from being hidden."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from overlap1f1b.running.launch import run_ranks
+from overlap1f1b.running.launch import STORE, end_with, run_ranks
 from overlap1f1b.running.options import WAIT
 from overlap1f1b.running.wire import Wire
 from overlap1f1b.terminal.arguments import by_default, check_ranges
@@ -68,32 +64,26 @@ GREENLET = ("3.1", "4")
 TRITON = ("3.6", "3.10")
 
 
-def versions() -> Iterator[Finding]:
-    """Check the versions of torch, greenlet, CUDA, NCCL and Triton."""
-    yield _tested("torch", TORCH, other="fail")  # the engine refuses another one
-    yield _tested("greenlet", GREENLET)
-    yield from _cuda()
-
-
-def _tested(
-    name: str, tested: tuple[str, str], *, other: Status = "warn", missing: Status = "fail", without: str = ""
-) -> Finding:
-    """Return whether a package has a tested version; ``missing`` and ``without`` say what it means to lack it."""
+def _tested(name: str, tested: tuple[str, str], *, other: Status = "warn", missing: Status = "fail") -> Finding:
+    """Return whether a package has a tested version; ``missing`` says what it means to lack it."""
     first, beyond = tested
     wanted = f"install {name}>={first},<{beyond}"
     try:
         found = version(name)
     except PackageNotFoundError:
-        return Finding(name, missing, f"not installed{without}", "" if missing == "ok" else wanted)
+        value = "not installed" + ("" if missing == "fail" else ": kernels run as their twins in torch")
+        return Finding(name, missing, value, "" if missing == "ok" else wanted)
     if release(first) <= release(found) < release(beyond):
         return Finding(name, "ok", found)
     return Finding(name, other, f"{found}, tested from {first} to before {beyond}", wanted)
 
 
-def _cuda() -> Iterator[Finding]:
-    """Check what a GPU needs. Without Triton kernels run as their slower twins in torch."""
+def versions() -> Iterator[Finding]:
+    """Check the versions of torch, greenlet, CUDA, NCCL and Triton."""
     import torch
 
+    yield _tested("torch", TORCH, other="fail")  # the engine refuses another one
+    yield _tested("greenlet", GREENLET)
     build = "built for CPU" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
     if gpu := torch.cuda.is_available():
         advice = "tried on one H100, not on several GPUs: compare losses with overlap1f1b train --compare"
@@ -105,37 +95,35 @@ def _cuda() -> Iterator[Finding]:
     else:
         yield Finding("cuda", "ok", f"no GPU; torch is {build}")
         yield Finding("nccl", "ok", "not used without a GPU: ranks exchange over gloo")
-    without = ": kernels run as their twins in torch"
-    yield _tested("triton", TRITON, missing="warn" if gpu else "ok", without=without)
+    yield _tested("triton", TRITON, missing="warn" if gpu else "ok")
 
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 CYCLES = 20_000_000  # of a GPU's clock: about ten milliseconds
-MOST = 1.5  # two streams run side by side if they take at most this multiple of one stream's time
 
 
 def connections(environ: Mapping[str, str] = os.environ, *, gpu: bool) -> Finding:
     """Check that kernels of different streams do not wait for each other; with one connection they do."""
-    text = environ.get(VARIABLE)
+    name, text = "connections", environ.get(VARIABLE)
     if text is None:
-        return Finding("connections", "ok", f"{VARIABLE} is not set; CUDA's default is 8")
+        return Finding(name, "ok", f"{VARIABLE} is not set; CUDA's default is 8")
+    value = f"{VARIABLE}={text}"
     if not text.isdecimal() or not 1 <= int(text) <= 32:
-        return Finding("connections", "warn", f"{VARIABLE}={text}", f"set {VARIABLE} to 8 to 32, or unset it")
-    if int(text) == 1:
-        advice = f"unset {VARIABLE}, or set it to 8 or more before CUDA starts: one connection serialises streams"
-        return Finding("connections", "fail" if gpu else "warn", f"{VARIABLE}=1", advice)
-    return Finding("connections", "ok", f"{VARIABLE}={text}")
+        return Finding(name, "warn", value, f"set {VARIABLE} to 8 to 32, or unset it")
+    if int(text) > 1:
+        return Finding(name, "ok", value)
+    advice = f"unset {VARIABLE}, or set it to 8 or more before CUDA starts: one connection serialises streams"
+    return Finding(name, "fail" if gpu else "warn", value, advice)
 
 
 def streams() -> Finding:
-    """Compare two streams that wait on the GPU with one."""
     from overlap1f1b.transport import devices
 
     if devices.of(devices.present()) is None:
         return Finding("streams", "ok", "no GPU: exchanges travel on threads")
     one, two = (_waiting(count) for count in (1, 2))
     value = f"two streams take {two / one:.2f} times as long as one"
-    if two < MOST * one:
+    if two < 1.5 * one:
         return Finding("streams", "ok", value)
     advice = f"nothing can be hidden: unset {VARIABLE} and CUDA_LAUNCH_BLOCKING, and look for others that use the GPU"
     return Finding("streams", "fail", value, advice)
@@ -166,22 +154,17 @@ def _waiting(count: int) -> float:
 
 ROUNDS = 50
 SIZE = 2**24  # bytes each way
-SLOW_MS = 5.0
-SLOW_GBPS = 1.0
-
-
-_MEASURE = """import runpy, signal
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the rank without a traceback, also during imports
-runpy.run_module("overlap1f1b.cli.doctor", run_name="__main__")"""
 
 
 def link(timeout: float) -> Finding:
-    """Measure latency and bandwidth between two ranks of this machine, both directions at once."""
+    """Measure latency and bandwidth between two ranks of this machine, both directions at once.
+
+    The ranks are this command, too: see :func:`measure`.
+    """
     name = "link between ranks"
     with tempfile.TemporaryDirectory(prefix="overlap1f1b-") as folder:
         found = Path(folder) / "link.json"
-        command = (sys.executable, "-c", _MEASURE)
-        status = run_ranks([str(found), str(timeout)], 2, command=command, limit_s=timeout)
+        status = run_ranks(["doctor", "--timeout", str(timeout), "--json", str(found)], 2, limit_s=timeout)
         if status == 128 + signal.SIGINT:  # Ctrl-C: no fault of the link
             raise KeyboardInterrupt
         ended = {"error": f"a rank ended with status {status}"}
@@ -194,38 +177,41 @@ def link(timeout: float) -> Finding:
         return Finding(name, "fail", measured["error"], advice)
     latency, rate = measured["latency_ms"], measured["gbps"]
     value = f"{measured['backend']}: {latency:.2f} ms, {rate:.1f} Gbit/s each way"
-    if latency > SLOW_MS or rate < SLOW_GBPS:
+    if latency > 5.0 or rate < 1.0:
         return Finding(name, "warn", value, "other processes take the processors: measure on a quieter machine")
     return Finding(name, "ok", value)
 
 
-def measure(found: Path, timeout: float) -> None:
+def measure(found: Path, timeout: float) -> int:
     """Measure the link as one of two ranks. Rank 0 writes the result, or the first rank that fails writes its error."""
     import torch
     import torch.distributed as dist
 
-    from overlap1f1b.running.ranks import joined
+    from overlap1f1b.running.ranks import Rank, joined, lost, one_line
     from overlap1f1b.transport import devices
 
-    with joined((1, 1, 2), timeout) as rank:
-
-        def exchange(tensor: torch.Tensor, into: torch.Tensor) -> float:
-            dist.barrier()
-            start = time.perf_counter()
-            both = ((dist.isend, tensor), (dist.irecv, into))
-            for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
-                work.wait()
-            devices.settle(rank.device)
-            return time.perf_counter() - start
-
-        small, large = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for size in (8, SIZE))
-        into = torch.empty_like(small), torch.empty_like(large)
-        latency = median(exchange(small, into[0]) for _ in range(ROUNDS))
-        transfer = median(exchange(large, into[1]) for _ in range(5))
-        if rank.rank == 0:
-            figures = {"latency_ms": 1e3 * latency, "gbps": 8e-9 * SIZE / transfer}
-            _write(found, {"backend": dist.get_backend(), **figures})
+    def seconds(rank: Rank, size: int) -> float:
+        tensor, into = (torch.zeros(size, dtype=torch.uint8, device=rank.device) for _ in range(2))
         dist.barrier()
+        start = time.perf_counter()
+        both = ((dist.isend, tensor), (dist.irecv, into))
+        for work in dist.batch_isend_irecv([dist.P2POp(op, of, 1 - rank.rank) for op, of in both]):
+            work.wait()
+        devices.settle(rank.device)
+        return time.perf_counter() - start
+
+    try:
+        with joined((1, 1, 2), timeout) as rank:
+            latency = median(seconds(rank, 8) for _ in range(ROUNDS))
+            transfer = median(seconds(rank, SIZE) for _ in range(5))
+            if rank.rank == 0:
+                figures = {"latency_ms": 1e3 * latency, "gbps": 8e-9 * SIZE / transfer}
+                _write(found, {"backend": dist.get_backend(), **figures})
+            dist.barrier()
+    except Exception as error:
+        _write(found, {"error": lost(error) or one_line(error)[:200]})
+        return 2  # the file has the error
+    return 0
 
 
 def _write(found: Path, content: dict[str, object]) -> None:
@@ -241,6 +227,9 @@ def doctor(options: DoctorOptions) -> int:
     """Check everything and return the exit status, 1 if something fails."""
     check_ranges(options)
     check_files({"json": options.json})
+    if STORE in os.environ and options.json is not None:
+        found = Path(options.json)
+        end_with(lambda: measure(found, options.timeout))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     screen = console(options.json)
     findings: list[Finding] = []
@@ -266,7 +255,7 @@ def wire() -> Finding:
     """Check that this machine can make the link of ``bench --wire``."""
     name = "shaped wire"
     try:
-        with Wire(2, rate=1e9):
+        with Wire(2):  # tries a limit, too
             pass
     except ValueError as error:
         why = str(error).removeprefix("--wire: ").removeprefix("--wire ")
@@ -276,7 +265,6 @@ def wire() -> Finding:
 
 
 def show(findings: list[Finding], screen: Console) -> None:
-    """Print one line per finding."""
     table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, pad_edge=False, show_header=False)
     for finding in findings:
         style = STYLES[finding.status]
@@ -284,15 +272,3 @@ def show(findings: list[Finding], screen: Console) -> None:
     screen.print(table, highlight=False)
     bad = [finding.name for finding in findings if finding.status != "ok"]
     screen.print("all is well" if not bad else f"look at: {', '.join(bad)}", highlight=False)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        measure(Path(sys.argv[1]), float(sys.argv[2]))
-    except Exception as error:
-        from overlap1f1b.running.ranks import lost, one_line
-
-        _write(Path(sys.argv[1]), {"error": lost(error) or one_line(error)[:200]})
-        os._exit(2)  # the file has the error
-    os._exit(0)

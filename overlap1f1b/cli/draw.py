@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log10
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
@@ -80,12 +79,13 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
         return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
     program = timeline.program
     chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
-    tracks = []
-    for rank, spans in enumerate(timeline.ranks):
-        styles = ["pair" if isinstance(span.slot, Pair) else span.slot.kind.value for span in spans]
-        cells = [Cell(_text(s.slot, chunked), s.start, s.end, style) for s, style in zip(spans, styles, strict=True)]
-        tracks.append(Track(f"rank {rank}", cells))
-    return tracks
+
+    def cell(slot: Slot, start: float, end: float) -> Cell:
+        """Its text is ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
+        text = "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
+        return Cell(text, start, end, "pair" if isinstance(slot, Pair) else slot.kind.value)
+
+    return [Track(f"rank {rank}", [cell(*span) for span in spans]) for rank, spans in enumerate(timeline.ranks)]
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
@@ -95,20 +95,13 @@ def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:
     several = staged(span.node for span in of.spans)
     tracks = []
     for name, spans in lanes.items():
-        host = name == "host"
         rows = stacked(span for span in spans if span.end > span.start)
         for row in rows or [[]] * (name in ("compute", "exchange")):  # these two are always drawn
-            cells = [
-                Cell(text_of(s.node, staged=several), s.start, s.end, s.node.kind.value if host else style_of(s.node))
-                for s in row
-            ]
+            styles = [s.node.kind.value if name == "host" else style_of(s.node) for s in row]
+            texts = [text_of(s.node, staged=several) for s in row]
+            cells = [Cell(text, s.start, s.end, style) for text, s, style in zip(texts, row, styles, strict=True)]
             tracks.append(Track(f"rank {rank} {name}", cells))
     return tracks
-
-
-def _text(slot: Slot, chunked: bool) -> str:
-    """Return ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
-    return "‖".join(str(a) if chunked else f"{a.kind.value}{a.microbatch}" for a in actions_of(slot))
 
 
 def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
@@ -116,23 +109,21 @@ def tracks_of_bars(bars: Iterable[Bar]) -> list[Track]:
     lanes: dict[tuple[str, str], list[Bar]] = {}
     for bar in bars:
         lanes.setdefault((bar.process, bar.lane), []).append(bar)
-    found = []
-    for process, lane in sorted(lanes, key=_place):
+    found, order = [], list(LANES.values())
+
+    def place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
+        (_, rank, *predicted), lane = of[0].split(), of[1]
+        return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
+
+    for process, lane in sorted(lanes, key=place):
         for number, row in enumerate(stacked(lanes[process, lane]), 1):
             cells = [Cell(bar.text, bar.start, bar.end, bar.style, str(bar.what)) for bar in row]
             found.append(Track(f"{process} {lane}" + (f" ({number})" if number > 1 else ""), cells))
     return found
 
 
-def _place(of: tuple[str, str]) -> tuple[int, bool, int, str]:
-    process, lane = of
-    _, rank, *predicted = process.split()
-    order = list(LANES.values())
-    return int(rank), bool(predicted), order.index(lane) if lane in order else len(order), lane
-
-
 class Piece(NamedTuple):
-    """Characters of one line in one colour; an empty style means no colour."""
+    """Characters of one line in one style, if any."""
 
     text: str
     style: str = ""
@@ -142,10 +133,8 @@ class Piece(NamedTuple):
 class Grid:
     """A drawing as text.
 
-    >>> tracks = [Track("rank 0", [Cell("F0", 0, 1, "F"), Cell("B0", 3, 5, "B")])]
-    >>> print(Grid.of(tracks, width=40).text)
-    rank 0 F0-      B0----
-    time   |0    |2    |4
+        rank 0 F0-      B0----
+        time   |0    |2    |4
 
     Args:
         lines: The tracks, then the axis of time.
@@ -154,11 +143,6 @@ class Grid:
 
     lines: tuple[tuple[Piece, ...], ...]
     until: float | None
-
-    @property
-    def text(self) -> str:
-        """The lines, without colours."""
-        return "\n".join("".join(piece.text for piece in line).rstrip() for line in self.lines)
 
     @classmethod
     def of(cls, tracks: Sequence[Track], *, width: int, shortens: bool = False) -> Grid:
@@ -172,35 +156,29 @@ class Grid:
         names = max((len(track.name) for track in tracks), default=0) + 1
         columns = max(width - names, 1)
         end = max((cell.end for track in tracks for cell in track.cells), default=0.0)
-        scale = _scale(tracks, end, columns, shortens)
+        scale = _scale(_sizes(tracks), end, columns, shortens)
         lines = [(Piece(track.name.ljust(names)), *_pieces(track.cells, scale, columns)) for track in tracks]
         whole = round(end * scale) <= columns
         lines.append((Piece("time".ljust(names) + _axis(min(end, columns / scale), scale, columns), "axis"),))
         return cls(tuple(lines), None if whole else columns / scale)
 
 
-def _scale(tracks: Sequence[Track], end: float, columns: int, shortens: bool) -> float:
-    """Return the columns of a unit of time: enough for every text and a dash behind it.
+def _scale(sizes: set[tuple[int, float]], end: float, columns: int, shortens: bool) -> float:
+    """Return the columns of a unit of time: enough for every text and a dash behind it, unless it ``shortens``.
 
-    The dashes are left out if the drawing fits only without them and all texts begin with a letter, which tells cells
-    apart. Cells shorter than an eighth of the longest do not count: their texts are shortened. The shortest of the
-    others has a whole number of columns, so that equal cells look alike.
+    The shortest cell has a whole number of columns, so that equal cells look alike.
     """
-    sizes = _sizes(tracks)
     if not sizes:
         return 1.0
     shortest = min(time for _, time in sizes)
     spacious, tight = (
         ceil(max((size + gap) / time for size, time in sizes) * shortest - 1e-9) / shortest for gap in (1, 0)
     )
-    lettered = all(cell.text[:1].isalpha() for track in tracks for cell in track.cells)
-    if end * spacious <= columns or not (shortens or (lettered and end * tight <= columns)):
-        return spacious
-    return max(1 / shortest, min(tight, columns / end)) if shortens else tight
+    return max(1 / shortest, min(tight, columns / end)) if shortens and end * spacious > columns else spacious
 
 
 def _sizes(tracks: Sequence[Track]) -> set[tuple[int, float]]:
-    """Return the letters and times of the cells that count for the scale."""
+    """Return the letters and times of cells; the texts of those shorter than an eighth of the longest are shortened."""
     cells = [cell for track in tracks for cell in track.cells if cell.end > cell.start]
     longest = max((cell.end - cell.start for cell in cells), default=1.0)
     return {(len(cell.text), cell.end - cell.start) for cell in cells if 8 * (cell.end - cell.start) >= longest}
@@ -239,24 +217,16 @@ def _axis(end: float, scale: float, columns: int) -> str:
     return line
 
 
-def paint(
-    tracks: Sequence[Track],
-    path: Path,
-    screen: Console,
-    *,
-    title: str,
-    option: str,
-    unit: str = "time, in the unit of the costs",
-) -> None:
-    """Draw tracks into a file of the format that its option names, ``png`` or ``svg``, and tell the screen.
-
-    ``unit`` labels the time axis.
-    """
+def paint(tracks: Sequence[Track], output: Any, screen: Console, *, title: str, unit: str) -> None:
+    """Draw tracks into the files ``png`` and ``svg`` of the output that have a name; ``unit`` labels the time axis."""
+    wanted = {option: path for option in ("png", "svg") if (path := getattr(output, option)) is not None}
+    if not wanted:
+        return
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"--{option} needs matplotlib; pip install matplotlib") from None
+        raise ValueError(f"--{next(iter(wanted))} needs matplotlib; pip install matplotlib") from None
     end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
     letters = max((size / time for size, time in _sizes(tracks)), default=1.0)  # of a unit of time, where texts fit
     width = min(40.0, max(8.0, LETTER * letters * end))
@@ -280,6 +250,7 @@ def paint(
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
-    settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
-    with writing(option, path, screen) as file, settings:
-        figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
+    for option, path in wanted.items():
+        settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
+        with writing(option, path, screen) as file, settings:
+            figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)

@@ -8,22 +8,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from overlap1f1b import __version__
-from overlap1f1b.cli.doctor import DoctorOptions
+from overlap1f1b.cli.doctor import DoctorOptions, doctor
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
-from overlap1f1b.running.options import (
-    PROFILED,
-    BenchOptions,
-    ProfileOptions,
-    RunOptions,
-    TrainOptions,
-    check_run,
-)
+from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.running.wire import Wire
 from overlap1f1b.terminal.arguments import parse
 
@@ -51,8 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             report(options)
             return 0
         if isinstance(options, DoctorOptions):
-            from overlap1f1b.cli.doctor import doctor
-
             return doctor(options)
         check_run(options)
         started = STORE in os.environ or under_torchrun()
@@ -73,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _options(argv: Sequence[str]) -> Any:
     """Return the options of the verb, or of the verb that ``profile`` profiles."""
+    if argv == ["profile"]:
+        raise ValueError(f"profile without a verb; allowed: {', '.join(PROFILED)}; see overlap1f1b profile --help")
     if argv[0] == "profile":
         about = (ProfileOptions.__doc__ or "").replace("\n    ", "\n")
-        return parse(argv[1:] or ["--help"], PROFILED, prog="overlap1f1b profile", description=about)
+        return parse(argv[1:], PROFILED, prog="overlap1f1b profile", description=about)
     if argv == ["--version"]:
         sys.stdout.write(f"overlap1f1b {__version__}\n")
         raise SystemExit(0)
@@ -92,17 +86,19 @@ def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
             f"--pp {options.pp} --dp {options.dp} --ep {options.ep} are {options.ranks} ranks on {cores()} processors; "
             f"allowed: up to {most} on this machine, more under torchrun"
         )
-    wire = options.wire if isinstance(options, BenchOptions) else None
-    if wire is None:
-        return _run_rank(options) if options.ranks == 1 else run_ranks(argv, options.ranks, limit_s=options.timeout)
-    with Wire(options.ranks) as link:
-        return run_ranks(argv, options.ranks, wire=link, limit_s=options.timeout)
+    wired = isinstance(options, BenchOptions) and options.wire is not None
+    if options.ranks == 1 and not wired:
+        return _run_rank(options)
+    with Wire(options.ranks) if wired else nullcontext() as wire:
+        return run_ranks(argv, options.ranks, wire=wire, limit_s=options.timeout)
 
 
 def _run_rank(options: RunOptions) -> int:
     # before torch is loaded: its profiler, which bench uses to count memory, prints much
     for name, value in (("KINETO_LOG_LEVEL", "6"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, value)
+    from torch.distributed.distributed_c10d import _get_default_store as store
+
     from overlap1f1b.running.ranks import NotJoinedError, joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
@@ -128,7 +124,8 @@ def _run_rank(options: RunOptions) -> int:
                     sys.stderr.write(f"overlap1f1b: rank {rank.rank} lost another rank: {how}\n")
                     return 1
                 refused = ValueError(text)
-            return _fail(refused, options) if _first_to_fail(rank) else 2
+            # All ranks see the same bad option, and one line is enough.
+            return _fail(refused, options) if rank.size == 1 or store().add("overlap1f1b/errors", 1) == 1 else 2
     except NotJoinedError as error:
         if STORE not in os.environ:  # else the process that started this rank says it
             sys.stderr.write(f"overlap1f1b: {error}\n")
@@ -137,18 +134,9 @@ def _run_rank(options: RunOptions) -> int:
         return _fail(error, options)
 
 
-def _first_to_fail(rank: Rank) -> bool:
-    """Return whether this is the first rank to report: all see the same bad option, and one line is enough."""
-    if rank.size == 1:
-        return True
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._get_default_store().add("overlap1f1b/errors", 1) == 1
-
-
 def _fail(error: ValueError, options: Any) -> int:
-    sys.stderr.write(f"overlap1f1b: error: {as_options(' '.join(str(error).split()), options)}\n")
-    sys.stderr.flush()
+    text = as_options(" ".join(str(error).split()), options)
+    print(f"overlap1f1b: error: {text}", file=sys.stderr, flush=True)
     return 2
 
 

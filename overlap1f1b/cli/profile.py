@@ -117,13 +117,10 @@ def _result(
 
 def show(result: dict[str, Any], screen: Console) -> None:
     """Print the engine's own figures and the command to run next."""
-    workload = result["workload"]
-    steps = len(result["ranks"][0]["steps"])
-    print_lines(
-        screen,
-        f"{steps} step{'s' * (steps > 1)} of {workload['program']}, overlap {workload['overlap']} "
-        f"(order {workload['order']}), under {result['tool']}; medians by the engine's own counters",
-    )
+    workload, steps = result["workload"], len(result["ranks"][0]["steps"])
+    of = f"{workload['program']}, overlap {workload['overlap']} (order {workload['order']})"
+    counted = f"under {result['tool']}; medians by the engine's own counters"
+    print_lines(screen, f"{steps} step{'s' * (steps > 1)} of {of}, {counted}")
     table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:
         step, exchange, exposed = (f"{found[key]:.0f}" for key in COUNTERS)
@@ -133,11 +130,10 @@ def show(result: dict[str, Any], screen: Console) -> None:
     print_lines(screen, f"next: {result['report']}")
 
 
-Subject = tuple[Engine, Callable[[], object]]
-
-
 @contextmanager
-def subject(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, say: Say) -> Iterator[Subject]:
+def subject(
+    options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, say: Say
+) -> Iterator[tuple[Engine, Callable[[], object]]]:
     """Yield an engine whose plan is compiled, and a function that makes its next step.
 
     A training goes on from its last checkpoint, if there is one, and is not saved.

@@ -45,12 +45,13 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     """
     missing = [name for name in TORCHRUN if not environ.get(name)]
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
-    if missing and rank and size and size != "1":
-        raise ValueError(
-            f"RANK={rank} and WORLD_SIZE={size} in the environment without {', '.join(missing)}; "
-            f"allowed: all of {', '.join(TORCHRUN)}, as torchrun sets them, or no RANK"
-        )
-    if not missing:
+    if missing:
+        if rank and size and size != "1":
+            raise ValueError(
+                f"RANK={rank} and WORLD_SIZE={size} in the environment without {', '.join(missing)}; "
+                f"allowed: all of {', '.join(TORCHRUN)}, as torchrun sets them, or no RANK"
+            )
+    else:
         given = {name: environ[name] for name in TORCHRUN if name != "MASTER_ADDR"}
         number = {name: int(text) if text.isascii() and text.isdigit() else -1 for name, text in given.items()}
         if not (0 <= number["RANK"] < number["WORLD_SIZE"] and min(number.values()) >= 0):
@@ -180,7 +181,6 @@ class _Group:
         return 128 + self.interrupt if self.interrupt else code if code >= 0 else 128 - code
 
     def _watch(self, rank: int) -> None:
-        """Report the end of a rank as an event."""
         if hasattr(os, "waitid"):
             with suppress(ChildProcessError):  # reaped already, by kill()
                 os.waitid(os.P_PID, self.processes[rank].pid, os.WEXITED | os.WNOWAIT)
@@ -313,6 +313,5 @@ def enter_nsys(folder: Path, argv: Sequence[str]) -> NoReturn:
 
     rank = os.environ.get("RANK", "0")
     if rank == "0":  # nsys reads the number from the environment where there are several
-        sys.stderr.write(f"{shlex.join(line('%q{RANK}' if 'RANK' in os.environ else rank))}\n")
-        sys.stderr.flush()
+        print(shlex.join(line("%q{RANK}" if "RANK" in os.environ else rank)), file=sys.stderr, flush=True)
     os.execvpe("nsys", line(rank), {**os.environ, INSIDE: "1"})

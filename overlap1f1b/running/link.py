@@ -32,7 +32,7 @@ class PacedExchange:
 
     def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *others: Any) -> Transfer[Tensor]:
         transfer = self.real.rows(source, send, receive, *others)
-        rows = max(sum(send) - send[self.rank], sum(receive) - receive[self.rank])
+        rows = max(sum(counts) - counts[self.rank] for counts in (send, receive))
         begun = max(time.perf_counter(), self._free)
         self._free = begun + rows * source[:1].nbytes / self.gbps / 1e9
         transfer.mark = _Due(begun, self._free)

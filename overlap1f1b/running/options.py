@@ -118,7 +118,6 @@ class RunOptions:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks."""
         return self.pp * self.dp * self.ep
 
     @property
@@ -251,32 +250,29 @@ def check_run(options: RunOptions) -> None:
     if options.batch % options.microbatches:
         batch, count = options.batch, options.microbatches
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
-    if options.hf_config is not None and options.weights_in != "combine":
-        raise ValueError(f"--weights-in {options.weights_in} with --hf-config; allowed: combine")
-    if options.hf_config is not None and options.precision is not None:
-        raise ValueError(f"--precision {options.precision} with --hf-config; allowed: without --precision")
     if options.overflow == "rerun" and options.capacity is None:
         raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options)
     else:
-        _check_default_sizes(options.model)
+        default = vars(ModelOptions()) | {"weights_in": "combine", "precision": None}
+        for name, value in default.items():
+            given = getattr(options.model, name) if name in vars(options.model) else getattr(options, name)
+            if given != value:
+                option = f"--{name.replace('_', '-')} {given}"
+                raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
     if isinstance(options, BenchOptions):
         _check_bench(options)
-    if isinstance(options, TrainOptions):
-        _check_train(options)
+    if isinstance(options, TrainOptions) and options.checkpoint is not None:
+        check_folder(options.checkpoint)
+    if isinstance(options, TrainOptions) and options.tensorboard is not None:
+        if find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs its package; pip install tensorboard")
+        check_folder(options.tensorboard, "--tensorboard")
     if isinstance(options, ProfileOptions):
         check_folder(options.out, "--out")
     check_files({"json": options.json})
-
-
-def _check_default_sizes(model: ModelOptions) -> None:
-    defaults = vars(ModelOptions())
-    for name, value in vars(model).items():
-        if value != defaults[name]:
-            option = f"--{name.replace('_', '-')} {value}"
-            raise ValueError(f"{option} with --hf-config, which has the model's sizes; allowed: one of the two")
 
 
 def _check_model(options: RunOptions) -> None:
@@ -309,15 +305,6 @@ def _check_bench(options: BenchOptions) -> None:
         raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
     if options.pp > 1 and options.peers and (torch := version("torch")).startswith("2.11."):
         raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
-
-
-def _check_train(options: TrainOptions) -> None:
-    if options.checkpoint is not None:
-        check_folder(options.checkpoint)
-    if options.tensorboard is not None:
-        if find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard needs its package; pip install tensorboard")
-        check_folder(options.tensorboard, "--tensorboard")
 
 
 @dataclass(frozen=True)

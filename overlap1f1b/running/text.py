@@ -14,14 +14,12 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-LIMIT_BYTES = 32 * 2**20
 ALLOWED = "allowed: text files, or folders of them"
 BINARY_PROBE = 8 * 2**10  # a zero byte this early marks a file as binary
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -33,69 +31,46 @@ class Corpus:
 
     train, held_out: uint8 [bytes], files one after another with nothing between them.
     name: the source of the text.
-    files, held_out_files: the number of files in each part (a file in both parts counts in both).
-    limited: whether reading stopped at `limit_bytes`.
     """
 
     train: Tensor
     held_out: Tensor
     name: str
-    files: int
-    held_out_files: int
-    limited: bool
 
     @classmethod
     def load(
-        cls,
-        paths: Sequence[Path] = (),
-        *,
-        held_out: float = 0.05,
-        limit_bytes: int = LIMIT_BYTES,
-        sequence: int,
+        cls, paths: Sequence[Path] = (), *, held_out: float = 0.05, limit_bytes: int = 32 * 2**20, sequence: int
     ) -> Corpus:
         """Read `paths` (files, and folders with all their files), or by default the standard library's sources.
 
         Folders are walked in sorted order without hidden and binary files, and each file is read once. Reading stops
-        after `limit_bytes`. Every n-th file is held out, n = 1 / `held_out`; if that is less than half or
-        more than twice this share of the text, the end of the text is held out instead.
+        after `limit_bytes`. The last `held_out` of the text, as a share, is held out.
 
         Raises:
             ValueError: A path does not exist, cannot be read or has no text; or the text is too short for one window of
                 `sequence` + 1 bytes to train on and one held out.
         """
         name = ", ".join(map(str, paths)) or f"standard library of Python {platform.python_version()}"
-        texts, total, limited = [], 0, False
+        whole = bytearray()
         for text in _given(paths, limit_bytes) if paths else _standard_library(limit_bytes):
-            limited = total + len(text) > limit_bytes
-            if part := text[: limit_bytes - total]:
-                texts.append(part)
-                total += len(part)
-            if limited:
+            whole += text
+            if len(whole) > limit_bytes:
+                del whole[limit_bytes:]
+                name += f", the first {limit_bytes / 1e6:.3g} MB"
                 break
-        window = sequence + 1
+        total, window = len(whole), sequence + 1
         if total < 2 * window:
             raise ValueError(
                 f"text {name} is too short: {total} bytes, where sequence={sequence} needs {window} to train on "
                 f"and {window} held out; use a longer text or a shorter sequence"
             )
-        every = round(1 / held_out)
-        held = texts[every - 1 :: every]
-        train = [text for index, text in enumerate(texts, 1) if index % every]
-        held_bytes = sum(map(len, held))
-        fair = held_out / 2 <= held_bytes / total <= held_out * 2
-        if fair and min(held_bytes, total - held_bytes) >= window:
-            return cls(_tensor(b"".join(train)), _tensor(b"".join(held)), name, len(train), len(held), limited)
-        whole, at = b"".join(texts), min(max(round((1 - held_out) * total), window), total - window)
-        ends = list(accumulate(map(len, texts)))
-        before, behind = sum(start < at for start in (0, *ends[:-1])), sum(end > at for end in ends)
-        return cls(_tensor(whole[:at]), _tensor(whole[at:]), name, before, behind, limited)
+        at = min(max(round((1 - held_out) * total), window), total - window)
+        content = torch.frombuffer(whole, dtype=torch.uint8)
+        return cls(content[:at], content[at:], name)
 
     def __str__(self) -> str:
-        limit = " (limited)" if self.limited else ""
-        return (
-            f"{self.name}{limit}: {len(self.train) / 1e6:.2f} MB of {self.files} files to train on, "
-            f"{len(self.held_out) / 1e6:.2f} MB of {self.held_out_files} files held out"
-        )
+        train, held_out = (len(part) / 1e6 for part in (self.train, self.held_out))
+        return f"{self.name}: {train:.2f} MB to train on, {held_out:.2f} MB held out"
 
     @property
     def unigram_entropy(self) -> float:
@@ -123,13 +98,12 @@ class Corpus:
         torch gives the same windows.
         """
         positions = len(self.train) - sequence
-        assert positions > 0
         keys = (f"{seed} {step} {rank} {row}".encode() for row in range(batch))
         starts = [int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % positions for key in keys]
         return _windows(self.train, starts, sequence)
 
     def held_out_batches(
-        self, rank: int, ranks: int, batch: int, sequence: int, limit: int | None = None
+        self, rank: int, ranks: int, batch: int, sequence: int, limit: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of evenly spaced windows of the held-out part, in pairs as `batch` returns them.
 
@@ -139,10 +113,8 @@ class Corpus:
         gets one batch, and windows overlap.
         """
         last = len(self.held_out) - sequence - 1
-        assert last >= 0
         apart = (len(self.held_out) - 1) // sequence
-        wanted = apart if limit is None else min(limit, apart)
-        count = max(wanted // (ranks * batch), 1) * ranks * batch
+        count = max(min(limit, apart) // (ranks * batch), 1) * ranks * batch
         starts = [i * last // max(count - 1, 1) for i in range(count)][rank::ranks]
         for first in range(0, len(starts), batch):
             yield _windows(self.held_out, starts[first : first + batch], sequence)
@@ -152,10 +124,6 @@ def _windows(text: Tensor, starts: Sequence[int], sequence: int) -> tuple[Tensor
     """Return inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
     windows = text[torch.tensor(starts)[:, None] + torch.arange(sequence + 1)].long()
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-def _tensor(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 # Each function yields the bytes of one file after another, of a file at most one byte more than the limit.
@@ -171,33 +139,33 @@ def _standard_library(limit: int) -> Iterator[bytes]:
 
 def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
     """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
-
-    def refuse(error: OSError, what: str = "folder") -> NoReturn:
-        raise ValueError(f"text {what} {error.filename} cannot be read: {error.strerror}; leave it out")
-
     for path in paths:
         if not (path.is_file() or path.is_dir()):
             why = "is neither a file nor a folder" if path.exists() else "does not exist"
             raise ValueError(f"--text {path} {why}; {ALLOWED}")
     seen: set[Path] = set()
     for path in paths:
-        named = path.is_file()
         some = False
-        for file in [path] if named else _walk(path, refuse):
+        for file in [path] if path.is_file() else _walk(path, _unreadable):
             try:
                 content = _read(file, limit)
             except OSError as error:
-                refuse(error, "file")
-            why = "is binary (a zero byte in its first 8 KiB)" if b"\0" in content[:BINARY_PROBE] else ""
-            why = why if content else "is empty"
-            if named and why:
+                _unreadable(error)
+            binary = b"\0" in content[:BINARY_PROBE]
+            if file == path and (binary or not content):
+                why = "is binary (a zero byte in its first 8 KiB)" if binary else "is empty"
                 raise ValueError(f"--text {path} {why}; {ALLOWED}")
-            some = some or not why
-            if not why and file.resolve() not in seen:
-                seen.add(file.resolve())
-                yield content
+            if content and not binary:
+                some = True
+                if (place := file.resolve()) not in seen:
+                    seen.add(place)
+                    yield content
         if not some:
             raise ValueError(f"--text {path} holds no text: it has no files, or only hidden, empty or binary ones")
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise ValueError(f"--text: {error.filename} cannot be read: {error.strerror}; allowed: to leave it out")
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -10,8 +10,8 @@ each rank to one of its ports. The machine's own interfaces are not touched.
 
 tc limits what leaves an interface, so each direction is limited at the end that sends it: a rank's sending at its own
 `wire`, and its receiving at the other rank's `wire` or, behind a hub, at its port there, where the streams of several
-senders meet. The parent sets the rate of all ends (`Wire.shape`), or each rank sets its own end and port (`shape`: a
-rank is root, and its environment names the hub).
+senders meet. The parent sets the rate of all ends, or each rank sets its own end and port (`shape`: a rank is root, and
+its environment names the hub).
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Wire:
         require()
         if not 2 <= ranks <= MAX_RANKS:
             raise ValueError(f"--wire needs 2 to {MAX_RANKS} ranks, not {ranks}")
-        self.ranks = ranks
         self.rate = rate
         name = f"{PREFIX}{os.getpid()}-{secrets.token_hex(2)}"  # the token: a process may have several wires
         self._namespaces = [f"{name}-{rank}" for rank in range(ranks)]
@@ -110,19 +109,15 @@ class Wire:
     def address(self, rank: int) -> str:
         return f"{SUBNET}.{rank + 1}"
 
-    def shape(self, rate_bps: float) -> None:
-        """Limit every link in both directions, from outside the namespaces: see `shape` in this module."""
-        for rank, namespace in enumerate(self._namespaces):
-            _limit(["-n", namespace], INTERFACE, rate_bps)
-            if self._hub:
-                _limit(["-n", self._hub], f"port{rank}", rate_bps)
-
     def __enter__(self) -> Wire:
         _remove_stale()
         try:
             self._connect()
             if self.rate is not None:
-                self.shape(self.rate)
+                ends = [(namespace, INTERFACE) for namespace in self._namespaces]
+                ends += [(self._hub, f"port{rank}") for rank in range(len(ends))] if self._hub else []
+                for namespace, end in ends:
+                    _limit(["-n", namespace], end, self.rate)
         except BaseException:
             self.__exit__()
             raise

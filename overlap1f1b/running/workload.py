@@ -1,10 +1,12 @@
-"""The model that train and bench share, and what their results say of the workload."""
+"""The models that train and bench share, and what their results say of the workload."""
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +15,15 @@ from torch import Tensor
 from overlap1f1b import __version__
 from overlap1f1b.engine import EngineOptions, LossFunction
 from overlap1f1b.engine.stages import Model
-from overlap1f1b.moe import Experts, MoEConfig, MoETransformer
+from overlap1f1b.integrations.transformers.split import Part, split_model
+from overlap1f1b.moe import Experts, MoEConfig, MoETransformer, use_kernels
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import RunOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport import devices
 
-if TYPE_CHECKING:
-    from overlap1f1b.running.hf import HfModel
+BYTES = 256
 
 
 def model_config(options: RunOptions) -> MoEConfig:
@@ -52,6 +54,45 @@ class ByteModel(MoETransformer):
         self.identity = asdict(sizes)
 
 
+class HfModel(Part):
+    """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model."""
+
+    def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
+        assert options.hf_config is not None
+        torch.manual_seed(options.seed)  # the same weights on all ranks
+        model = _hf_model(options.hf_config).to(rank.device)
+        config = model.config
+        total = sum(p.numel() for p in model.parameters())
+        super().__init__(split_model(model, program, rank.mesh))
+        self.total = total
+        self.description = f"{type(model).__name__}, {config.num_hidden_layers} layers"
+        self.identity = {"hf_config": hashlib.sha256(config.to_json_string().encode()).hexdigest()}
+        use_kernels(self, options.kernels)
+
+
+def _hf_model(name: str) -> Any:
+    """Return a new model of a configuration: a name, a folder or a file."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError(f"--hf-config {name} needs transformers; pip install transformers") from None
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        why = str(error).strip().splitlines()[0]
+        if not Path(name).exists():
+            why = f"no such file or folder; as a name: {why}"
+        raise ValueError(f"--hf-config {name}: {why}; allowed: a name, a folder or a config.json") from None
+    config = config.get_text_config()
+    if (size := getattr(config, "vocab_size", 0)) < BYTES:
+        raise ValueError(f"--hf-config {name}: a vocabulary of {size}; allowed: {BYTES} or more, for bytes")
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: the configuration of a causal LM") from None
+
+
 def build(
     options: RunOptions, rank: Rank, program: Program
 ) -> tuple[ByteModel | HfModel, Model, LossFunction, list[float] | None]:
@@ -61,8 +102,6 @@ def build(
     ranks; ``description``, its sizes in words; and ``identity``, the options that a resumed run must share.
     """
     if options.hf_config is not None:
-        from overlap1f1b.running.hf import HfModel
-
         whole = HfModel(options, rank, program)
         return whole, whole.split, whole.split.loss_fn, None
     model = ByteModel(options, rank)

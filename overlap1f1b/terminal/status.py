@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
+from rich.table import Column, Table
 from rich.text import Text
+
+from overlap1f1b.terminal.output import print_lines
 
 EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
 
 
-class Say(Protocol):
-    """Function that shows what is done and what is left."""
-
-    def __call__(self, text: str, now: bool = False) -> None:
-        """Replace the text; ``now`` prints it at once where there is no terminal."""
+Say = Callable[..., None]
+"""``say(text)`` shows what is done and what is left, and ``say(text, now=True)`` prints it at once, too."""
 
 
 @contextmanager
-def showing(screen: Console, text: str, *, to: Console | None = None, bar: bool = False) -> Iterator[Say]:
-    """Yield a function that is told what is done and left: the text of a spinner in a terminal.
+def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
+    """Yield a function that is told what is done and left: the line of a spinner in a terminal.
 
     Elsewhere a thread prints the last text every ten seconds. If the reader of these lines is gone, they end.
 
@@ -34,16 +33,23 @@ def showing(screen: Console, text: str, *, to: Console | None = None, bar: bool 
         screen: Console of the command; nothing is printed if it is quiet.
         text: What begins now.
         to: Console of the lines where there is no terminal, by default ``screen``.
-        bar: Whether the caller shows a bar in a terminal, in place of the spinner.
     """
-    if screen.quiet or (bar and screen.is_terminal):
+    if screen.quiet:
         yield lambda text, now=False: None
         return
     if screen.is_terminal:
         spinner = Spinner("dots", Text(text))
+        line = Table.grid(Column(no_wrap=True, overflow="ellipsis"))
+        line.add_row(spinner)
+
+        def show(text: str, now: bool = False) -> None:
+            spinner.update(text=Text(text))
+            if now:
+                print_lines(screen, text)
+
         # Not Console.status: it sends what goes to a standard output that is a file to the terminal, too.
-        with Live(spinner, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False):
-            yield lambda text, now=False: spinner.update(text=Text(text))
+        with Live(line, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False):
+            yield show
         return
     printed = _Lines(to or screen, text)
     thread = threading.Thread(target=printed.print_until_ended, name="status", daemon=True)
@@ -68,7 +74,7 @@ class _Lines:
 
     def _print(self, text: str) -> None:
         self.last = time.monotonic()
-        self.screen.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_lines(self.screen, text)
 
     def print_until_ended(self) -> None:
         while not self.ended.wait(max(0.0, self.last + EVERY_S - time.monotonic())):

@@ -97,7 +97,9 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
 
 
 def test_without_what_to_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = Verb("profile")(capsys)
+    line = "profile without a verb; allowed: train, bench; see overlap1f1b profile --help"
+    assert Verb("profile").refused(capsys) == line
+    status, out, _ = Verb("profile")(capsys, "--help")
     assert status == 0
     assert "to see where the exchange overlaps" in out
     assert "overlap1f1b profile train --nsys" in out

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -118,12 +119,19 @@ def assert_takes(wire: Wire, senders: Sequence[int], receiver: int, size: int, r
     pytest.fail(f"{taken:.2f} s instead of {expected:.2f} s")
 
 
+SHAPE = """
+import sys
+from overlap1f1b.running.wire import shape
+shape(float(sys.argv[1]))
+"""
+
+
 @WIRE
 def test_rates_of_two_ranks_both_ways_and_after_a_change() -> None:
     with Wire(2) as wire:
         assert transfer_s(wire, [0], 1, 2**23) < 2**23 * 8 / 1e9  # no limit yet
-        wire.shape(400e6)
-        wire.shape(100e6)
+        for rate, rank in product(("400e6", "100e6"), (0, 1)):
+            subprocess.run([*wire.prefix(rank), sys.executable, "-c", SHAPE, rate], cwd=ROOT, check=True)
         assert_takes(wire, [0], 1, 2**22, 100e6)
     with Wire(2, rate=200e6) as wire:
         assert_takes(wire, [1], 0, 2**23, 200e6)
@@ -172,13 +180,6 @@ def test_behind_a_hub_receiving_is_limited_and_a_few_bytes_do_not_wait_for_many(
                 program.kill()
                 program.wait()
     assert median < 0.03
-
-
-SHAPE = """
-import sys
-from overlap1f1b.running.wire import shape
-shape(float(sys.argv[1]))
-"""
 
 
 @WIRE
@@ -291,13 +292,11 @@ def parent(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 @WIRE
-@pytest.mark.parametrize("what", ["ranks", "nothing"])
-def test_removed_after_ctrl_c(parent: Callable[[str], subprocess.Popen[str]], what: str) -> None:
-    process = parent(what)
+def test_removed_after_ctrl_c(parent: Callable[[str], subprocess.Popen[str]]) -> None:
+    process = parent("ranks")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    status = process.wait(timeout=15)
+    assert process.wait(timeout=15) == 130
     assert namespaces(process.pid) == []
-    assert status == (130 if what == "ranks" else -signal.SIGINT)
 
 
 @WIRE
@@ -313,7 +312,7 @@ def test_a_second_ctrl_c_does_not_stop_the_removal(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(timeout=10)
+    assert process.wait(timeout=10) == -signal.SIGINT
     assert namespaces(process.pid) == []
 
 
@@ -343,16 +342,10 @@ NOT_WIRES += ["balancedfoo", "balanced2", "balanced*", "balanced*x", "balanced*0
 NOT_WIRES += ["balanced*inf", "balanced*2*2", "Balanced", " balanced"]
 
 
-@pytest.mark.parametrize(("text", "rate"), RATES.items())
-def test_rates(text: str, rate: float) -> None:
-    assert parse_wire(text) == rate
-
-
-@pytest.mark.parametrize(
-    ("text", "factor"), [("balanced", 1.0), ("balanced*2", 2.0), ("balanced*0.5", 0.5), ("balanced*1", 1.0)]
-)
-def test_balanced(text: str, factor: float) -> None:
-    assert parse_wire(text) == Balanced(factor)
+def test_rates() -> None:
+    assert {text: parse_wire(text) for text in RATES} == RATES
+    factors = {"balanced": 1.0, "balanced*2": 2.0, "balanced*0.5": 0.5}
+    assert {text: parse_wire(text) for text in factors} == {text: Balanced(factors[text]) for text in factors}
 
 
 @pytest.mark.parametrize("text", NOT_WIRES)

@@ -49,16 +49,22 @@ def test_a_quiet_screen_and_a_short_command_print_nothing(monkeypatch: pytest.Mo
     assert not output.getvalue()
 
 
-def test_a_line_that_is_printed_at_once_puts_the_next_one_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_printed_at_once_puts_the_next_one_off() -> None:
     with showing(Console(file=(output := io.StringIO())), "starting") as say:
         say("step 1 of 2")
         say("step 2 of 2", now=True)
     assert output.getvalue() == "step 2 of 2\n"
-    monkeypatch.setattr("overlap1f1b.terminal.status.EVERY_S", 0.01)
-    with showing(Console(file=(terminal := io.StringIO()), force_terminal=True), "starting", bar=True) as say:
-        say("step 1 of 2", now=True)
-        time.sleep(0.05)
-    assert not terminal.getvalue()  # a bar shows it
+
+
+def test_a_terminal_has_one_live_line_and_what_is_printed_at_once() -> None:
+    screen = Console(file=(terminal := io.StringIO()), force_terminal=True, width=20)
+    with showing(screen, "starting, which is longer than a line") as say:
+        say("step 1", now=True)
+        say("step 2 of a long text that is cut")
+        time.sleep(0.2)  # the spinner turns a few times a second
+    assert "starting, which i…" in terminal.getvalue()
+    assert "\nstep 1\n" in re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]|\r", "\n", terminal.getvalue())
+    assert "step 2 of a long …" in terminal.getvalue()
 
 
 def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

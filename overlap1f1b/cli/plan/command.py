@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,9 +32,6 @@ from overlap1f1b.simulation.search import (
 from overlap1f1b.terminal.output import console, print_lines, write_json, writing
 from overlap1f1b.terminal.status import Say, showing
 
-DEFAULT_RANKS = 4
-DEFAULT_MICROBATCHES = 8
-
 ROWS = 15
 """Rows of the table of a search."""
 MOST = 10_000_000
@@ -40,65 +39,53 @@ MOST = 10_000_000
 
 
 def plan(options: PlanOptions) -> None:
-    """Run ``overlap1f1b plan``.
-
-    Raises:
-        ValueError: Options contradict each other, the schedule is impossible, or a file cannot be read or written.
-    """
     check_plan(options)
     screen = console(options.output.json)
     with showing(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
-        _plan(options, screen, _Progress(say))
+        _plan(options, screen, say)
 
 
-class _Progress:
-    """Progress of the programs that are played, and of the search for an order inside one."""
-
-    def __init__(self, say: Say) -> None:
-        self.say, self.text = say, ""
-
-    def begin(self, text: str) -> None:
-        self.text = text
-        self.say(text)
-
-    def searched(self, share: float) -> None:
-        self.say(f"{self.text}, {share:.0%} of the search for an order done")
-
-
-def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
+def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
     model, layers, output = model_of(options), options.sub_op_costs.layers, options.output
+    text = ""
+
+    def begin(what: str) -> None:
+        nonlocal text
+        text = what
+        say(text)
+
     if isinstance(model, NodeModel):
-        model = replace(model, progress=progress.searched)
+        model = replace(model, progress=lambda share: say(f"{text}, {share:.0%} of the search for an order done"))
     total = 1 + len(options.compare)
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
     step: dict[str, Any] = {
-        "ranks": DEFAULT_RANKS if options.ranks is None else options.ranks,
-        "microbatches": DEFAULT_MICROBATCHES if options.microbatches is None else options.microbatches,
+        "ranks": 4 if options.ranks is None else options.ranks,
+        "microbatches": 8 if options.microbatches is None else options.microbatches,
         "forward_only": options.forward_only,
         "memory": options.memory,
     }
     if options.from_csv is not None:
-        program = read(options)
-        progress.begin(f"0 of {total} programs played, now {options.from_csv}")
+        program = read(options.from_csv)
+        begin(f"0 of {total} programs played, now {options.from_csv}")
         timeline: Played = play(program, model)
         step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
         step["forward_only"] = program.forward_only
     else:
         candidate = requested(options)
         if options.search:
-            ranking = _search(options, step, model, progress)
+            ranking = _search(options, step, model, begin)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
         check_scale(candidate, step["ranks"], step["microbatches"], layers)
-        progress.begin(f"0 of {total} programs played, now {candidate}")
+        begin(f"0 of {total} programs played, now {candidate}")
         program, timeline = played(candidate, model, **step)
     rows = [row_of(program, timeline, candidate)]
     for number, other in enumerate(map(parse, options.compare), 1):
-        progress.begin(f"{number} of {total} programs played, now {other}")
+        begin(f"{number} of {total} programs played, now {other}")
         check_scale(other, step["ranks"], step["microbatches"], layers)
         rows.append(row_of(*played(other, model, **step), other))
-    progress.begin(f"{total} of {total} programs played, now tables and drawings")
+    begin(f"{total} of {total} programs played, now tables and drawings")
     content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
     title = _title(content)
     _write(program, timeline, output, title, screen)
@@ -113,7 +100,7 @@ def _plan(options: PlanOptions, screen: Console, progress: _Progress) -> None:
         screen.print(per_schedule(rows))
 
 
-def _search(options: PlanOptions, step: dict[str, Any], model: Model, progress: _Progress) -> Ranking:
+def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Callable[[str], None]) -> Ranking:
     tried, ranks, microbatches = searched(options, model), step["ranks"], step["microbatches"]
     for candidate in tried:
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
@@ -121,7 +108,7 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, progress: 
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
 
     def tell(done: int) -> None:
-        progress.begin(f"{done} of {len(tried)} schedules tried")
+        begin(f"{done} of {len(tried)} schedules tried")
 
     tell(0)
     top = (options.top or 1) if isinstance(model, NodeModel) else None
@@ -145,10 +132,8 @@ def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> No
     if pruned := result["pruned"]:
         place = f"among the first {top}" if top else "the fastest"
         further = "" if top else "; --top N plays what the first N need"
-        print_lines(
-            screen,
-            f"not played: {len(pruned)} that cannot be {place}, none takes less than {pruned[0]['bound']:.6g}{further}",
-        )
+        least = f"none takes less than {pruned[0]['bound']:.6g}{further}"
+        print_lines(screen, f"not played: {len(pruned)} that cannot be {place}, {least}")
     if over := result["over_memory"]:
         screen.print(f"left out, over the memory limit: {len(over)}, the least with {over[0]['peak_activations']:g}")
     if refused := result["refused"]:
@@ -164,16 +149,14 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
         text.rstrip()
         screen.print(text, soft_wrap=True)
     if grid.until is not None:
-        print_lines(
-            screen,
-            f"cut at {grid.until:.6g} of {timeline.makespan:.6g}: --width N draws more, --svg FILE all of it",
-        )
+        cut = f"cut at {grid.until:.6g} of {timeline.makespan:.6g}"
+        print_lines(screen, f"{cut}: --width N draws more, --svg FILE all of it")
 
 
 def _title(content: dict[str, Any]) -> str:
-    sizes = [_counted(content["ranks"], "rank"), _counted(content["microbatches"], "microbatch")]
-    if content["chunks"] > 1:
-        sizes.insert(1, f"{content['chunks']} chunks")
+    ranks, chunks, microbatches = (content[key] for key in ("ranks", "chunks", "microbatches"))
+    sizes = [f"{ranks} rank{'s' * (ranks != 1)}", *([f"{chunks} chunks"] if chunks > 1 else [])]
+    sizes.append(f"{microbatches} microbatch{'es' * (microbatches != 1)}")
     if "overlap" in content:
         sizes.append(f"overlap {content['overlap']}")
     sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
@@ -183,14 +166,9 @@ def _title(content: dict[str, Any]) -> str:
     return f"{content['schedule']}: {', '.join(sizes)}"
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
-
-
 def _write(program: Program, timeline: Played, output: OutputOptions, title: str, screen: Console) -> None:
-    for option, path in (("png", output.png), ("svg", output.svg)):  # first what needs a package that may be missing
-        if path is not None:
-            paint(tracks_of(timeline), path, screen, title=title, option=option)
+    if output.png or output.svg:  # first what needs a package that may be missing
+        paint(tracks_of(timeline), output, screen, title=title, unit="time, in the unit of the costs")
     if output.csv is not None:
         with writing("csv", output.csv, screen) as file:
             program.to_csv(file)
@@ -214,14 +192,12 @@ def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int
     chunks = candidate.options.get("chunks", 1)
     if chunks < 1:  # building the program refuses it
         return
-    per_microbatch = 2 * chunks if layers is None else 13 * layers
-    count = per_microbatch * ranks * microbatches
-    if count > MOST:
-        sizes = {"ranks": ranks, "microbatches": microbatches}
-        sizes |= {"chunks": chunks} if layers is None else {"layers": layers}
-        named = ", ".join(f"{name}={size}" for name, size in sizes.items())
-        what = "actions" if layers is None else "nodes"
-        raise ValueError(f"{candidate.schedule} with {named} has about {count} {what}; allowed: at most {MOST}")
+    per_microbatch, of = (2 * chunks, f"{chunks=}") if layers is None else (13 * layers, f"{layers=}")
+    if (count := per_microbatch * ranks * microbatches) > MOST:
+        what = f"{count} {'actions' if layers is None else 'nodes'}"
+        raise ValueError(
+            f"{candidate.schedule} with {ranks=}, {microbatches=}, {of} has about {what}; allowed: at most {MOST}"
+        )
 
 
 def searched(options: PlanOptions, model: Model) -> list[Candidate]:
@@ -266,14 +242,8 @@ def model_of(options: PlanOptions) -> Model:
     return NodeModel(NodeCosts.uniform(**costs), sub_ops.layers, **settings)
 
 
-def read(options: PlanOptions) -> Program:
-    """Read the program of ``--from-csv``.
-
-    Raises:
-        ValueError: The file cannot be read, or is malformed.
-    """
-    path = options.from_csv
-    assert path is not None
+def read(path: Path) -> Program:
+    """Read the program of ``--from-csv``; raise ``ValueError`` if the file cannot be read or is malformed."""
     try:
         return Program.from_csv(path)
     except UnicodeDecodeError:
@@ -287,9 +257,6 @@ def parse(text: str) -> Candidate:
 
     >>> parse("combined_1f1b:chunks=2,extra_warmup=1")
     Candidate(schedule='combined_1f1b', options={'chunks': 2, 'extra_warmup': 1}, overlap=None)
-
-    Raises:
-        ValueError: The schedule or option is unknown, or a value is not a number.
     """
     name, _, rest = text.partition(":")
     if name not in (*SCHEDULES, AUTO):

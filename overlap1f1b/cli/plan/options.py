@@ -155,8 +155,7 @@ def check_plan(options: PlanOptions) -> None:
             raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
     check_ranges(options)
     if options.sub_op_costs.layers is None:
-        names = ("attention", "experts", "dispatch", "combine", "counts", "launch", "overlap", "parts", "seconds")
-        _refuse(options.sub_op_costs, names, needed="with --layers")
+        _refuse(options.sub_op_costs, tuple(vars(options.sub_op_costs)), needed="with --layers")
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
     if options.forward_only:

@@ -30,12 +30,10 @@ def content_of(program: Program, timeline: Played) -> dict[str, Any]:
 
 
 def row_of(program: Program, timeline: Played, candidate: Candidate | None = None) -> dict[str, Any]:
-    """Return one row of a comparison."""
-    row = {"schedule": program.name, "chunks": chunks_of(program)}
-    if candidate is not None:
-        row = _asked(candidate) | {"chunks": chunks_of(program)}
+    row = {"schedule": program.name} if candidate is None else _asked(candidate)
     pairs = sum(pairs_of(program, rank) for rank in range(len(program.ranks)))
-    return {**row, **figures(Outcome.of(program, timeline)), "pairs": pairs, **_overlap(timeline)}
+    row |= {"chunks": chunks_of(program), **figures(Outcome.of(program, timeline)), "pairs": pairs}
+    return row | _overlap(timeline)
 
 
 def _overlap(timeline: Played) -> dict[str, Any]:
@@ -81,84 +79,69 @@ def chunks_of(program: Program) -> int:
 
 
 def pairs_of(program: Program, rank: int) -> int:
-    """Return the number of fused pairs of a rank."""
     return sum(isinstance(step, Pair) for step in program.ranks[rank])
 
 
 def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
     busy, bubble = timeline.busy(rank), timeline.bubble(rank)
-    further: dict[str, float] = {}
+    row: dict[str, Any] = {"busy": busy, "bubble": bubble}
+    row["bubble_share"] = bubble / (busy + bubble) if busy + bubble else 0.0
+    row["peak_activations"] = timeline.peak_activations(rank)
     if isinstance(timeline, PlanTimeline):
         of = timeline.ranks[rank]
-        further["exposed"] = of.exposed
+        row["exposed"] = of.exposed
         if of.host:
-            further["host_late"] = of.late
+            row["host_late"] = of.late
     elif (timeline.costs.activation, timeline.costs.held) != (1, 1):
-        further["peak_memory"] = timeline.peak_memory(rank)
-    return {
-        "busy": busy,
-        "bubble": bubble,
-        "bubble_share": bubble / (busy + bubble) if busy + bubble else 0.0,
-        "peak_activations": timeline.peak_activations(rank),
-        **further,
-        "pairs": pairs_of(program, rank),
-    }
+        row["peak_memory"] = timeline.peak_memory(rank)
+    return row | {"pairs": pairs_of(program, rank)}
 
 
-_PER_RANK = {
+_COLUMNS = {
     "rank": "rank",
-    "busy": "busy",
-    "bubble": "bubble",
-    "bubble_share": "share",
-    "peak_activations": "peak activations",
-    "peak_memory": "peak memory",
-    "pairs": "pairs",
-    "exposed": "exposed",
-    "host_late": "host late",
-}
-
-_PER_SCHEDULE = {
     "schedule": "schedule",
     "chunks": "chunks",
     "extra_warmup": "extra warm-up",
     "overlap": "overlap",
     "makespan": "makespan",
     "ratio": "of the first",
+    "busy": "busy",
+    "bubble": "bubble",
     "bubble_share": "bubble",
     "peak_activations": "peak activations",
+    "peak_memory": "peak memory",
     "parameter_copies": "parameters",
     "pairs": "pairs",
+    "exposed": "exposed",
+    "host_late": "host late",
     "hidden_fraction": "hidden",
 }
+"""Columns of both tables by the keys of rows, in order."""
 
 
 def per_rank(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each rank; of many ranks the middle ones are left out."""
     kept: list[Mapping[str, Any]] = [{"rank": rank, **row} for rank, row in enumerate(rows)]
-    return _table(_PER_RANK, middle_left_out(kept, lambda gap: {"rank": gap}))
+    return _table(middle_left_out(kept, lambda gap: {"rank": gap}))
 
 
 def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each schedule, its makespan also as a multiple of the first one's."""
     first = rows[0]["makespan"] if rows else 0.0
-    return _table(_PER_SCHEDULE, [{**row, "ratio": row["makespan"] / first if first else 1.0} for row in rows])
+    return _table([{**row, "ratio": row["makespan"] / first if first else 1.0} for row in rows])
 
 
-def _table(headings: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    shown = [key for key in headings if any(row.get(key) is not None for row in rows)]
-    table = plain_table(map(headings.__getitem__, shown), ("schedule", "overlap"))
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    shown = [key for key in _COLUMNS if any(row.get(key) is not None for row in rows)]
+    headings = _COLUMNS | ({"bubble_share": "share"} if "bubble" in shown else {})  # of the column before
+    table = plain_table((headings[key] for key in shown), ("schedule", "overlap"))
     for row in rows:
         table.add_row(*(escape(_text(key, row.get(key))) for key in shown))
     return table
 
 
 def _text(key: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if key in ("bubble_share", "hidden_fraction"):
-        return f"{value:.1%}"
-    if key == "ratio":
-        return f"{value:.3f}"
-    if key == "parameter_copies":
-        return f"{value}×"
-    return value if isinstance(value, str) else f"{value:.6g}"
+    if value is None or isinstance(value, str):
+        return value or ""
+    forms = {"bubble_share": "{:.1%}", "hidden_fraction": "{:.1%}", "ratio": "{:.3f}", "parameter_copies": "{}×"}
+    return forms.get(key, "{:.6g}").format(value)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from overlap1f1b.cli.draw import paint, tracks_of_bars
-from overlap1f1b.cli.report.figures import (
-    add_predicted,
-    comparison,
-    content_of,
-    print_table,
-    print_verdict,
-    remarks,
-    sentence_of,
-    tables_of,
-)
+from overlap1f1b.cli.report import figures
+from overlap1f1b.cli.report.figures import content_of, print_table, remarks
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
 from overlap1f1b.cli.report.page import write_page
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
@@ -32,7 +23,6 @@ READ = "all files are read"
 
 
 def report(options: ReportOptions) -> None:
-    """Run ``overlap1f1b report``."""
     check_report(options)
     screen = console(options.output.json)
     with showing(screen, "starting") as say:
@@ -53,7 +43,7 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
         bars = bars_of(recordings.ranks, step)
         if output.predicted:
             timelines = predict(recordings.ranks, step)
-            add_predicted(content, timelines, step)
+            figures.add_predicted(content, timelines, step)
             predicted = predicted_bars(recordings.ranks, timelines)
             bars += predicted
         if not bars:
@@ -67,49 +57,43 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
     if output.html is not None:
         write_page(content, recordings, predicted, output.html, title=title, screen=screen)
     write_json(output.json, content)
-    _show(content, title, screen)
+    print_lines(screen, title, style="bold")
+    print_lines(screen, *remarks(content), *content["notes"])
+    for table in figures.tables_of(content):
+        screen.print()
+        print_table(table, screen)
+    figures.print_verdict(content, screen)
 
 
 def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | None) -> None:
     with reading(say, paths) as progress:
         contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
-    sentence = sentence_of(contents[0], contents[1], names)
+    sentence = figures.sentence_of(contents[0], contents[1], names)
     write_json(target, {"compare": contents, "verdict": sentence})
     for content, name in zip(contents, names, strict=True):
         print_lines(screen, *(f"{name}: {line}" for line in (*remarks(content), *content["notes"])))
-    print_table(comparison(contents, names), screen)
+    print_table(figures.comparison(contents, names), screen)
     screen.print()
     print_lines(screen, sentence, style="bold")
 
 
 def _drawn_step(ranks: Sequence[Recording], wanted: int | None) -> int:
-    """Return the number of the step to draw."""
     numbers = [{step.number for step in recording.steps} for recording in ranks]
     every = sorted(set.union(*numbers))
-    if wanted is not None and wanted not in every:
+    if wanted is None:
+        return max(set.intersection(*numbers) or every)
+    if wanted not in every:
         raise ValueError(f"--step {wanted}; allowed: {', '.join(map(str, every))}")
-    return max(set.intersection(*numbers) or every) if wanted is None else wanted
+    return wanted
 
 
 def _write(bars: Sequence[Bar], output: OutputOptions, title: str, screen: Console) -> None:
-    for option, path in (("png", output.png), ("svg", output.svg)):
-        if path is not None:
-            unit = "ms from the start of the step"
-            paint(tracks_of_bars(bars), path, screen, title=title, option=option, unit=unit)
+    paint(tracks_of_bars(bars), output, screen, title=title, unit="ms from the start of the step")
     if output.trace is not None:
         flows = [(source.event, target.event) for source, target in arrows(bars)]
         with writing("trace", output.trace, screen) as file:
             write_trace([bar.event for bar in bars], file, flows=flows)
-
-
-def _show(content: Mapping[str, Any], title: str, screen: Console) -> None:
-    print_lines(screen, title, style="bold")
-    print_lines(screen, *remarks(content), *content["notes"])
-    for table in tables_of(content):
-        screen.print()
-        print_table(table, screen)
-    print_verdict(content, screen)
 
 
 def _title(recordings: Recordings) -> str:

@@ -13,22 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap1f1b.running.options import BenchOptions
-from overlap1f1b.running.ranks import Rank
-from overlap1f1b.running.wire import parse_loopback
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.exchange import Exchange, Transfer, own_exchange
-from overlap1f1b.transport.loopback import LoopbackExchange
+from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.streams import HostCopy, SideStream, side_stream
-
-
-def real_exchange(options: BenchOptions, rank: Rank) -> tuple[Exchange, float | None]:
-    """Return the exchange that the options ask for, and its limit in bits per second, None without one."""
-    if options.exchange is not None:
-        gbps = parse_loopback(options.exchange)
-        return LoopbackExchange(rank.device, gbps), None if gbps is None else 8e9 * gbps
-    return own_exchange(rank.group), None
-
 
 CARRIED = 256
 """Bytes at the end of a row that are kept of a recorded step: rows to experts carry their choices there."""
@@ -72,7 +59,6 @@ class RecordingExchange:
         return {tag: received[:, -CARRIED // received.element_size() :].clone() for tag, received in rows.items()}
 
     def clear(self) -> None:
-        """Forget the sizes and counts of the previous step."""
         self.sizes: dict[int, Sizes] = {}
         self._received = {}
         self._counts: dict[int, Transfer[Tensor]] = {}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from overlap1f1b.engine import Engine
 from overlap1f1b.running.bench.measure import Bench, Bounds, slowest, timed
 from overlap1f1b.running.bench.variants import asked_for
-from overlap1f1b.running.hf import HfModel
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.workload import HfModel
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.terminal.status import Say
 
@@ -86,9 +85,6 @@ class OwnParallelism:
     reduced after the last microbatch; FSDP2 cannot send less.
 
     The weights of ``model`` are copied.
-
-    Raises:
-        ValueError: transformers is older than 5.23, or accelerate is not installed.
     """
 
     def __init__(self, model: HfModel, rank: Rank, microbatches: int) -> None:
@@ -132,9 +128,8 @@ class OwnParallelism:
 @contextmanager
 def _shared_folder(rank: Rank) -> Iterator[str]:
     """Yield a new folder, the same on all ranks of this machine, which is removed when all are done."""
-    folders: list[Any] = [tempfile.mkdtemp() if rank.rank == 0 else None]
-    dist.broadcast_object_list(folders, src=0)
-    yield folders[0]
-    dist.barrier()
-    if rank.rank == 0:
-        shutil.rmtree(folders[0])
+    with TemporaryDirectory() if rank.rank == 0 else nullcontext() as folder:
+        folders: list[Any] = [folder]
+        dist.broadcast_object_list(folders, src=0)
+        yield folders[0]
+        dist.barrier()

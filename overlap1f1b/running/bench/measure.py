@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,21 @@ from overlap1f1b.engine.options import TRIES, Parts
 from overlap1f1b.engine.play.memory import peak_bytes
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
-from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay, real_exchange
+from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.wire import Balanced, parse_wire, shape
+from overlap1f1b.running.wire import Balanced, parse_loopback, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, own_exchange
+from overlap1f1b.transport.loopback import LoopbackExchange
 
 FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
@@ -46,27 +47,14 @@ T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
 
 
-class Peer(Protocol):
-    """A schedule of another library on the same layers."""
-
-    name: str
-    overlap: str
-
-    def step(self, inputs: Tensor, *, target: Tensor) -> object: ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-
-Player = Engine | Peer
+Player = Any
+"""An engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``."""
 
 
 class Bench:
     """One rank's part of the benchmark of a model on one stage; every time is the slowest rank's.
 
     ``say`` is called with the name of each measurement as it begins.
-
-    Raises:
-        ValueError: A wire or timed compute on a GPU: its exchanges take another way, and its kernels compute.
     """
 
     shared_costs = True
@@ -86,8 +74,11 @@ class Bench:
             0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
         self.inputs, self.target = fed(options, rank, *batch)
-        self.real, self.loopback_rate = real_exchange(options, rank)
-        self.sender = self.real.rank if options.exchange is None else None
+        gbps = None if options.exchange is None else parse_loopback(options.exchange)
+        self.loopback_rate = None if gbps is None else 8e9 * gbps
+        loops = options.exchange is not None
+        self.real = LoopbackExchange(rank.device, gbps) if loops else own_exchange(rank.group)
+        self.sender = None if loops else self.real.rank
         self.recording = RecordingExchange(self.real)
         self.parts: Parts = 1 if options.parts == "auto" else options.parts
         self.parts_chosen: str | None = None
@@ -120,26 +111,21 @@ class Bench:
         answers = AnsweringExchange(self.real.ranks, self.real.rank, self.recording.counts_received, self._carried)
         plan = default.plan.without_reductions()
         engine = self._engine(plan.program, None, answers, plan=plan)  # an order that was found has its own program
-        replay = Replay(self.real, self._sizes, self.rank.device)
 
         def compute_only() -> float:
             return self.step(engine)[0]
 
-        def contended() -> float:
-            return timed(lambda: replay.beside(compute_only), self.rank)[0]
-
         return {
             "compute_only": compute_only,
-            "exchange_only": lambda: self._exchange_only(replay),
-            "contended": contended,
+            "exchange_only": self._exchange_only,
+            "contended": lambda: timed(lambda: self._replay.beside(compute_only), self.rank)[0],
         }
 
     def _reference(self) -> tuple[dict[nn.Parameter, Tensor], float]:
         """Return the reference gradients (none: the first row's) and the factor that scales an engine's to them."""
         return {}, 1.0
 
-    def _peers(self) -> list[Peer]:
-        """Return the schedules of other libraries that are measured as rows."""
+    def _peers(self) -> list[Player]:
         return []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
@@ -220,7 +206,6 @@ class Bench:
         return time.perf_counter() - start
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Return the context in which compute is real or timed, as the options say."""
         if self.options.compute == "real":
             return nullcontext()
         self.say(f"measuring compute, then {self.options.rounds} rounds")
@@ -234,17 +219,17 @@ class Bench:
         return engine.costs
 
     def _record(self, default: Engine) -> None:
-        """Play a step and keep the sizes of its exchanges of rows, and what the rows carried."""
+        """Play a step and keep its exchanges of rows, and what the rows carried."""
         self.recording.clear()
         self.recording.keeps = True
         self.step(default)
         self._carried = self.recording.carried()
         nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
-        self._sizes = [self.recording.sizes[node.tag] for node in nodes]
+        self._replay = Replay(self.real, [self.recording.sizes[node.tag] for node in nodes], self.rank.device)
 
-    def _sent(self) -> float:
-        """Return the bytes that the busiest sender sends in a step."""
-        return slowest(float(sum(size.sent_bytes(self.sender) for size in self._sizes)), self.rank)
+    def _sent(self) -> list[int]:
+        """Return the bytes that this rank sends in each exchange of a step."""
+        return [size.sent_bytes(self.sender) for size in self._replay.sizes]
 
     def _shape_wire(self, default: Engine) -> float | None:
         """Shape this rank's end of the wire and return its rate in bits per second."""
@@ -257,16 +242,16 @@ class Bench:
             self._record(default)
             compute_only = self._bounds(default)["compute_only"]
             seconds = median(compute_only() for _ in range(CALIBRATIONS))
-            rate = 8 * self._sent() / seconds / FRAMES * rate.factor
+            rate = 8 * slowest(sum(self._sent()), self.rank) / seconds / FRAMES * rate.factor
         barrier(self.rank)
         shape(rate)
         barrier(self.rank)
         return rate
 
-    def _exchange_only(self, replay: Replay) -> float:
+    def _exchange_only(self) -> float:
         barrier(self.rank)
         travels = self.real.ranks > 1 or self.options.exchange is not None
-        return slowest(replay.run() if travels else 0.0, self.rank)
+        return slowest(self._replay.run() if travels else 0.0, self.rank)
 
     def _rounds(
         self, players: Mapping[str, Player], default: Engine
@@ -339,24 +324,21 @@ class Bench:
         bounds: Mapping[str, float],
         default: Engine,
     ) -> dict[str, dict[str, Any]]:
-        """Return the rows of the JSON, without their gradients."""
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
-            row = {"program": key, "overlap": "", "default": False, "order": "", "predicted_ms": None, "tried": []}
-            row["predicted_peak_bytes"] = None
+            row = {"program": key, "default": False, "order": "", "predicted_ms": None, "tried": []}
+            engine = default
             if isinstance(player, Engine):
                 assert player.costs is not None
+                engine, simulated = player, simulate(player.plan, player.costs)
                 row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
-                row["tried"] = [str(one) for one in player.tuner.tried]
-                simulated = simulate(player.plan, player.costs)
-                row["predicted_ms"] = 1e3 * simulated.makespan
+                row |= {"tried": [str(one) for one in player.tuner.tried], "predicted_ms": 1e3 * simulated.makespan}
                 row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:
-                row["overlap"] = player.overlap
-            engine = player if isinstance(player, Engine) else default
+                row |= {"overlap": player.overlap, "predicted_peak_bytes": None}
             row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
             row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
             rows[key] = row
@@ -371,14 +353,14 @@ class Bench:
     ) -> dict[str, Any]:
         rate, frames = shaped or self.loopback_rate, FRAMES if self.options.exchange is None else 1.0
         link = "loopback" if self.rank.device.type == "cpu" or self.rank.size == 1 else "nccl"
-        sent, largest = self._sent(), max((size.sent_bytes(self.sender) for size in self._sizes), default=0)
+        sent, largest = (slowest(of([0, *self._sent()]), self.rank) for of in (sum, max))
         ms = {name: 1e3 * seconds for name, seconds in bounds.items()}
         return {
             "wire": {
                 "kind": "host" if self.options.exchange else link if rate is None else "shaped",
                 "rate_gbps": None if rate is None else rate / 1e9,
                 "bytes_sent": int(sent),
-                "largest_exchange_bytes": int(slowest(float(largest), self.rank)),
+                "largest_exchange_bytes": int(largest),
                 "bytes_over_rate_ms": None if rate is None else 8e3 * sent / rate / frames,
             },
             "compute": self.options.compute,
@@ -394,7 +376,6 @@ class Bench:
 
 
 def barrier(rank: Rank) -> None:
-    """Wait for all ranks."""
     if rank.size > 1:
         dist.barrier()
 
@@ -441,7 +422,6 @@ def compare(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> tuple[bool,
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Set the gradients to zeros."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -20,8 +20,7 @@ from overlap1f1b.engine import Engine, EngineOptions, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Op, Resource, pipeline_bound
-from overlap1f1b.running.bench.exchanges import Replay
-from overlap1f1b.running.bench.measure import Bench, Bounds, Peer, slowest, taken
+from overlap1f1b.running.bench.measure import Bench, Bounds, Player, slowest, taken
 from overlap1f1b.running.workload import block_weights, loss_fn
 from overlap1f1b.schedule import Placement
 
@@ -37,13 +36,11 @@ class PipelineBench(Bench):
     shared_costs = False
 
     def _bounds(self, default: Engine) -> Bounds:
-        replay = Replay(self.real, self._sizes, self.rank.device)
-
         def compute_only() -> float:
             spans = [span for span in self.step(default)[1].overlap.spans if span.node.resource is Resource.COMPUTE]
             return slowest(sum(span.end - span.start for span in spans), self.rank)
 
-        return {"compute_only": compute_only, "exchange_only": lambda: self._exchange_only(replay)}
+        return {"compute_only": compute_only, "exchange_only": self._exchange_only}
 
     def _floors(self, engine: Engine, bounds: Mapping[str, float]) -> Iterable[tuple[str, float]]:
         plan, costs = engine.plan, engine.costs
@@ -56,7 +53,7 @@ class PipelineBench(Bench):
         self.plain_loop()
         return taken(self.model.parameters()), self.rank.data_ranks
 
-    def _peers(self) -> list[Peer]:
+    def _peers(self) -> list[Player]:
         return [TorchSchedule(name, self) for name in KINDS] if self.options.peers else []
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
@@ -119,5 +116,4 @@ class TorchSchedule:
         return getattr(self.schedule, "result", None)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this rank's stages."""
         return chain.from_iterable(module.parameters() for module in self.modules.values())

@@ -58,8 +58,8 @@ class TimedCompute:
                 lambda grad, q, k, *_, **__: 5 * q.numel() * k.shape[-2],
                 lambda grad, q, k, v, *_, **__: tuple(self._zero(x, *x.shape) for x in (q, k, v)),
             ),
-            "silu": (_none, lambda x, *_, **__: self._zero(x, *x.shape)),
-            "silu_backward": (_none, lambda grad, *_, **__: self._zero(grad, *grad.shape)),
+            "silu": (lambda *_, **__: 0.0, lambda x, *_, **__: self._zero(x, *x.shape)),
+            "silu_backward": (lambda *_, **__: 0.0, lambda grad, *_, **__: self._zero(grad, *grad.shape)),
         }
         """For each operator's name, functions of its arguments: the number of operations, and the result in zeros."""
 
@@ -130,10 +130,6 @@ class TimedCompute:
 
 def _of_mm(a: Tensor, b: Tensor, **_: Any) -> float:
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
-
-
-def _none(*_: Any, **__: Any) -> float:
-    return 0
 
 
 def operations_per_second(model: nn.Module, loss: Callable[[], Tensor], real: Sequence[nn.Module] = ()) -> float:

@@ -27,7 +27,6 @@ class Variant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Name of the row: program and overlap."""
         return f"{self.name} · {self.overlap}"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +25,7 @@ from overlap1f1b.terminal.status import Say, showing
 def train(options: TrainOptions, rank: Rank) -> None:
     """Train, from the last checkpoint if there is one; the first rank prints."""
     screen = console(options.json, quiet=rank.rank != 0)
-    with showing(screen, f"step 0/{options.steps}  reading the text and making the model", bar=True) as say:
+    with showing(screen, f"step 0/{options.steps}  reading the text and making the model") as say:
         run = _Run(options, rank, screen, say)
         run.train()
     if rank.rank == 0:
@@ -41,6 +40,7 @@ class _Run:
 
     def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
         self.options, self.rank, self.screen, self.say = options, rank, screen, say
+        self.tokens = options.batch * options.sequence * rank.data_ranks  # of a step, over all ranks
         self.steps: list[Step] = []
         self.reference_steps: list[Step] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
@@ -56,7 +56,11 @@ class _Run:
         self.start, self.history = 0, History()
         if self.checkpoint is not None:
             self.say(f"step 0/{options.steps}  loading {self.checkpoint}")
-            self._resume(self.checkpoint)
+            self.start = self.trainer.load(self.checkpoint, self.history)
+            if self.reference is not None:  # both begin with the same weights
+                self.reference.load(self.checkpoint)
+            ahead = f"going on to {options.steps}" if self.start < options.steps else "nothing left to train"
+            print_lines(screen, f"resumed: {self.checkpoint} has {self.start} steps, {ahead}")
         self.say(f"step {self.start}/{options.steps}")
 
     def _introduce(self) -> None:
@@ -86,24 +90,11 @@ class _Run:
             print_lines(self.screen, f"order: {engine.tuner.choice}")
         return step
 
-    def _resume(self, checkpoint: Path) -> None:
-        self.start = self.trainer.load(checkpoint, self.history)
-        if self.reference is not None:  # both begin with the same weights
-            self.reference.load(checkpoint)
-        ahead = f"going on to {self.options.steps}" if self.start < self.options.steps else "nothing left to train"
-        print_lines(self.screen, f"resumed: {checkpoint} has {self.start} steps, {ahead}")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, over all ranks."""
-        return self.options.batch * self.options.sequence * self.rank.data_ranks
-
     def train(self) -> None:
-        """Make all steps that are left."""
         options, history = self.options, self.history
         folder = options.tensorboard if self.rank.rank == 0 else None
-        progress = Progress(self.screen, self.say, tokens=self.tokens, start=self.start, steps=options.steps)
-        with progress.shown(), board(folder, tokens=self.tokens, start=self.start) as write:
+        progress = Progress(self.say, tokens=self.tokens, start=self.start, steps=options.steps)
+        with board(folder, tokens=self.tokens, start=self.start) as write:
             for index in range(self.start, options.steps):
                 number = index + 1
                 step = self._step(index)
@@ -133,7 +124,6 @@ class _Run:
         return held_out
 
     def result(self) -> dict[str, Any]:
-        """Return the JSON."""
         options, history = self.options, self.history
         compare = None
         if self.reference_steps:
@@ -156,7 +146,7 @@ class _Run:
                 "losses": history.held_out,
             },
             **speed_of(self.steps, self.tokens),
-            "settling_steps": sum(step.measuring or step.trying for step in self.steps),
+            "settling_steps": sum(step.settling for step in self.steps),
             "order": self.trainer.engine.tuner.choice,
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -172,9 +162,7 @@ class History:
     held_out: list[tuple[int, float]] = field(default_factory=list)  # steps and losses on held-out text
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace all values."""
         vars(self).update(state)

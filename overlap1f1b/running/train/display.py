@@ -1,24 +1,22 @@
-"""What a training shows: a bar in a terminal, lines elsewhere; scalars for TensorBoard; the summary."""
+"""What a training shows: a line a step; scalars for TensorBoard; the summary."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
 from overlap1f1b.running.train.trainer import Step
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
 
-LINES = 15  # per run without a bar
+LINES = 15  # that are printed of a run
 LINK = """These ranks share one machine: the link between them is imitated, at {link:g} GB/s in each direction."""
 LOCAL = """These ranks share one machine, where bytes cost almost nothing: no speed-up is to be expected."""
 NEXT = """next: overlap1f1b profile train                           # what was hidden, what was not, a picture
@@ -28,37 +26,25 @@ RECENT = 20  # steps over which speed and hidden share are averaged
 
 
 class Progress:
-    """Display of every step: a bar on ``screen`` in a terminal, lines by ``say`` elsewhere.
+    """Display of every step by ``say``; some are printed at once.
 
     ``tokens`` are of a step over all ranks; ``start`` steps were done before, and ``steps`` includes them.
     """
 
-    def __init__(self, screen: Console, say: Say, *, tokens: int, start: int, steps: int) -> None:
-        self.screen, self.say, self.tokens, self.steps = screen, say, tokens, steps
+    def __init__(self, say: Say, *, tokens: int, start: int, steps: int) -> None:
+        self.say, self.tokens, self.steps = say, tokens, steps
         self.every = max(1, round((steps - start) / LINES))
         self._recent: deque[Step] = deque(maxlen=RECENT)
-        columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
-        self.bar = Bar(*columns, console=screen)
-        self._task = self.bar.add_task("", total=steps, completed=start, text="")
-
-    def shown(self) -> AbstractContextManager[object]:
-        """Return the context in which the bar is shown, if there is a terminal."""
-        return self.bar if self.screen.is_terminal else nullcontext()
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
-        if any((before.measuring, before.trying) != (step.measuring, step.trying) for before in self._recent):
+        if any(before.settling != step.settling for before in self._recent):
             self._recent.clear()  # steps that measure nodes or try plans are slower
         self._recent.append(step)
-        text, speed = f"loss {step.loss:.3f}", self._speed()
-        if self.screen.is_terminal:
-            if held_out is not None:
-                self.screen.print(f"step {number}: {text}, held-out {held_out:.3f}", highlight=False)
-            self.bar.update(self._task, completed=number, text=f"{text}  {speed}")
-            return
-        text += "" if held_out is None else f"  held-out {held_out:.3f}"
+        held = "" if held_out is None else f"  held-out {held_out:.3f}"
+        text = f"step {number}/{self.steps}  loss {step.loss:.3f}{held}  grad_norm {step.grad_norm:.2f}"
         now = held_out is not None or number % self.every == 0 or number == self.steps
-        self.say(f"step {number}/{self.steps}  {text}  grad_norm {step.grad_norm:.2f}  {speed}", now=now)
+        self.say(f"{text}  {self._speed()}", now=now)
         if now and number < self.steps:  # what was printed is not said a second time
             self.say(f"step {number + 1}/{self.steps} runs")
 
@@ -97,11 +83,10 @@ def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[
 def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
     """Return the JSON of the speed: medians over ``timed_steps`` steps of ``tokens`` tokens each.
 
-    Serial steps, which measure nodes, and steps that try plans count only where there are no others.
+    Steps that measure nodes or try plans count only where there are no others.
     The hidden fraction is None without an exchange, and all are None without steps.
     """
-    planned = [step for step in steps if not step.measuring] or steps
-    planned = [step for step in planned if not step.trying] or planned
+    planned = [step for step in steps if not step.settling] or steps
     if not planned:
         return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "timed_steps"))
     seconds = median(step.seconds for step in planned)
@@ -135,7 +120,7 @@ def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, s
 
 
 def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = False) -> None:
-    """Print the summary; for a comparison also the losses of both programs, and a column for each.
+    """Print the summary, for a comparison with a column for each program.
 
     ``local`` says that all ranks are processors of one machine, ``link`` the rate of the imitated one in GB/s, or 0.
     """
@@ -144,32 +129,22 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
     table = plain_table(headings, headings)
     table.show_header = bool(compare)
     table.add_row("steps", str(result["steps"]))
-    if result["losses"]:
-        table.add_row("loss", f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}")
+    losses = [of["losses"] for of in (result, compare) if of and of["losses"]]
+    if losses:
+        table.add_row("loss", *(f"{of[0]:.3f} → {of[-1]:.3f}" for of in losses))
     held_out = result["held_out"]
     table.add_row("held-out loss", f"{held_out['loss']:.3f} nats per byte")
     table.add_row("  by byte frequency", f"{held_out['unigram_entropy']:.3f}, for a model without context")
-    for name, text in (
-        ("tokens/s", lambda of: f"{of['tokens_per_s']:.0f}"),
-        ("ms per step", lambda of: f"{of['step_ms']:.0f}"),
-        ("hidden", lambda of: number(of["hidden_fraction"], ".1%")),
-        ("exposed ms per step", lambda of: f"{of['exposed_ms']:.0f}"),
-    ):
-        if result["tokens_per_s"] is not None:
-            table.add_row(name, text(result), text(compare) if compare else "")
+    rows = {"tokens/s": "tokens_per_s", "ms per step": "step_ms", "hidden": "hidden_fraction"}
+    rows["exposed ms per step"] = "exposed_ms"
+    for name, key in rows.items() if result["tokens_per_s"] is not None else ():
+        form = ".1%" if key == "hidden_fraction" else ".0f"
+        table.add_row(name, number(result[key], form), number(compare[key], form) if compare else "")
     if (timed := result["timed_steps"]) is not None:
         others = result["steps"] - result["resumed_from"] - timed
         why = f", without {others} that measured nodes or tried plans" if others else ""
         table.add_row("", f"medians of {timed} steps{why}")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
-    if compare:
-        own, other = result["losses"][-len(compare["losses"]) :], compare["losses"]
-        losses = plain_table(("step", *headings[1:], "difference"))
-        for i in marks(len(own)):
-            step = str(result["steps"] - len(own) + i + 1)
-            losses.add_row(step, f"{own[i]:.6f}", f"{other[i]:.6f}", f"{own[i] - other[i]:g}")
-        screen.print("loss")
-        screen.print(losses, highlight=False)
     screen.print(table, highlight=False)
     if compare:
         unequal = compare["first_unequal_step"]
@@ -177,13 +152,3 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
         screen.print(f"{compare['speedup']:.2f} times as fast as sequential; losses {equal}", style="bold")
     if local and result["hidden_fraction"] is not None:
         print_lines(screen, f"{LINK.format(link=link) if link else LOCAL}\n{NEXT}")
-
-
-def marks(count: int, most: int = 10) -> list[int]:
-    """Return at most ``most`` evenly spaced positions of ``count``, with the first and the last.
-
-    >>> marks(100, 4)
-    [0, 33, 66, 99]
-    """
-    points = min(count, most)
-    return sorted({round(i * (count - 1) / max(1, points - 1)) for i in range(points)})

@@ -41,8 +41,7 @@ class Step:
     seconds: float  # from the batch to the updated weights
     exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
-    measuring: bool  # whether the engine played the step serially, to measure nodes
-    trying: bool = False  # whether the engine tried a plan in it
+    settling: bool  # whether the engine measured nodes in it, or tried a plan
     by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
 
@@ -85,7 +84,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        measuring, settling = self.engine.costs is None, self.engine.tuner.settling
+        settling = self.engine.tuner.settling
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -121,8 +120,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=max(of.exposed for of in every),
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
-            measuring=measuring,
-            trying=settling and not measuring,
+            settling=settling,
             by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )
 
@@ -168,20 +166,12 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     """Return the rate of the link to imitate, in GB/s; 0 for none.
 
     By default one is imitated between ranks on one machine's CPUs, unless the training is kept.
-
-    Raises:
-        ValueError: A rate for ranks on GPUs, or for a single rank.
     """
     here = rank.device.type == "cpu" and rank.group is not None
     if options.link and not here:
         raise ValueError(f"--link {options.link:g} on {rank.size} rank(s), {rank.device.type}; allowed: ranks on CPUs")
     local = here and int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
     return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
-
-
-WARMUP = 0.1  # share of the steps
-FLOOR = 0.1  # share of the peak rate, at the last step
-BETAS = (0.9, 0.95)
 
 
 def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -192,19 +182,19 @@ def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torc
     for parameter in model.parameters():
         group = decayed if parameter.dim() > 1 and parameter not in embeddings else others
         group["params"].append(parameter)
-    return torch.optim.AdamW([decayed, others], lr=lr, betas=BETAS, fused=True)
+    return torch.optim.AdamW([decayed, others], lr=lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Return the learning rate of a step: a linear warm-up to ``peak``, then a cosine down to a tenth of ``peak``.
+    """Return the learning rate: a linear warm-up in a tenth of the steps, then a cosine down to a tenth of ``peak``.
 
     It depends on the arguments alone, so that a resumed run needs no state.
 
     >>> [round(learning_rate(step, 100, 1.0), 2) for step in (0, 9, 55, 99)]
     [0.1, 1.0, 0.54, 0.1]
     """
-    warmup = max(1, round(WARMUP * steps))
+    warmup = max(1, round(0.1 * steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step + 1 - warmup) / max(1, steps - warmup)
-    return peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+    return peak * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))

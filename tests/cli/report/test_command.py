@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
-import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from overlap1f1b.cli.report import command
 from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
-from overlap1f1b.terminal.status import showing
 from tests.cli.lasting import lasting
 from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host
@@ -235,19 +231,6 @@ def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> No
     assert found["drawn_step"] == 4
 
 
-SPANS = [("node", "dense.f[0] m0", 0.0, 1.0), ("node", "dense.b[0] m0", 1.0, 2.0)]
-
-
-def test_the_bytes_that_were_read_are_shown_in_a_terminal(tmp_path: Path) -> None:
-    path = write_record(tmp_path / "rank0.json", [SPANS], seconds=2.0)
-    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with showing(screen, "starting") as say, command.reading(say, [path]) as progress:
-        read(path, progress=progress)
-        time.sleep(0.2)  # the spinner turns a few times a second
-    assert isinstance(screen.file, io.StringIO)
-    assert "all files are read" in screen.file.getvalue()
-
-
 @pytest.mark.parametrize("option", ["--html", "--compare"])
 def test_a_report_that_lasts_says_how_far_it_is(
     capsys: Capture, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
@@ -261,7 +244,3 @@ def test_a_report_that_lasts_says_how_far_it_is(
     assert f"reading rank1.json, file 2 of {count}: 0 of 0 MiB" in said
     if option == "--html":
         assert said[-2:] == ["all files are read, now the figures", "all files are read, now the drawings"]
-
-
-def test_nothing_is_said_of_what_is_read_at_once(capsys: Capture, run: Path) -> None:
-    assert not re.search(r"^\d:\d\d ", report(capsys, run).out, re.M)

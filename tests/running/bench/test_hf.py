@@ -39,15 +39,9 @@ def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "--hf-config", "x", *options]) == 2
         return capsys.readouterr().err
 
-    assert refusal("--weights-in", "activation").endswith(
-        "error: --weights-in activation with --hf-config; allowed: combine\n"
-    )
-    assert refusal("--precision", "fp8").endswith(
-        "error: --precision fp8 with --hf-config; allowed: without --precision\n"
-    )
-    assert refusal("--layers", "3").endswith(
-        "error: --layers 3 with --hf-config, which has the model's sizes; allowed: one of the two\n"
-    )
+    for given in (("--weights-in", "activation"), ("--precision", "fp8"), ("--layers", "3")):
+        expected = f"error: {' '.join(given)} with --hf-config, which describes the model; allowed: one of the two\n"
+        assert refusal(*given).endswith(expected)
     assert refusal("--pp", "2").endswith("error: --hf-config with --pp 2 --dp 1; allowed: 1 of each\n")
     line = "error: --peers with --hf-config, --compute timed and --ep 2; allowed: real, and 2 or more\n"
     assert refusal("--peers", "--compute", "timed").endswith(line)

@@ -1,4 +1,4 @@
-"""What TensorBoard is given can be read back; the rows of a long table of losses."""
+"""What TensorBoard is given can be read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from overlap1f1b.cli.main import main
-from overlap1f1b.running.train.display import board, marks
+from overlap1f1b.running.train.display import board
 from overlap1f1b.running.train.trainer import Step
 
 
@@ -23,7 +23,7 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def step(loss: float, hidden: float | None) -> Step:
-    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, measuring=False)
+    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, settling=False)
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
@@ -53,7 +53,3 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert main(["train", "--tensorboard", "folder"]) == 2
     assert capsys.readouterr().err == ("overlap1f1b: error: --tensorboard needs its package; pip install tensorboard\n")
-
-
-def test_marks() -> None:
-    assert [marks(count, 4) for count in (0, 1, 3, 100)] == [[], [0], [0, 1, 2], [0, 33, 66, 99]]
