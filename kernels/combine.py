@@ -79,9 +79,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     return packed
 
 
-def open_grads(
-    packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout, partial: bool = True
-) -> tuple[Tensor, Tensor]:
+def open_grads(packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the gradients of tokens ``[T, H]`` and of weights ``[T, K]`` from those of sent rows ``[R, W]``.
 
     Args:
@@ -89,8 +87,7 @@ def open_grads(
         inverse: ``[T·K]`` int64, see :class:`~overlap1f1b.kernels.slots.Places`.
         spots: ``[T, K]`` int64, likewise.
         layout: Of the sent rows.
-        partial: Whether −1 occurs.
     """
     rows, weights, _ = layout.opened(packed)
-    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), partial).view(spots.shape)
-    return sum_rows(rows, inverse, spots.shape[1], None, partial), of_weights
+    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), True).view(spots.shape)
+    return sum_rows(rows, inverse, spots.shape[1]), of_weights

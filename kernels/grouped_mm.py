@@ -88,12 +88,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     Returns:
         ``[R, C]``; rows that belong to no expert are undefined.
     """
-    if _native(rows, weight):
-        return F.grouped_mm(aligned(rows), weight.transpose(1, 2), offs=offsets(counts, rows))
-    out = rows.new_empty(rows.shape[0], weight.shape[1])
-    for part, source, w in zip(_parts(out, counts), _parts(rows, counts), weight, strict=True):
-        torch.mm(source, w.t(), out=part)
-    return out
+    return _product(rows, weight.transpose(1, 2), counts, native=_native(rows, weight))
 
 
 class EightBits:
@@ -150,11 +145,15 @@ class EightBits:
 
 def grouped_mm_input_grad(grad: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """Return the gradient ``[R, A]`` of ``rows`` from the product's gradient ``[R, C]``."""
-    if _native(grad, weight):
-        return F.grouped_mm(aligned(grad), weight, offs=offsets(counts, grad))
-    out = grad.new_empty(grad.shape[0], weight.shape[2])
-    for part, source, w in zip(_parts(out, counts), _parts(grad, counts), weight, strict=True):
-        torch.mm(source, w, out=part)
+    return _product(grad, weight, counts, native=_native(grad, weight))
+
+
+def _product(rows: Tensor, right: Tensor, counts: Sequence[int], *, native: bool) -> Tensor:
+    if native:
+        return F.grouped_mm(aligned(rows), right, offs=offsets(counts, rows))
+    out = rows.new_empty(rows.shape[0], right.shape[2])
+    for part, source, of_expert in zip(_parts(out, counts), _parts(rows, counts), right, strict=True):
+        torch.mm(source, of_expert, out=part)
     return out
 
 

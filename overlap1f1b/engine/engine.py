@@ -513,7 +513,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
-        """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
+        """Put a barrier before every exchange, and send each twice: nodes are measured."""
         travels = not isinstance(self.exchange, LocalExchange)
 
         def barrier() -> None:
@@ -525,13 +525,12 @@ class Engine:
             self.mesh.barrier()
 
         try:
-            self.boundary.announced = True
             self.player.before_launch = barrier if travels or self.player.watch is not None else None
             for stage in self.stages.values():
                 stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
         finally:
-            self.boundary.announced, self.player.before_launch = False, None
+            self.player.before_launch = None
             for stage in self.stages.values():
                 stage.exchange = self.exchange
 

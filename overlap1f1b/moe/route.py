@@ -17,7 +17,6 @@ from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_row
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from overlap1f1b.plan import rows_per_token
 from overlap1f1b.transport.calls import Splits
-from overlap1f1b.transport.exchange import EqualSplits
 from overlap1f1b.transport.streams import Failed, nobody_failed
 
 
@@ -98,7 +97,7 @@ class Route(Splits):
             expected = self.tokens * rows_per_token(experts, self.top_k, ranks) / ranks
             rows = min(math.ceil(capacity * expected), self.tokens)
             self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * self.top_k)
-            self.send = self.receive = EqualSplits([rows] * ranks)
+            self.send = self.receive = [rows] * ranks
             self.choices, self.counts_first = self.room * ranks, False
         places = kernels(place_rows, indices, experts, ranks, rows, self.room or 0)
         self.order, self.spots, self.inverse, self.counts = places
@@ -204,12 +203,13 @@ class Route(Splits):
         return self.kernels(spread_grad, grad, rows, order, inverse, weights, self.padded)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``."""
-        return rows if self.order is None else self.kernels(sum_rows, rows, self.inverse, self.top_k)
+        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``; where each was sent once, there is no more."""
+        return self.kernels(sum_rows, rows, self.inverse, self.top_k)
 
-    def gather_backward(self, grad: Tensor, rows: int) -> Tensor:
+    def gather_backward(self, grad: Tensor) -> Tensor:
         """Return the gradient ``[rows, H]`` of returned rows."""
-        return grad if self.order is None else self.kernels(take_rows, grad, self.order[:rows], self.padded)
+        assert self.order is not None
+        return self.kernels(take_rows, grad, self.order[: sum(self.send)], self.padded)
 
 
 def _check(indices: Tensor, experts: int) -> None:

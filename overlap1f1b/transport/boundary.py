@@ -152,7 +152,6 @@ class Boundary:
     Attributes:
         posts_ahead: Whether receives are posted one ahead and threads await transfers, as on gloo; else receives start
             at their own node.
-        announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
     def __init__(
@@ -192,7 +191,6 @@ class Boundary:
         self._of_numbers: dict[int, dict[_Key, Specs]] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
-        self.announced = False
         self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
@@ -238,7 +236,7 @@ class Boundary:
 
     def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
         link = self._in[peer]
-        specs = self._known.get(_key(node)) if self._remember and not self.announced else None
+        specs = self._known.get(_key(node)) if self._remember else None
         return link.lane.launch(node, partial(self._post_receive, node, link, specs))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
@@ -290,7 +288,7 @@ class Boundary:
         if self._remember:
             self._known[_key(node)] = specs
         self._sent[node.kind, node.stage] = specs
-        header = encode(specs) if known is None or self.announced else None
+        header = encode(specs) if known is None else None
         link = self._out[self._peer(node)]
         parts = tuple(map(local, tensors))
         return link.lane.launch(node, lambda: self._post_send(link, parts, header))

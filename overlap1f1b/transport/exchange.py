@@ -95,10 +95,6 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
         work.wait(timeout) if timeout is not None else work.wait()
 
 
-class EqualSplits(list[int]):
-    """Equal numbers of rows to or from every rank: NCCL has a faster collective for these."""
-
-
 _EQUAL: tuple[list[int], list[int]] = ([], [])
 """Sizes of a collective with equal parts."""
 
@@ -190,6 +186,9 @@ class LocalExchange(Exchange):
         return Transfer(counts.view(1, -1))
 
 
+_UpDown = tuple[dist.ProcessGroup, dist.ProcessGroup]
+
+
 class PeerExchange(Exchange):
     """A posted receive and a send for every peer: full duplex on gloo; its ``all_to_all_single`` is nearly half duplex.
 
@@ -204,14 +203,14 @@ class PeerExchange(Exchange):
     background = True
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]) -> None:
-        self.up, self.down, control = groups
-        self.control = (control, control)
-        self.ranks, self.rank = self.up.size(), self.up.rank()
+        self._groups = groups
+        self._rows, self._control = groups[:2], (groups[2], groups[2])
+        self.ranks, self.rank = groups[0].size(), groups[0].rank()
         # Each rank starts with its next neighbour: otherwise all would send to the same rank first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def abort(self, *, ending: bool = False) -> None:
-        for group in (self.up, self.down, *self.control[:1]):
+        for group in self._groups:
             if ending or isinstance(group, dist.ProcessGroupGloo):  # others are the user's
                 abort(group)
 
@@ -225,35 +224,26 @@ class PeerExchange(Exchange):
         *_: Any,
     ) -> Transfer[Tensor]:
         expected = expected or self.expect_rows(source, receive, tag)
-        return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
+        return self._send(source.contiguous(), send, expected, receive, tag, self._rows)
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, *_: Any) -> Transfer[Tensor]:
         expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
-        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self.control)
+        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self._control)
 
     def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected:
-        result = like.new_empty((sum(receive), *like.shape[1:]))
-        return self._receive(result, receive, tag, (self.up, self.down))
+        return self._receive(like, receive, tag, self._rows)
 
     def expect_counts(self, like: Tensor, tag: int) -> Expected:
-        result = torch.empty_like(like.view(self.ranks, -1))
-        return self._receive(result, [1] * self.ranks, tag, self.control)
+        return self._receive(like.view(self.ranks, -1), [1] * self.ranks, tag, self._control)
 
-    def _receive(
-        self, result: Tensor, receive: Sequence[int], tag: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
-    ) -> Expected:
-        (up, down), parts = groups, result.split(list(receive))
+    def _receive(self, like: Tensor, receive: Sequence[int], tag: int, groups: _UpDown) -> Expected:
+        (up, down), result = groups, like.new_empty((sum(receive), *like.shape[1:]))
+        parts = result.split(list(receive))
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
         return Expected(result, works)
 
     def _send(
-        self,
-        source: Tensor,
-        send: Sequence[int],
-        expected: Expected,
-        receive: Sequence[int],
-        tag: int,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        self, source: Tensor, send: Sequence[int], expected: Expected, receive: Sequence[int], tag: int, groups: _UpDown
     ) -> Transfer[Tensor]:
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
@@ -270,18 +260,12 @@ class CollectiveExchange(Exchange):
     Args:
         rows_group: Ranks between which rows are exchanged.
         counts_group: Group of the same ranks with a queue of its own.
-        streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
         sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`own_exchange`.
     """
 
-    def __init__(
-        self,
-        rows_group: dist.ProcessGroup,
-        counts_group: dist.ProcessGroup,
-        streams: tuple[SideStream, SideStream] | None = None,
-        sms: int = 0,
-    ) -> None:
-        self._groups, self._streams, self.sms = (rows_group, counts_group), streams, sms
+    def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, sms: int = 0) -> None:
+        self._groups, self.sms = (rows_group, counts_group), sms
+        self._streams: tuple[SideStream, SideStream] | None = None  # for rows and counts; none on a CPU
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
     def warm_up(self, device: torch.device) -> None:
@@ -313,9 +297,7 @@ class CollectiveExchange(Exchange):
         streams = self._streams_of(source)
         if streams is None or not source.is_contiguous():  # compute copies it
             source, ready = source.contiguous(), None
-        shape = sum(receive), *source.shape[1:]
-        equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        splits = _EQUAL if equal else (list(receive), list(send))
+        shape, splits = (sum(receive), *source.shape[1:]), (list(receive), list(send))
         if streams is None or ready is None:
             return self._launched(0, splits, source.new_empty(shape), source)
         return self._launched(0, splits, streams[0].empty(source, *shape), source, after=(ready,))

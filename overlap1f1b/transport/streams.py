@@ -1,8 +1,7 @@
 """Side streams and marks on them: a device's streams and events, or a thread in their place.
 
 On a GPU the thread only queues kernels, and events order a side stream's transfers with these kernels. On a CPU the
-thread itself computes, and a :class:`ThreadStream` replaces the side stream. Only the speed differs, so order, waits
-and lifetimes are tested without a GPU.
+thread itself computes, and a :class:`ThreadStream` replaces the side stream.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.transport import devices
 
@@ -106,7 +104,7 @@ class SideStream(Protocol):
 
         It runs after the marks ``after``, or, without any, after everything that the thread has computed so far. The
         caller keeps the tensors until its computation has waited for the mark. So they need no ``record_stream``: they
-        are freed after the mark. :class:`ThreadStream` checks this.
+        are freed after the mark.
         """
         ...
 
@@ -203,21 +201,6 @@ class ThreadMark:
         return self._reached.is_set()
 
 
-class _Borrowed:
-    """A weak reference to a tensor's memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._memory = StorageWeakRef(tensor.untyped_storage())
-        self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def tensor(self) -> Tensor:
-        """Return the tensor, whose memory must not have been freed."""
-        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
-        if memory is None:
-            raise AssertionError("a tensor was freed before the stream had used it")
-        return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
-
-
 class InlineStream(SideStream):
     """The calling thread in place of a side stream: a job has ended when :meth:`run` returns."""
 
@@ -229,23 +212,15 @@ class InlineStream(SideStream):
         return mark
 
 
-_Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
+_Entry = tuple[ThreadMark, Job, tuple[Tensor, ...], Sequence[Mark]]
 
 
 class ThreadStream(SideStream):
-    """A thread in place of a device's stream.
+    """A thread in place of a device's stream."""
 
-    Like that stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
-    job raises an error; a GPU would read reused memory.
-
-    Args:
-        name: Name of the thread.
-        delay: Function that returns seconds to sleep before each job, for tests.
-    """
-
-    def __init__(self, name: str = "stream", delay: Callable[[], float] | None = None) -> None:
+    def __init__(self, name: str = "stream") -> None:
         self._jobs: SimpleQueue[_Entry | None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._jobs, delay), name=f"overlap1f1b-{name}", daemon=True)
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=f"overlap1f1b-{name}", daemon=True)
         self.close = weakref.finalize(self, self._jobs.put, None)
         """End the thread."""
         thread.start()
@@ -253,19 +228,16 @@ class ThreadStream(SideStream):
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
         # On a CPU the thread has finished its computation so far: without marks there is nothing to wait for.
         mark = ThreadMark()
-        self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
+        self._jobs.put((mark, job, tensors, after or ()))
         return mark
 
 
-def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -> None:
+def _work(jobs: SimpleQueue[_Entry | None]) -> None:
     while (entry := jobs.get()) is not None:
-        mark, job, held, after = entry
+        mark, job, tensors, after = entry
         try:
             for earlier in after:
                 earlier.synchronize()
-            if delay is not None:
-                time.sleep(delay())
-            tensors = [borrowed.tensor() for borrowed in held]
             mark.begun = time.perf_counter()
             with torch.no_grad():
                 job(*tensors)
@@ -273,7 +245,7 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
             mark.reach()
         except BaseException as error:  # raised in the thread that waits
             mark.reach(error)
-        del entry, mark, job, held, after
+        del entry, mark, job, after
 
 
 def copy_by_kernel(target: Tensor, source: Tensor) -> None:

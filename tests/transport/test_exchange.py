@@ -38,12 +38,10 @@ def build(kind: str) -> Exchange:
     group = dist.group.WORLD
     assert group is not None
     other = dist.new_group()
-    return {
-        "shared": lambda: build_exchange(group),
-        "own": lambda: own_exchange(group),
-        "collective": lambda: CollectiveExchange(group, other),
-        "streams": lambda: CollectiveExchange(group, other, (ThreadStream("rows"), ThreadStream("counts"))),
-    }[kind]()
+    collective = CollectiveExchange(group, other)
+    if kind == "streams":
+        collective._streams = ThreadStream("rows"), ThreadStream("counts")
+    return {"shared": build_exchange, "own": own_exchange}[kind](group) if kind in ("shared", "own") else collective
 
 
 def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
