@@ -17,7 +17,7 @@ from overlap1f1b.kernels.fp8 import FITS, check_device
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
@@ -72,14 +72,13 @@ class Experts(nn.Module):
         """Whether :meth:`compute` takes counts that the host does not know yet, and rows beyond them."""
         return False
 
-    def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
-        """Set the group of ranks that share the experts, and the kernels.
+    def share(self, experts: int, group: dist.ProcessGroup | None) -> None:
+        """Set the group of ranks that share the experts.
 
         Raises:
             ValueError: E is not divisible by the ranks.
         """
         check_size("experts", experts)
-        check_kind("kernels", kernels, Kernels, None)
         self.exchange = build_exchange(group)
         ranks = self.exchange.ranks
         self.group = group if ranks > 1 else None
@@ -87,7 +86,7 @@ class Experts(nn.Module):
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
         self.experts, self.local_experts = experts, experts // ranks
-        self.kernels = kernels or Kernels()
+        self.kernels = Kernels()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy with parameters of its own; it shares the group, which cannot be copied."""
@@ -172,7 +171,6 @@ class GroupedExperts(Experts):
         precision: See :data:`Precision`; None for the dtype of what is given. In ``"fp8"`` H and I are multiples of 16,
             and a GPU is of compute capability 9; a CPU computes the same in float32. Weight gradients are as ever.
         group: Ranks that share the experts.
-        kernels: Choice between Triton and torch.
 
     Raises:
         ValueError: A size is not a whole number from 1, E is not divisible by the ranks, or a subclass with its own
@@ -189,14 +187,13 @@ class GroupedExperts(Experts):
         weights_in: WeightsIn = "combine",
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
-        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
-        self.share(experts, group, kernels)
+        self.share(experts, group)
         check_experts(weights_in, precision, hidden, intermediate)
         self.weights_in, self.precision = weights_in, precision
         if weights_in == "activation" and not self.reads_counts_late:

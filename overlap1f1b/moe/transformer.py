@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from overlap1f1b.kernels.choice import Choice, Kernels
+from overlap1f1b.kernels.choice import Choice, Kernels, use_kernels
 from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn, check_experts
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig
@@ -202,17 +202,16 @@ class MoETransformer(nn.Sequential):
         config: MoEConfig,
         *,
         group: dist.ProcessGroup | None = None,
-        seed: int | None = 0,
+        seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        mlp_options = {"kernels": Kernels(config.kernels), **factory}
 
         def mlp(layer: int) -> MoE | SwiGLU:
             if layer < config.dense_layers:
-                return SwiGLU(config.hidden, config.dense_intermediate, **mlp_options)
-            options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **mlp_options}
+                return SwiGLU(config.hidden, config.dense_intermediate, **factory)
+            options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **factory}
             sizes = config.hidden, config.intermediate, config.router
             return MoE(*sizes, shared_intermediate=config.shared_intermediate, **options)
 
@@ -223,17 +222,17 @@ class MoETransformer(nn.Sequential):
         children["head"] = Head(config, **factory)
         super().__init__(children)
         self.config = config
+        use_kernels(self, config.kernels)
         self.reset_parameters(seed)
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = 0) -> None:
+    def reset_parameters(self, seed: int = 0) -> None:
         """Draw normal weights of deviation 0.02, or 0.02 / √(2 · layers) if they write to the residual (GPT-2).
 
         They are drawn in float32 on the CPU, so that the model depends on configuration and seed alone, not on the
-        device or the number of ranks that share the experts. Without a seed, torch's default generator is used; all
-        ranks must then have seeded it equally.
+        device or the number of ranks that share the experts.
         """
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             match module:
                 case nn.Linear() | nn.Embedding():
@@ -245,7 +244,8 @@ class MoETransformer(nn.Sequential):
                 case nn.RMSNorm():
                     module.reset_parameters()
                 case Router():
-                    module.reset_balance()
+                    module.correction_bias.zero_()
+                    module.load.zero_()
         residual = 1 / math.sqrt(2 * self.config.layers)
         for module in self.modules():
             match module:

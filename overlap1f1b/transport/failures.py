@@ -198,10 +198,6 @@ class Failures:
                 known[rank] = word
         return known
 
-    def is_lost(self) -> bool:
-        """Return whether a watchdog has found a failure of another rank."""
-        return self.lost is not None
-
     def read(self, *, wait: bool = False) -> str | None:
         """Return the first cause of a failure, or None; with ``wait`` give another rank a moment to tell it."""
         deadline = time.monotonic() + (GRACE_S if wait else 0.0)

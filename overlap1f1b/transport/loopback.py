@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.transport import devices
-from overlap1f1b.transport import streams as side
 from overlap1f1b.transport.exchange import Exchange, Transfer
-from overlap1f1b.transport.streams import HostCopy, Mark, side_stream
+from overlap1f1b.transport.streams import HostCopy, Mark, copy_by_kernel, side_stream
 
 LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
@@ -140,10 +139,10 @@ class LoopbackExchange(Exchange):
         result = torch.empty_like(source)
         # Kernels copy the counts: the copy engines have rows of other exchanges to copy first.
         if not read:
-            return Transfer(result, source=source, mark=self.control.run(side.copy_by_kernel, result, source))
+            return Transfer(result, source=source, mark=self.control.run(copy_by_kernel, result, source))
         # The route keeps source and result until it has read the copies. After a failure nobody reads them.
-        host = HostCopy.on(self.control, source, result, by_kernel=True, behind=_answer)
-        while self._copies and self._copies[0].ended:
+        host = HostCopy.on(self.control, source, result, by_kernel=True, behind=lambda s, r: copy_by_kernel(r, s))
+        while self._copies and self._copies[0].mark.is_completed():
             self._copies.popleft()
         self._copies.append(host)
         return Transfer(result, source=source, mark=host.mark, host=host)
@@ -200,10 +199,6 @@ class _Span:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _answer(source: Tensor, result: Tensor) -> None:
-    side.copy_by_kernel(result, source)
 
 
 def _arrive(slot: Tensor, place: Tensor) -> None:

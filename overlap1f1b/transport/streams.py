@@ -6,6 +6,7 @@ thread itself computes, and a :class:`ThreadStream` replaces the side stream.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -21,10 +22,9 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.failures import Failures
 
 Job = Callable[..., object]
-Failed = Callable[[], bool]
-"""Function that returns whether another rank has failed, see :class:`~overlap1f1b.transport.watchdog.Watchdog`."""
 
 
 def going_on(device: torch.device) -> Callable[[], bool]:
@@ -55,11 +55,6 @@ def going_on(device: torch.device) -> Callable[[], bool]:
     return goes_on
 
 
-def nobody_failed() -> bool:
-    """Return False, for waits that no other rank can fail."""
-    return False
-
-
 class Mark(Protocol):
     """End of a job on a stream.
 
@@ -78,16 +73,12 @@ class Mark(Protocol):
         """Order all later computation after the mark. On a GPU the thread does not block."""
         ...
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
-        """Block the thread until the mark is reached.
-
-        Args:
-            timeout: Limit of the wait.
-            failed: Asked while the thread waits for a device: what a rank sends that has failed never comes.
+    def synchronize(self, failures: Failures | None = None) -> None:
+        """Block the thread until the mark is reached, for a transfer between ranks that share ``failures``.
 
         Raises:
-            TimeoutError: The mark was not reached within the limit.
-            ConnectionError: Another rank failed meanwhile.
+            TimeoutError: The mark was not reached within their limit.
+            ConnectionError: A watchdog has found a failure of another rank: what it sends never comes.
         """
         ...
 
@@ -125,16 +116,16 @@ class EventMark:
     def wait(self, timeout: timedelta | None = None) -> None:
         devices.of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def synchronize(self, failures: Failures | None = None) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        deadline = math.inf if failures is None else time.monotonic() + failures.limit.total_seconds()
         while True:
             done = self.ended.event.query()
-            if failed():  # asked last: a transfer that was aborted has ended, too
+            if failures is not None and failures.lost:  # asked last: a transfer that was aborted has ended, too
                 raise ConnectionError("another rank failed")
             if done:
                 return
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise TimeoutError("no answer")
             time.sleep(0)
 
@@ -188,10 +179,10 @@ class ThreadMark:
         self.ended, self.error = time.perf_counter(), error
         self._reached.set()
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self.synchronize(timeout)
+    def synchronize(self, failures: Failures | None = None) -> None:
+        self.wait(None if failures is None else failures.limit)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         if not self._reached.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError("no answer")
         if self.error is not None:
@@ -258,10 +249,10 @@ class HostCopy:
 
     Args:
         tensors: Tensors in host memory.
-        mark: End of the copy; None if it has ended.
+        mark: End of the copy.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], mark: Mark | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], mark: Mark) -> None:
         self.tensors, self.mark = tensors, mark
 
     @classmethod
@@ -288,15 +279,9 @@ class HostCopy:
 
         return cls(host, stream.run(copy, *tensors))
 
-    @property
-    def ended(self) -> bool:
-        """Whether the copy has ended."""
-        return self.mark is None or self.mark.is_completed()
-
-    def read(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> Sequence[Tensor]:
+    def read(self, failures: Failures | None = None) -> Sequence[Tensor]:
         """Wait for the copy as :meth:`Mark.synchronize` does, and return the tensors."""
-        if self.mark is not None:
-            self.mark.synchronize(timeout, failed)
+        self.mark.synchronize(failures)
         return self.tensors
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.permute import layout_of
+from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.moe import GroupedExperts, MoEConfig
 from overlap1f1b.moe.experts import Routed, Weigh, WeightsIn
 from overlap1f1b.moe.route import Route
@@ -108,7 +108,7 @@ def test_one_rank_needs_no_host() -> None:
     route.arrive(route.told)
     assert (route.send, route.receive) == ([2], [2])
     route.expand(route.pack(torch.ones(2, H), torch.ones(2, 2)))
-    assert route.expert_rows._host is None
+    assert route.expert_rows.host is None
     assert list(route.expert_rows) == [1, 1, 2]
     assert route.expert_rows.ends.tolist() == [1, 2, 4]
 
@@ -132,7 +132,7 @@ def test_a_device_sends_what_was_counted_of_the_room_that_it_made() -> None:
     sent = _Rows.apply(packed, Bare(), sizes, sizes)
     assert len(packed) == 8
     assert len(sent) == sum(sizes) < 8
-    layout = layout_of(tokens, weights)
+    layout = Layout.of(tokens, weights)
     (rows, carried, _), (of_rows, of_weights, _) = layout.opened(sent), layout.opened(grad := torch.rand_like(sent))
     found = torch.autograd.grad(sent, (tokens, weights), grad)
     for token in range(4):

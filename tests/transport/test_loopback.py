@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from overlap1f1b.transport import devices, loopback
+from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.loopback import LoopbackExchange
 from overlap1f1b.transport.streams import InlineStream
 from tests import lagging
@@ -55,7 +56,10 @@ def test_counts_are_copied_to_the_host_on_the_way() -> None:
     exchange, counts = LoopbackExchange(CPU), torch.tensor([3, 0, 1])
     transfer = exchange.counts(counts)
     assert transfer.host is not None
-    assert [copy.tolist() for copy in transfer.host.read(timedelta(seconds=5))] == [[[3, 0, 1]], [[3, 0, 1]]]
+    assert [copy.tolist() for copy in transfer.host.read(Failures(limit=timedelta(seconds=5)))] == [
+        [[3, 0, 1]],
+        [[3, 0, 1]],
+    ]
     assert transfer.finish(timedelta(seconds=5)).tolist() == [[3, 0, 1]]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource, Span, cost_key
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.exchange import Exchange, Expected, Transfer
+from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import Mark
 
@@ -38,7 +38,7 @@ class BackToBack:
         send: Sequence[int],
         receive: Sequence[int],
         tag: int = 0,
-        expected: Expected | None = None,
+        expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
     ) -> Transfer[Tensor]:
         # Both receives are posted before anything is sent: a later announcement would wait behind the rows on the link.
