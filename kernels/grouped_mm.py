@@ -1,11 +1,8 @@
 """One matrix product per expert over rows that are sorted by expert, and its gradients.
 
 ``2·R·A·C`` operations over ``R·(A + C) + E·A·C`` elements: bound by operations, or with few rows an expert by reading
-the weights. The backward has two such products.
-
-:func:`add_weight_grad_` adds the weight gradient to a float32 main gradient. Triton keeps the sum of an expert's rows
-in registers and adds it once: 8 bytes a parameter (read and write), where a product and an addition take 12 (write and
-read 2 each in bfloat16, read and write 4 each).
+the weights. The backward has two such products. Triton adds a weight gradient to a float32 main gradient in one pass:
+8 bytes a parameter, where a product and an addition take 12.
 """
 
 from __future__ import annotations

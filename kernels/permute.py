@@ -2,10 +2,8 @@
 
 A sent row carries its choices: behind its H elements come K numbers of experts, int16, and at its end K weights with
 all their bits, in whatever dtype. All rows begin at a multiple of 16 bytes, as wide loads and torch's grouped product
-need. A gradient that comes back carries the weights' gradients in the same places, and no experts.
-
-In :func:`expand_rows` Triton reads a row once, where ``rows[index]`` reads it for each of its choices. The backwards
-are the sums of :mod:`~overlap1f1b.kernels.combine`.
+need. A gradient that comes back carries the weights' gradients in the same places, and no experts. The backwards are
+the sums of :mod:`~overlap1f1b.kernels.combine`.
 """
 
 from __future__ import annotations

@@ -106,12 +106,6 @@ def encode(specs: Specs) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(specs).ljust(_HEADER)), dtype=torch.uint8)
 
 
-def decode(header: Tensor) -> Specs:
-    """Return the specs of a header."""
-    specs: Specs = pickle.loads(header.numpy().tobytes())
-    return specs
-
-
 def is_partial(tensor: object) -> bool:
     """Return whether a tensor is a DTensor of which each rank has a summand."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -168,7 +162,8 @@ class Boundary:
         self._watch = watch_of(device)
         stamp = self._watch and self._watch.stamp
         self.placement, self.device, self._dynamic = placement, device, dynamic
-        self.rank = rank = mesh.rank("pp")
+        self.rank, pipeline = mesh.rank("pp"), mesh.along("pp")
+        rank = self.rank
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
         self.posts_ahead = mesh.on_gloo
@@ -180,7 +175,7 @@ class Boundary:
                 name, up = f"from pipeline rank {source} to {to}", source < to
                 header, payload = headers[not up], payloads[not up]
                 links, peer = (self._out, to) if rank == source else (self._in, source)
-                number = header_peer = mesh.number(peer)
+                number = header_peer = sorted(pipeline).index(pipeline[peer])  # groups sort their ranks
                 if not self.posts_ahead:
                     two = mesh.new_group(name, pp=(source, to), over=(), ctas=LINK_CTAS, sends=rank == source)
                     assert two is not None
@@ -254,7 +249,8 @@ class Boundary:
     def _read(self, link: _Link) -> Specs:
         header = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
         link.header.recv([header], link.header_peer, 0).wait(self.mesh.failures.limit)
-        return decode(header)
+        specs: Specs = pickle.loads(header.numpy().tobytes())
+        return specs
 
     def _whole(self, part: Tensor, spec: Spec) -> Tensor:
         """Return the DTensor of which the sender had the same part, in the same memory."""

@@ -2,13 +2,7 @@
 
 An :class:`Exchange` starts transfers between the ranks that share experts: first the counts, that is how many rows each
 rank sends to each expert, then the rows. A :class:`Transfer` is one transfer under way. :func:`build_exchange` chooses
-the kind:
-
-- :class:`LocalExchange`: one rank, nothing travels.
-- :class:`PeerExchange`: gloo, a send and a receive for every peer.
-- :class:`CollectiveExchange`: NCCL, ``all_to_all_single`` on streams of its own.
-
-:class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
+the kind; :class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
 """
 
 from __future__ import annotations
@@ -175,9 +169,6 @@ class LocalExchange(Exchange):
         return Transfer(counts.view(1, -1))
 
 
-_UpDown = tuple[dist.ProcessGroup, dist.ProcessGroup]
-
-
 class PeerExchange(Exchange):
     """A posted receive and a send for every peer: full duplex on gloo; its ``all_to_all_single`` is nearly half duplex.
 
@@ -227,7 +218,9 @@ class PeerExchange(Exchange):
     def expect_counts(self, like: Tensor, tag: int) -> Transfer[Tensor]:
         return self._receive(like.view(self.ranks, -1), [1] * self.ranks, tag, self._control)
 
-    def _receive(self, like: Tensor, receive: Sequence[int], tag: int, groups: _UpDown) -> Transfer[Tensor]:
+    def _receive(
+        self, like: Tensor, receive: Sequence[int], tag: int, groups: Sequence[dist.ProcessGroup]
+    ) -> Transfer[Tensor]:
         (up, down), result = groups, like.new_empty((sum(receive), *like.shape[1:]))
         parts = result.split(list(receive))
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
@@ -240,7 +233,7 @@ class PeerExchange(Exchange):
         expected: Transfer[Tensor],
         receive: Sequence[int],
         tag: int,
-        groups: _UpDown,
+        groups: Sequence[dist.ProcessGroup],
     ) -> Transfer[Tensor]:
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
@@ -269,7 +262,7 @@ class CollectiveExchange(Exchange):
         """Make the communicators of both groups; all ranks must call this."""
         one, ones = torch.zeros(self.ranks, device=device), [1] * self.ranks
         self.rows(one, ones, ones).finish()  # NCCL connects pairs of ranks in their first exchange
-        self.counts(one, read=False).finish()
+        self.counts(one, 0, None, False).finish()
 
     def abort(self, *, ending: bool = False) -> None:
         side_by_side([partial(abort, group) for group in self._groups])

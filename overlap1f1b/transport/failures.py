@@ -1,8 +1,7 @@
 """Failures: ranks learn that one of them failed, which one, and why.
 
-A failing rank writes its error to the process group's store (:meth:`Failures.tell`). The others meet a timeout or a
-closed connection, look there for the cause (:meth:`Failures.read`), and add it to the error that they raise
-(:meth:`Failures.explain`).
+A failing rank writes its error to the process group's store. The others meet a timeout or a closed connection, look
+there for the cause, and add it to the error that they raise.
 """
 
 from __future__ import annotations

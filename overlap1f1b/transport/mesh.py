@@ -241,11 +241,6 @@ class Mesh:
                 f"init_process_group(device_id={bound}) for a model on {str(device)!r}; allowed: the model's device"
             )
 
-    def number(self, pp: int) -> int:
-        """Return the number of a pipeline rank within a group of this rank's pipeline."""
-        mine = self.along("pp")
-        return sorted(mine).index(mine[pp])
-
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
         """Return the values of all ranks along a dimension, in the mesh's order.
 

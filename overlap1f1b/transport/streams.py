@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -244,7 +244,7 @@ def copy_by_kernel(target: Tensor, source: Tensor) -> None:
     torch.add(source, 0, out=target)
 
 
-class HostCopy:
+class HostCopy(NamedTuple):
     """Small tensors on their way to the host, to be read later.
 
     Args:
@@ -252,8 +252,8 @@ class HostCopy:
         mark: End of the copy.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], mark: Mark) -> None:
-        self.tensors, self.mark = tensors, mark
+    tensors: Sequence[Tensor]
+    mark: Mark
 
     @classmethod
     def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:

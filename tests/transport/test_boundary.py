@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.transport.boundary import Spec, decode, encode, specs_of
+from overlap1f1b.transport.boundary import Spec, encode, specs_of
 from tests.ranks import Ranks
 
 H = 6
@@ -23,8 +24,8 @@ def test_headers_carry_what_tensors_look_like() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.int64), torch.zeros(0, 5, 1, dtype=torch.bfloat16))
     specs = specs_of(tensors, (True, False, True))
     assert specs[1] == Spec(torch.int64, False, ())
-    assert decode(encode(specs)) == specs
-    assert decode(encode(())) == ()
+    assert pickle.loads(encode(specs).numpy().tobytes()) == specs
+    assert pickle.loads(encode(()).numpy().tobytes()) == ()
     with pytest.raises(ValueError, match="17 tensors between stages; allowed: up to 16"):
         specs_of([torch.zeros(1)] * 17, [False] * 17)
     with pytest.raises(ValueError, match="9 dimensions between stages; allowed: up to 8"):

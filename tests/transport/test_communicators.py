@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import communicators, devices, groups, streams
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport.boundary import LINK_CTAS
@@ -26,7 +24,6 @@ from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.groups import Groups
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
-from tests import models
 from tests.ranks import Ranks
 
 GPU = torch.device("cuda", 0)
@@ -95,22 +92,6 @@ def test_a_wait_for_a_device_looks_for_failures(done: bool) -> None:
     failures.lost = "rank 1 failed"
     with pytest.raises(ConnectionError, match="another rank failed"):
         mark.synchronize(failures)
-
-
-def _closes(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    model, data = models.build(mesh.get_group("ep")), models.batch(2, seed=rank)
-    program = build_schedule("combined_1f1b", microbatches=2)
-    for _ in range(2):
-        with Engine(model, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(timeout=20)) as engine:
-            engine.step(data[0], target=data[1])
-        with pytest.raises(RuntimeError, match="this engine is closed; allowed: a new one, on all ranks"):
-            engine.step(data[0], target=data[1])
-        engine.close()
-
-
-def test_an_engine_is_closed_on_gloo(ranks2: Ranks) -> None:
-    ranks2.run(_closes)
 
 
 # The watchdog: that hosts end which wait inside CUDA is shown in tests/device and tests/nccl.
@@ -246,13 +227,13 @@ def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, er
     monkeypatch.setattr(communicators, "LOOK_S", LOOK_S if waits else 0.3)
     monkeypatch.setattr(streams, "going_on", lambda device: lambda: False)
     aborted = threading.Event()
-    own = Communicators.__new__(Communicators)
-    own.__dict__ |= {"timeout": timedelta(seconds=60), "_watch": object(), "_device": torch.device("cpu")}
-    own.__dict__ |= {"mesh": SimpleNamespace(several=True, failures=Told(0)), "abort": aborted.set}
+    made = Communicators.__new__(Communicators)
+    made.__dict__ |= {"timeout": timedelta(seconds=60), "_watch": object(), "_device": torch.device("cpu")}
+    made.__dict__ |= {"mesh": SimpleNamespace(several=True, failures=Told(0)), "abort": aborted.set}
     lost = pytest.raises(LostRankError, match="^rank 1 failed" + "; here since then: ValueError: 3 rows" * bool(error))
     own = pytest.raises(ValueError, match="3 rows") if error else nullcontext()
-    with lost if waits else own, own.watched():
-        while not (aborted.is_set() if waits else own.mesh.failures.lost):
+    with lost if waits else own, made.watched():
+        while not (aborted.is_set() if waits else made.mesh.failures.lost):
             time.sleep(0.005)
         if error is not None:
             raise error
