@@ -321,7 +321,10 @@ class CollectiveExchange(Exchange):
 
     def _beside(self, tensor: Tensor) -> tuple[SideStream, ...]:
         """Return the streams of rows and of counts."""
-        self._streams = self._streams or tuple(side_stream(tensor.device, name) for name in ("rows", "counts"))
+        if not self._streams:
+            rows = side_stream(tensor.device, "rows")
+            # A CPU has one thread for both, since they may share a group, whose collectives have one order.
+            self._streams = rows, rows if devices.of(tensor.device) is None else side_stream(tensor.device, "counts")
         return self._streams
 
 
