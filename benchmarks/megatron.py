@@ -48,6 +48,7 @@ from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backw
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.integrations.megatron.layers import dispatchers_of, exchanging
 from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.moe.transformer import EPSILON
 from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.running.bench.command import doubts
@@ -103,7 +104,7 @@ def chunk_of(config: MoEConfig, recompute: str) -> nn.Module:
     own = models.config_of(
         layers=config.layers, ep=RANKS, hidden_size=config.hidden, num_attention_heads=config.heads,
         num_moe_experts=config.experts, moe_router_topk=config.top_k, moe_ffn_hidden_size=config.intermediate,
-        ffn_hidden_size=config.intermediate, normalization="RMSNorm", layernorm_epsilon=config.rms_eps,
+        ffn_hidden_size=config.intermediate, normalization="RMSNorm", layernorm_epsilon=EPSILON,
         **RECOMPUTES[recompute],
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(own, use_transformer_engine=False)

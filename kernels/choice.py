@@ -38,11 +38,9 @@ class Kernels:
     A choice lasts as long as the object, so an engine's results do not change during training. Shapes are in one class
     if all sizes but the first are equal, whatever the number of rows is. A new class is timed, and its kernel compiled,
     only while the object is :attr:`open`: an :class:`~overlap1f1b.engine.Engine` closes it at the end of its first
-    step, whose times are no costs, so that no later step compiles or waits; a class that is new then runs by the twin.
-    Ranks may choose differently: an op exchanges nothing, positions of rows are integers and equal for both choices,
-    and sums differ only by rounding. Where ranks compute the same, in a tensor group, roundings would choose other
-    experts and drive copies of parameters apart: there an engine lets ``"auto"`` be torch. Two models are bit-equal if
-    they share one object, or have the same ``choice`` other than ``"auto"``.
+    step, so that no later step compiles or waits; a class that is new then runs by the twin. Two models are bit-equal
+    if they share one object, or have the same ``choice`` other than ``"auto"``. docs/kernels.md says why ranks may
+    choose differently, but not in a tensor group.
 
     The twin runs without the package triton, on a CPU (except with ``"triton"`` and ``TRITON_INTERPRET=1``, for tests),
     for float64, and with ``"auto"`` for empty tensors.
@@ -78,7 +76,9 @@ class Kernels:
         if self.choice == "torch":
             return False
         if not args[0].is_cuda:
-            return self.choice == "triton" and _interpreted()
+            if self.choice == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+                raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
+            return self.choice == "triton"
         # The class of shapes: dtypes and sizes, without numbers that may follow from rows.
         described = [
             (arg.dtype, arg.shape[1:]) if isinstance(arg, Tensor) else None if type(arg) is int else arg for arg in args
@@ -139,12 +139,6 @@ def choose_nothing(models: Iterable[nn.Module]) -> None:
 def _kernels_of(models: Iterable[nn.Module]) -> list[Kernels]:
     found = [getattr(module, "kernels", None) for model in models for module in model.modules()]
     return [kernels for kernels in found if isinstance(kernels, Kernels)]
-
-
-def _interpreted() -> bool:
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
 
 
 @cache

@@ -40,15 +40,10 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
 def spread_grad(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, padded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the weighted sum.
+    """Return the gradients of the weighted sum, from ``grad [R, H]`` of the sums.
 
-    Args:
-        grad: ``[R, H]``, gradient of the sums.
-        rows: ``[C, H]``, the summed rows.
-        order: ``[C]`` int64, the place of each row in ``inverse``, −1 for padding.
-        inverse: ``[R·K]`` int64, see :func:`sum_rows`.
-        weights: ``[C]``.
-        padded: Whether −1 occurs in ``order``.
+    Args are those of :func:`sum_rows`, and ``order [C]`` int64, the place of each row in ``inverse``: −1, if
+    ``padded``, for padding.
 
     Returns:
         ``[C, H]`` of the rows, zeros for padding, and ``[C]`` of the weights, dot products in float32 or wider.
@@ -67,9 +62,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     Args:
         rows: ``[C, H]``, gradients of the rows of each choice.
         weights: ``[C]``, gradients of their weights.
-        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
-        layout: Of the received rows.
-        partial: Whether −1 occurs.
+        inverse: ``[R·K]`` int64, the choice of each spot; −1, if ``partial``, for none.
     """
     packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
     of_rows, of_weights, between = layout.opened(packed)
@@ -79,18 +72,11 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     return packed
 
 
-def open_grads(
-    packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout, partial: bool = True
-) -> tuple[Tensor, Tensor]:
+def open_grads(packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Return the gradients of tokens ``[T, H]`` and of weights ``[T, K]`` from those of sent rows ``[R, W]``.
 
-    Args:
-        packed: ``[R, W]``.
-        inverse: ``[T·K]`` int64, see :class:`~overlap1f1b.kernels.slots.Places`.
-        spots: ``[T, K]`` int64, likewise.
-        layout: Of the sent rows.
-        partial: Whether −1 occurs.
+    ``inverse`` and ``spots`` are those of :class:`~overlap1f1b.kernels.slots.Places`.
     """
     rows, weights, _ = layout.opened(packed)
-    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), partial).view(spots.shape)
-    return sum_rows(rows, inverse, spots.shape[1], None, partial), of_weights
+    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), True).view(spots.shape)
+    return sum_rows(rows, inverse, spots.shape[1]), of_weights

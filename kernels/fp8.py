@@ -2,10 +2,7 @@
 
 A scale is a power of two, the least by which the row's largest element is at most 448. So a scale rounds nothing: an
 element is rounded once, to four significant bits, and a row that was quantized before is quantized to the same values.
-An element errs by at most 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest.
-
-:func:`~overlap1f1b.kernels.grouped_mm.grouped_mm` multiplies such rows with weights that are quantized along the same
-dimension. :func:`narrow_rows` quantizes rows that are sent.
+An element errs by at most 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest. Weights are quantized along the same dimension.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 A sent row carries its choices: behind its H elements come K numbers of experts, int16, and at its end K weights with
 all their bits, in whatever dtype. All rows begin at a multiple of 16 bytes, as wide loads and torch's grouped product
-need. A gradient that comes back carries the weights' gradients in the same places, and no experts.
-
-In :func:`expand_rows` Triton reads a row once, where ``rows[index]`` reads it for each of its choices. The backwards
-are the sums of :mod:`~overlap1f1b.kernels.combine`.
+need. A gradient that comes back carries the weights' gradients in the same places, and no experts. The backwards are
+the sums of :mod:`~overlap1f1b.kernels.combine`.
 """
 
 from __future__ import annotations
@@ -37,17 +35,20 @@ class Layout(NamedTuple):
     between: tuple[int, int]
 
     @classmethod
-    def of(cls, hidden: int, choices: int, dtype: torch.dtype, weights: torch.dtype, *, scaled: bool = False) -> Layout:
-        """Return the layout of rows of a dtype; ``scaled`` rows have a byte an element, and a float32 behind them."""
-        row = hidden + 4 if scaled else hidden * dtype.itemsize
-        size = -(-(row + choices * (2 + weights.itemsize)) // ALIGNED) * ALIGNED
-        between = row // 2, choices * weights.itemsize // 2
-        return cls(hidden, choices, weights, size // dtype.itemsize, between)
+    def of(cls, tokens: Tensor, weights: Tensor, *, scaled: bool = False) -> Layout:
+        """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``.
+
+        ``scaled`` rows have a byte an element, and a float32 behind them.
+        """
+        (hidden, choices), each = (tokens.shape[1], weights.shape[1]), weights.element_size()
+        row = hidden + 4 if scaled else hidden * tokens.element_size()
+        size = -(-(row + choices * (2 + each)) // ALIGNED) * ALIGNED
+        return cls(hidden, choices, weights.dtype, size // tokens.element_size(), (row // 2, choices * each // 2))
 
     def opened(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return views of rows ``[R, W]``: the rows ``[R, H]``, their weights ``[R, K]``, and what lies between.
 
-        >>> layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
+        >>> layout = Layout.of(torch.empty(3, 5), torch.empty(3, 2, dtype=torch.bfloat16))
         >>> [tuple(part.shape) for part in layout.opened(torch.empty(3, layout.width))]
         [(3, 5), (3, 2), (3, 4)]
 
@@ -67,16 +68,12 @@ def pack_rows(
     layout: Layout,
     partial: bool = True,
 ) -> Tensor:
-    """Return the rows to send ``[R, W]``; see :class:`Layout`.
+    """Return the rows to send ``[R, W]`` of ``tokens [T, H]``, experts ``[T, K]`` int64 and their weights ``[T, K]``.
 
     Args:
-        tokens: ``[T, H]``.
-        indices: ``[T, K]`` int64, experts.
-        weights: ``[T, K]``.
         order: ``[R]`` int64, the token of each row, −1 for a row of zeros; None for a row of each token.
         spots: ``[T, K]`` int64, the spot of each slot, −1 for none; None with ``order``.
         local: Experts of a rank.
-        layout: Of the rows.
         partial: Whether −1 occurs in ``order``; otherwise the twin does not look for it.
     """
     packed = tokens.new_empty(len(tokens) if order is None else len(order), layout.width)
@@ -101,20 +98,13 @@ def pack_rows(
     return packed
 
 
-def layout_of(tokens: Tensor, weights: Tensor) -> Layout:
-    """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``."""
-    return Layout.of(tokens.shape[1], weights.shape[1], tokens.dtype, weights.dtype)
-
-
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
     """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``.
 
     Args:
         packed: Received rows ``[R, W]``.
-        order: ``[C]`` int64, the spot of each choice; −1 for padding, which is zero.
+        order: ``[C]`` int64, the spot of each choice; −1, if ``padded``, for padding, which is zero.
         inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
-        layout: Of the received rows.
-        padded: Whether −1 occurs in ``order``.
     """
     rows, weights, _ = layout.opened(packed)
     factors = take_rows(weights.reshape(-1, 1), order, padded).squeeze(1)
@@ -128,18 +118,10 @@ def spread_rows(rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded
 
 
 def take_rows(rows: Tensor, index: Tensor, partial: bool = False) -> Tensor:
-    """Return ``rows[index]``, with zeros for an index of −1.
+    """Return ``rows[index]``, of ``rows [N, H]`` and ``index [R]`` int64, with zeros for −1, if ``partial``.
 
     >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 0]), True).tolist()
     [[2.0], [0.0], [1.0]]
-
-    Args:
-        rows: ``[N, H]``.
-        index: ``[R]`` int64.
-        partial: Whether −1 occurs; otherwise the twin does not look for it.
-
-    Returns:
-        ``[R, H]``.
     """
     if not partial:
         return rows.index_select(0, index)

@@ -95,8 +95,6 @@ def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
     >>> order.tolist(), inverse.tolist(), ends.tolist()
     ([1, 2, 3, 4, 0], [4, 0, 1, 2, 3, -1], [2, 4, 5])
 
-    Triton needs three launches: histogram, offsets and inverse. They are its cost; torch sorts, in about a dozen.
-
     Args:
         chosen: ``[R, K]`` int16, possibly a part of longer rows: one more than the expert of each spot, 0 for none.
         experts: E, those of this rank.

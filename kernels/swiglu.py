@@ -1,9 +1,7 @@
 """SwiGLU of experts, optionally times the routing weight of each row: ``silu(gate) · up · p``.
 
-If the weight is applied here, combine is a plain sum and its backward a permutation. This backward then gives the
-weight's gradient, and no product with the returned rows is needed.
-
-Only the inputs are saved for the backward, which computes the activation again.
+If the weight is applied here, combine is a plain sum, and this backward gives the weight's gradient. Only the inputs
+are saved for the backward, which computes the activation again.
 """
 
 from __future__ import annotations

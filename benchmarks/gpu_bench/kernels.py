@@ -14,7 +14,7 @@ from gpu_bench.context import Context, relative_error, tensors
 from overlap1f1b.kernels.choice import triton_of
 from overlap1f1b.kernels.combine import pack_grads, spread_grad, sum_rows
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
-from overlap1f1b.kernels.permute import expand_rows, layout_of, pack_rows, take_rows
+from overlap1f1b.kernels.permute import Layout, expand_rows, pack_rows, take_rows
 from overlap1f1b.kernels.routing import Rule, route_tokens
 from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.kernels.swiglu import swiglu_rows, swiglu_rows_backward
@@ -67,7 +67,7 @@ def cases(context: Context, s: Shape) -> Iterator[Case]:
     rule = Rule(s.K, normalize=True)
     indices, weights, _ = route_tokens(logits, bias, rule)
     tokens = context.randn(s.T, s.H, seed=2)
-    layout = layout_of(tokens, weights)
+    layout = Layout.of(tokens, weights)
     width, carried = context.dtype.itemsize * s.H, context.dtype.itemsize * layout.width
     ranks = next(ranks for ranks in (8, 5, 3, 1) if s.E % ranks == 0)
     order, spots, _, counts = place_rows(indices, s.E, ranks)

@@ -22,9 +22,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     return packed
 
 
-def open_grads(
-    packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout, partial: bool = True
-) -> tuple[Tensor, Tensor]:
+def open_grads(packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     rows, weights, _ = layout.opened(packed)
     out, of_weights = packed.new_empty(len(spots), layout.hidden), weights.new_empty(spots.shape)
     _sums(rows, inverse, spots.shape[1], out, None, (weights, of_weights, spots), layout.choices)

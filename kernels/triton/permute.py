@@ -96,34 +96,30 @@ def _pack(
 
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
     rows, weights, _ = layout.opened(packed)
-    out, factors = packed.new_empty(len(order), layout.hidden), weights.new_empty(len(order))
-    if padded:  # every row has to be written, padding too: row by row
-        _taken(rows, order, layout.choices, out)
-        _taken(weights, order, 1, factors.unsqueeze(1), layout.choices)
-    else:
-        _spread_all(rows, weights, inverse, layout.choices, out, factors)
-    return out, factors
+    factors = weights.new_empty(len(order))
+    return _expanded(rows, order, inverse, layout.choices, padded, (weights, factors)), factors
 
 
 def spread_rows(rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded: bool) -> Tensor:
-    out = rows.new_empty(len(order), rows.shape[1])
-    if padded:
+    return _expanded(rows, order, inverse, width, padded, None)
+
+
+def _expanded(
+    rows: Tensor, order: Tensor, inverse: Tensor, width: int, padded: bool, weights: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Return a row for each choice; of weights ``[R, K]`` write the weight of each choice to the second."""
+    rows, out = beside(rows), rows.new_empty(len(order), rows.shape[1])
+    source, factors = weights or (out, out)
+    if padded:  # every row has to be written, padding too: row by row
         _taken(rows, order, width, out)
-    else:
-        _spread_all(rows, None, inverse, width, out, out)
-    return out
-
-
-def _spread_all(
-    rows: Tensor, weights: Tensor | None, inverse: Tensor, width: int, out: Tensor, factors: Tensor
-) -> None:
-    rows = beside(rows)
+        if weights is not None:
+            _taken(source, order, 1, factors.unsqueeze(1), width)
+        return out
     R, H = rows.shape
     BR, BH = tile(H)
-    tensors = rows, rows if weights is None else weights, inverse, out, factors
-    strides = rows.stride(0), 0 if weights is None else weights.stride(0)
-    constants = H, *strides, width, weights is not None, BR, BH
-    _spread((-(-R // BR), max(-(-H // BH), 1)), tensors, (R,), constants)
+    constants = H, rows.stride(0), source.stride(0), width, weights is not None, BR, BH
+    _spread((-(-R // BR), max(-(-H // BH), 1)), (rows, source, inverse, out, factors), (R,), constants)
+    return out
 
 
 @kernel("R")

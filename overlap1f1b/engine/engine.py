@@ -146,7 +146,12 @@ class Engine:
             self.rank = rank = self.mesh.rank("pp")
             self.exchange = self._communicators.make_exchange()
             self._replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
-            dense, experts = self._communicators.sums(self._replicas) if options.reduce else (None, None)
+            dense, experts = (
+                self.mesh.new_group(purpose, pp=self._replicas, over=over, ctas=options.device.sums)
+                if options.reduce
+                else None
+                for purpose, over in (("reduce", DATA), ("reduce experts", self.mesh.expert_copies))
+            )
             # 3. The stages of this rank, the same on all ranks that hold them.
             if stages is None:
                 self.stages, self.sharding = stages_of(
@@ -179,7 +184,6 @@ class Engine:
                 placement,
                 device=device,
                 dynamic=options.dynamic_shapes,
-                ctas=options.device.link,
                 tensor_mesh=tensor_mesh_of(self.stages.values(), self.mesh),
             )
             self._reduce_lane = Lane(
@@ -513,7 +517,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
-        """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
+        """Put a barrier before every exchange, and send each twice: nodes are measured."""
         travels = not isinstance(self.exchange, LocalExchange)
 
         def barrier() -> None:
@@ -525,13 +529,12 @@ class Engine:
             self.mesh.barrier()
 
         try:
-            self.boundary.announced = True
             self.player.before_launch = barrier if travels or self.player.watch is not None else None
             for stage in self.stages.values():
                 stage.exchange = BackToBack(self.exchange) if travels else self.exchange
             yield
         finally:
-            self.boundary.announced, self.player.before_launch = False, None
+            self.player.before_launch = None
             for stage in self.stages.values():
                 stage.exchange = self.exchange
 

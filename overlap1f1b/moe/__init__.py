@@ -22,10 +22,10 @@ from overlap1f1b.transport.versions import check_torch
 check_torch()
 
 from overlap1f1b.kernels.choice import Kernels, use_kernels
-from overlap1f1b.moe.auxiliary import attach, set_auxiliary_scale
+from overlap1f1b.moe.auxiliary import attach
 from overlap1f1b.moe.experts import Experts, GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
-from overlap1f1b.moe.router import Router, RouterConfig
+from overlap1f1b.moe.router import Router, RouterConfig, set_auxiliary_scale
 from overlap1f1b.moe.transformer import MoEConfig, MoETransformer
 
 __all__ = [

@@ -5,31 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-
-class AuxiliaryCarrier(nn.Module):
-    """A module that attaches auxiliary losses, multiplied by ``aux_scale``.
-
-    One forward sees one microbatch on one rank. For the mean over all microbatches and ranks, ``aux_scale`` is
-    1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The engine
-    sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a later
-    change does not affect microbatches that still wait for their backward.
-    """
-
-    aux_scale: float = 1.0
-
-
-def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """Set ``aux_scale`` of every router in ``model``.
-
-    >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
-    >>> for tokens, labels in batch:
-    ...     (loss_fn(model(tokens), labels) / microbatches).backward()  # auxiliary gradients included
-    """
-    for module in model.modules():
-        if isinstance(module, AuxiliaryCarrier):
-            module.aux_scale = scale
+from torch import Tensor
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -91,12 +67,5 @@ class _AttachBalance(torch.autograd.Function):
 
 
 def z_loss(logits: Tensor) -> Tensor:
-    """Router z-loss of ST-MoE (Zoph et al. 2022, eq. 5): the mean over tokens of ``logsumexp(logits)²``.
-
-    Args:
-        logits: ``[T, E]``.
-
-    Returns:
-        A scalar; 0 without tokens.
-    """
+    """Return the z-loss of ST-MoE (Zoph et al. 2022, eq. 5): the mean over T of ``logsumexp(logits [T, E])²``, or 0."""
     return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)

@@ -17,7 +17,7 @@ from overlap1f1b.kernels.fp8 import FITS, check_device
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
@@ -72,14 +72,13 @@ class Experts(nn.Module):
         """Whether :meth:`compute` takes counts that the host does not know yet, and rows beyond them."""
         return False
 
-    def share(self, experts: int, group: dist.ProcessGroup | None, kernels: Kernels | None = None) -> None:
-        """Set the group of ranks that share the experts, and the kernels.
+    def share(self, experts: int, group: dist.ProcessGroup | None) -> None:
+        """Set the group of ranks that share the experts.
 
         Raises:
             ValueError: E is not divisible by the ranks.
         """
         check_size("experts", experts)
-        check_kind("kernels", kernels, Kernels, None)
         self.exchange = build_exchange(group)
         ranks = self.exchange.ranks
         self.group = group if ranks > 1 else None
@@ -87,7 +86,7 @@ class Experts(nn.Module):
             allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
             raise ValueError(f"{experts} experts cannot be divided over {ranks} ranks; allowed: {allowed}")
         self.experts, self.local_experts = experts, experts // ranks
-        self.kernels = kernels or Kernels()
+        self.kernels = Kernels()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy with parameters of its own; it shares the group, which cannot be copied."""
@@ -99,7 +98,7 @@ class Experts(nn.Module):
     @property
     def row_kind(self) -> object:
         """Key of the rows' shape and cost: experts with equal keys have equal exchanges."""
-        return self.experts, tuple((tuple(p.shape), p.dtype) for p in self.weights())
+        return self.experts, self.precision, tuple((p.shape, p.dtype) for p in self.weights())
 
     def weights(self) -> Iterator[nn.Parameter]:
         """Return the parameters that :meth:`compute` may give to :attr:`product`."""
@@ -137,9 +136,9 @@ class Experts(nn.Module):
         routes = [
             Route(part, self.experts, self.exchange.ranks, self.kernels, **options) for part in self._parts_of(indices)
         ]
-        given = zip(self._parts_of(tokens), self._parts_of(weights), routes, strict=True)
+        given = zip(routes, self._parts_of(tokens), self._parts_of(weights), strict=True)
         returned = exchange_parts(
-            [_pack(*part) for part in given],
+            [_routed(route.pack, route.pack_backward, *part) for route, *part in given],
             routes,
             [partial(self._compute_received, route, tokens.dtype) for route in routes],
             self.exchange,
@@ -152,7 +151,7 @@ class Experts(nn.Module):
         return (tensor,) if self.parts == 1 else tensor.tensor_split(self.parts)
 
     def _compute_received(self, route: Route, dtype: torch.dtype, received: Tensor) -> Tensor:
-        rows, weights = _expand(received, route)
+        rows, weights = _routed(route.expand, route.expand_backward, received)
         result, weights = self.compute_routed(rows, weights, route)
         return _weigh(result.to(dtype), weights, route)
 
@@ -172,7 +171,6 @@ class GroupedExperts(Experts):
         precision: See :data:`Precision`; None for the dtype of what is given. In ``"fp8"`` H and I are multiples of 16,
             and a GPU is of compute capability 9; a CPU computes the same in float32. Weight gradients are as ever.
         group: Ranks that share the experts.
-        kernels: Choice between Triton and torch.
 
     Raises:
         ValueError: A size is not a whole number from 1, E is not divisible by the ranks, or a subclass with its own
@@ -189,15 +187,15 @@ class GroupedExperts(Experts):
         weights_in: WeightsIn = "combine",
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
-        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
-        self.share(experts, group, kernels)
-        self.weights_in, self.precision = check_weights_in(weights_in), check_precision(precision, hidden, intermediate)
+        self.share(experts, group)
+        check_experts(weights_in, precision, hidden, intermediate)
+        self.weights_in, self.precision = weights_in, precision
         if weights_in == "activation" and not self.reads_counts_late:
             raise ValueError(
                 f"weights_in='activation' of {type(self).__name__}, which computes itself; allowed: 'combine'"
@@ -218,10 +216,6 @@ class GroupedExperts(Experts):
                 drawn.normal_(std=std, generator=generator)
                 if expert // self.local_experts == mine:
                     weight[expert % self.local_experts].copy_(drawn)
-
-    @property
-    def row_kind(self) -> object:
-        return self.experts, self.gate_up.shape[2], self.gate_up.dtype, self.precision
 
     @property
     def reads_counts_late(self) -> bool:
@@ -258,29 +252,15 @@ class GroupedExperts(Experts):
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"
 
 
-def check_weights_in(value: WeightsIn) -> WeightsIn:
-    """Return ``value`` if it is allowed.
-
-    Raises:
-        ValueError: ``value`` is not allowed.
-    """
-    if value not in get_args(WeightsIn):
-        raise ValueError(f"weights_in={value!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
-    return value
-
-
-def check_precision(value: Precision | None, hidden: int, intermediate: int) -> Precision | None:
-    """Return ``value`` if it is allowed for experts of these sizes.
-
-    Raises:
-        ValueError: ``value`` is unknown, or a size cannot be aligned.
-    """
-    if value not in (None, *get_args(Precision)):
-        raise ValueError(f"precision={value!r}; allowed: None, {', '.join(map(repr, get_args(Precision)))}")
+def check_experts(weights_in: WeightsIn, precision: Precision | None, hidden: int, intermediate: int) -> None:
+    """Raise ValueError if an option of experts is unknown, or does not fit their sizes."""
+    if weights_in not in get_args(WeightsIn):
+        raise ValueError(f"weights_in={weights_in!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
+    if precision not in (None, *get_args(Precision)):
+        raise ValueError(f"precision={precision!r}; allowed: None, {', '.join(map(repr, get_args(Precision)))}")
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-        if value is not None and size % FITS:
-            raise ValueError(f"{name}={size} with precision={value!r}; allowed: multiples of {FITS}")
-    return value
+        if precision is not None and size % FITS:
+            raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS}")
 
 
 def _described(tensor: Tensor) -> str:
@@ -288,31 +268,18 @@ def _described(tensor: Tensor) -> str:
 
 
 @direct
-class Pack(torch.autograd.Function):
-    """Rows to send from tokens and weights."""
+class Routed(torch.autograd.Function):
+    """A step of a route that keeps nothing for its backward, which is another step."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weights: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.pack(tokens, weights)
+    def forward(ctx: Any, step: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.step = backward
+        return step(*tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.route.pack_backward(grads[0]), None
-
-
-@direct
-class Expand(torch.autograd.Function):
-    """Rows of each choice and their weights, from received rows."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, route: Route) -> tuple[Tensor, Tensor]:
-        ctx.route = route
-        return route.expand(packed)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.expand_backward(*grads), None
+        found = ctx.step(*grads)
+        return None, None, *(found if isinstance(found, tuple) else (found,))
 
 
 @direct
@@ -330,24 +297,10 @@ class Weigh(torch.autograd.Function):
         return *ctx.route.weigh_backward(grads[0], *ctx.saved_tensors), None
 
 
-@direct
-class Gather(torch.autograd.Function):
-    """Sum of the returned rows of each token."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
-        ctx.route, ctx.rows = route, len(rows)
-        return route.gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.gather_backward(grads[0], ctx.rows), None
-
-
-_pack, _expand, _weigh, _gathered = map(quick_apply, (Pack, Expand, Weigh, Gather))
+_routed, _weigh = map(quick_apply, (Routed, Weigh))
 
 
 def _gather(rows: Tensor, route: Route) -> Tensor:
     # What came back is the sum itself where each token was sent once; a Function must not return what it is given.
-    gathered: Tensor = rows if route.order is None else _gathered(rows, route)
+    gathered: Tensor = rows if route.order is None else _routed(route.gather, route.gather_backward, rows)
     return gathered

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.kernels.choice import Kernels
+from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn
 from overlap1f1b.moe.router import Router, RouterConfig
@@ -21,7 +21,6 @@ class SwiGLU(nn.Module):
     Args:
         hidden: H.
         intermediate: Size between the products.
-        kernels: Choice between Triton and torch.
     """
 
     def __init__(
@@ -29,12 +28,11 @@ class SwiGLU(nn.Module):
         hidden: int,
         intermediate: int,
         *,
-        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.kernels = kernels or Kernels()
+        self.kernels = Kernels()
         self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(intermediate, hidden, bias=False, dtype=dtype, device=device)
 
@@ -59,7 +57,6 @@ class MoE(nn.Module):
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
         group: Ranks that share the experts.
-        kernels: Choice between Triton and torch for router, experts and activations; shared by the layers of a model.
 
     Raises:
         ValueError: A size is not a whole number, the experts cannot be divided evenly over the ranks, or ``weights_in``
@@ -76,7 +73,6 @@ class MoE(nn.Module):
         weights_in: WeightsIn = "combine",
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
-        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -84,11 +80,12 @@ class MoE(nn.Module):
         check_size("hidden", hidden)
         check_size("shared_intermediate", shared_intermediate, 0)
         check_kind("router", router, RouterConfig)
-        factory: dict[str, Any] = {"kernels": kernels or Kernels(), "dtype": dtype, "device": device}
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.router = Router(hidden, router, **factory)
         options = {"weights_in": weights_in, "precision": precision, "group": group, **factory}
         self.experts = GroupedExperts(router.experts, hidden, intermediate, **options)
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
+        use_kernels(self, "auto")  # one choice for all
 
     def forward(self, x: Tensor) -> Tensor:
         tokens, shape = x.flatten(0, -2), x.shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -13,12 +12,11 @@ from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
 from overlap1f1b.kernels.fp8 import narrow_rows, widen_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
-from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_rows, spread_rows, take_rows
+from overlap1f1b.kernels.permute import Layout, expand_rows, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from overlap1f1b.plan import rows_per_token
 from overlap1f1b.transport.calls import Splits
-from overlap1f1b.transport.exchange import EqualSplits
-from overlap1f1b.transport.streams import Failed, nobody_failed
+from overlap1f1b.transport.failures import Failures
 
 
 class Route(Splits):
@@ -98,7 +96,7 @@ class Route(Splits):
             expected = self.tokens * rows_per_token(experts, self.top_k, ranks) / ranks
             rows = min(math.ceil(capacity * expected), self.tokens)
             self.room = min(math.ceil(capacity * indices.numel() / ranks), rows * self.top_k)
-            self.send = self.receive = EqualSplits([rows] * ranks)
+            self.send = self.receive = [rows] * ranks
             self.choices, self.counts_first = self.room * ranks, False
         places = kernels(place_rows, indices, experts, ranks, rows, self.room or 0)
         self.order, self.spots, self.inverse, self.counts = places
@@ -115,7 +113,7 @@ class Route(Splits):
             return self.counts
         return torch.cat([self.counts, self.counts.new_full((self.ranks, 1), self.tokens)], 1)
 
-    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def arrive(self, counts: Tensor, failures: Failures | None = None) -> None:
         """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
 
         Raises:
@@ -126,7 +124,7 @@ class Route(Splits):
                 self.check_tokens(counts[:, -1].tolist())
             return
         host, self.host = self.host, None
-        sent, received = (self.counts, counts) if host is None else host.read(timeout, failed)
+        sent, received = (self.counts, counts) if host is None else host.read(failures)
         if self.ranks == 1:
             self.send = self.receive = [self.tokens]
             return
@@ -155,10 +153,9 @@ class Route(Splits):
     def pack(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
         self.hidden = tokens.shape[1]
-        self._layout = layout_of(tokens, weights)
+        self._layout = Layout.of(tokens, weights)
         if self.eight:
-            kinds = self._layout.choices, tokens.dtype, weights.dtype
-            self._narrow = Layout.of(self.hidden, *kinds, scaled=True)
+            self._narrow = Layout.of(tokens, weights, scaled=True)
         places = self.order, self.spots, self.local, self._layout, self.partial
         packed = self.kernels(pack_rows, tokens, self.indices, weights, *places)
         return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
@@ -204,12 +201,13 @@ class Route(Splits):
         return self.kernels(spread_grad, grad, rows, order, inverse, weights, self.padded)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``."""
-        return rows if self.order is None else self.kernels(sum_rows, rows, self.inverse, self.top_k)
+        """Add the returned rows ``[rows, H]`` of each token: ``[T, H]``; where each was sent once, there is no more."""
+        return self.kernels(sum_rows, rows, self.inverse, self.top_k)
 
-    def gather_backward(self, grad: Tensor, rows: int) -> Tensor:
+    def gather_backward(self, grad: Tensor) -> Tensor:
         """Return the gradient ``[rows, H]`` of returned rows."""
-        return grad if self.order is None else self.kernels(take_rows, grad, self.order[:rows], self.padded)
+        assert self.order is not None
+        return self.kernels(take_rows, grad, self.order[: sum(self.send)], self.padded)
 
 
 def _check(indices: Tensor, experts: int) -> None:

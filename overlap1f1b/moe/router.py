@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
-from overlap1f1b.moe.auxiliary import AuxiliaryCarrier, attach, attach_balance, z_loss
+from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
 from overlap1f1b.schedule.values import check_size
 
 Score = Literal["softmax", "sigmoid"]
@@ -34,9 +34,8 @@ class RouterConfig:
         aux_coefficient: Factor of the load-balancing loss, 0 for none.
         z_coefficient: Factor of the z-loss, 0 for none.
         force_load_balance: Whether tokens take experts in turn, whatever their scores: for measurements of throughput
-            with an even load, as Megatron-Core's ``moe_router_force_load_balancing``. Each call begins with the first
-            expert, so loads of a call differ by one choice at most. Weights are still the scores of the experts taken;
-            groups are ignored.
+            with an even load, as Megatron-Core's ``moe_router_force_load_balancing``. Weights are still the scores of
+            the experts taken; groups are ignored.
 
     Raises:
         ValueError: A value is not allowed.
@@ -80,7 +79,7 @@ class RouterConfig:
         return Rule(self.top_k, self.score == "softmax", normalize, self.scaling, self.groups, self.top_groups)
 
 
-class Router(AuxiliaryCarrier):
+class Router(nn.Module):
     """Router: scores all experts for each token and chooses the K best.
 
     >>> router = Router(64, RouterConfig(experts=8, top_k=2))
@@ -89,8 +88,11 @@ class Router(AuxiliaryCarrier):
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
     experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
-    In training mode, auxiliary losses are attached to the weights, times ``aux_scale`` (see
-    :class:`~overlap1f1b.moe.auxiliary.AuxiliaryCarrier`), and choices are counted in ``load``.
+    In training mode, choices are counted in ``load``, and auxiliary losses are attached to the weights, times
+    ``aux_scale``. One forward sees one microbatch on one rank: for the mean over all microbatches and ranks, the scale
+    is 1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The
+    engine sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a
+    later change does not affect microbatches that still wait for their backward.
 
     Balance without an auxiliary loss comes from ``correction_bias`` (Wang et al. 2024; DeepSeek-V3, 2.1.2), which is
     added to the scores for the choice but not to the weights. It is zero until :meth:`update_correction_bias`:
@@ -102,25 +104,24 @@ class Router(AuxiliaryCarrier):
     Args:
         hidden: H.
         config: Number of experts and rules of the choice.
-        kernels: Choice between Triton and torch.
         dtype: Dtype of the gate's weight.
         device: Device of parameters and buffers.
     """
 
     correction_bias: Tensor
     load: Tensor
+    aux_scale: float = 1.0
 
     def __init__(
         self,
         hidden: int,
         config: RouterConfig,
         *,
-        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.kernels = config, kernels or Kernels()
+        self.config, self.kernels = config, Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
         # The load is not in checkpoints: it counts this rank's choices alone.
@@ -163,11 +164,6 @@ class Router(AuxiliaryCarrier):
         self.correction_bias.add_(missing.sign(), alpha=rate)
         self.load.zero_()
 
-    def reset_balance(self) -> None:
-        """Set bias and load to zero."""
-        self.correction_bias.zero_()
-        self.load.zero_()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # The bias stays float32: `model.bfloat16()` would round it to steps larger than its updates.
         bias = self.correction_bias
@@ -178,3 +174,15 @@ class Router(AuxiliaryCarrier):
 
     def extra_repr(self) -> str:
         return str(self.config)
+
+
+def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
+    """Set ``aux_scale`` of every router in ``model``.
+
+    >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
+    >>> for tokens, labels in batch:
+    ...     (loss_fn(model(tokens), labels) / microbatches).backward()  # auxiliary gradients included
+    """
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.aux_scale = scale

@@ -14,92 +14,75 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from overlap1f1b.kernels.choice import Choice, Kernels
-from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn, check_precision, check_weights_in
+from overlap1f1b.kernels.choice import Choice, Kernels, use_kernels
+from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn, check_experts
 from overlap1f1b.moe.layer import MoE, SwiGLU
-from overlap1f1b.moe.router import Router, RouterConfig, Score
+from overlap1f1b.moe.router import Router, RouterConfig
+from overlap1f1b.schedule.values import check_size
 
+EPSILON = 1e-6
+"""Of the normalisations."""
 INIT_STD = 0.02
+THETA = 10_000.0
+"""Base of the rotary angles."""
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """Sizes of a :class:`MoETransformer`.
+class MoEConfig(RouterConfig):
+    """Sizes of a :class:`MoETransformer`, and the rules of its routers.
 
     Args:
         vocabulary: V.
         layers: Attention and MLP pairs.
         hidden: H.
         heads: N; each has size D = H / N.
-        kv_heads: Heads of keys and values, each shared by N / ``kv_heads`` queries (Ainslie et al. 2023); None for N.
-        experts: E.
-        top_k: K.
         intermediate: I, of each expert.
         shared_intermediate: Intermediate size of the shared expert, which every token uses; 0 for none.
         dense_layers: Number of first layers with one dense MLP instead of experts.
         dense_intermediate: Intermediate size of the dense MLP.
         sequence: Largest S.
-        rope_theta: Base of the rotary angles.
-        rms_eps: Epsilon of the normalisations.
         dropout: Dropout probability of a layer's output, before it is added to the residual.
-        score, normalize, scaling, groups, top_groups, aux_coefficient, z_coefficient, force_load_balance: See
-            :class:`~overlap1f1b.moe.router.RouterConfig`.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
         precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
+
+    All others are those of :class:`~overlap1f1b.moe.router.RouterConfig`.
 
     Raises:
         ValueError: A value is not allowed.
     """
 
+    experts: int = 8
+    top_k: int = 2
+    aux_coefficient: float = 0.01
     vocabulary: int = 256
     layers: int = 4
     hidden: int = 256
     heads: int = 4
-    kv_heads: int | None = None
-    experts: int = 8
-    top_k: int = 2
     intermediate: int = 512
     shared_intermediate: int = 0
     dense_layers: int = 0
     dense_intermediate: int = 1024
     sequence: int = 256
-    rope_theta: float = 10_000.0
-    rms_eps: float = 1e-6
     dropout: float = 0.0
-    score: Score = "softmax"
-    normalize: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    aux_coefficient: float = 0.01
-    z_coefficient: float = 0.0
-    force_load_balance: bool = False
     weights_in: WeightsIn = "combine"
     precision: Precision | None = None
     kernels: Choice = "auto"
 
     def __post_init__(self) -> None:
-        _ = self.router, Kernels(self.kernels), check_weights_in(self.weights_in)  # these check their parts
+        super().__post_init__()
         for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "dense_intermediate", "sequence"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: 1 and more")
-        check_precision(self.precision, self.hidden, self.intermediate)
-        if self.shared_intermediate < 0:
-            raise ValueError(f"shared_intermediate={self.shared_intermediate}; allowed: 0 and more")
+            check_size(name, getattr(self, name))
+        check_size("shared_intermediate", self.shared_intermediate, 0)
+        Kernels(self.kernels)  # it checks the choice
+        check_experts(self.weights_in, self.precision, self.hidden, self.intermediate)
         if self.hidden % (2 * self.heads):
             step = 2 * self.heads
             raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            allowed = ", ".join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)
-            raise ValueError(f"kv_heads={self.kv_heads} with heads={self.heads}; allowed: {allowed}")
-        if not 0 <= self.dense_layers <= self.layers:
-            raise ValueError(f"dense_layers={self.dense_layers} of {self.layers} layers; allowed: 0 to {self.layers}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
-        for name in ("rope_theta", "rms_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: more than 0")
+        if not 0 <= self.dense_layers <= self.layers:
+            raise ValueError(f"dense_layers={self.dense_layers} of {self.layers} layers; allowed: 0 to {self.layers}")
 
     @property
     def router(self) -> RouterConfig:
@@ -116,7 +99,6 @@ class Rotary(nn.Module):
     Args:
         sequence: Largest S.
         size: D.
-        theta: Base of the angles.
     """
 
     table: Tensor
@@ -125,17 +107,16 @@ class Rotary(nn.Module):
         self,
         sequence: int,
         size: int,
-        theta: float,
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.sequence, self.size, self.theta = sequence, size, theta
+        self.sequence, self.size = sequence, size
         self.register_buffer("table", self._build(torch.empty(0, dtype=dtype, device=device)), persistent=False)
 
     def _build(self, like: Tensor) -> Tensor:
-        frequency = self.theta ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device="cpu") / self.size)
+        frequency = THETA ** -(torch.arange(0, self.size, 2, dtype=torch.float64, device="cpu") / self.size)
         angle = torch.outer(torch.arange(self.sequence, dtype=torch.float64, device="cpu"), frequency)
         cos, sin = angle.cos(), angle.sin()
         table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
@@ -161,17 +142,17 @@ class Attention(nn.Module):
 
     def __init__(self, config: MoEConfig, **factory: Any) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.kv_heads or config.heads
         self.size = config.hidden // config.heads
-        self.qkv = nn.Linear(config.hidden, (self.heads + 2 * self.kv_heads) * self.size, bias=False, **factory)
+        self.qkv = nn.Linear(config.hidden, 3 * config.hidden, bias=False, **factory)
         self.out = nn.Linear(config.hidden, config.hidden, bias=False, **factory)
-        self.rotary = Rotary(config.sequence, self.size, config.rope_theta, **factory)
+        self.rotary = Rotary(config.sequence, self.size, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
         heads = rearrange(self.qkv(x), "B S (N D) -> B N S D", D=self.size)
-        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        q, k = self.rotary(qk).split([self.heads, self.kv_heads], dim=1)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
+        N = heads.shape[1] // 3
+        qk, v = heads.split([2 * N, N], dim=1)
+        q, k = self.rotary(qk).chunk(2, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(rearrange(y, "B N S D -> B S (N D)"))
 
 
@@ -180,9 +161,9 @@ class Block(nn.Module):
 
     def __init__(self, config: MoEConfig, mlp: MoE | SwiGLU, **factory: Any) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.attention_norm = nn.RMSNorm(config.hidden, EPSILON, **factory)
         self.attention = Attention(config, **factory)
-        self.mlp_norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.mlp_norm = nn.RMSNorm(config.hidden, EPSILON, **factory)
         self.mlp = mlp
         self.dropout = nn.Dropout(config.dropout)
 
@@ -196,7 +177,7 @@ class Head(nn.Module):
 
     def __init__(self, config: MoEConfig, **factory: Any) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(config.hidden, config.rms_eps, **factory)
+        self.norm = nn.RMSNorm(config.hidden, EPSILON, **factory)
         self.out = nn.Linear(config.hidden, config.vocabulary, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,17 +207,16 @@ class MoETransformer(nn.Sequential):
         config: MoEConfig,
         *,
         group: dist.ProcessGroup | None = None,
-        seed: int | None = 0,
+        seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        mlp_options = {"kernels": Kernels(config.kernels), **factory}
 
         def mlp(layer: int) -> MoE | SwiGLU:
             if layer < config.dense_layers:
-                return SwiGLU(config.hidden, config.dense_intermediate, **mlp_options)
-            options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **mlp_options}
+                return SwiGLU(config.hidden, config.dense_intermediate, **factory)
+            options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **factory}
             sizes = config.hidden, config.intermediate, config.router
             return MoE(*sizes, shared_intermediate=config.shared_intermediate, **options)
 
@@ -247,17 +227,17 @@ class MoETransformer(nn.Sequential):
         children["head"] = Head(config, **factory)
         super().__init__(children)
         self.config = config
+        use_kernels(self, config.kernels)
         self.reset_parameters(seed)
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int | None = 0) -> None:
+    def reset_parameters(self, seed: int = 0) -> None:
         """Draw normal weights of deviation 0.02, or 0.02 / √(2 · layers) if they write to the residual (GPT-2).
 
         They are drawn in float32 on the CPU, so that the model depends on configuration and seed alone, not on the
-        device or the number of ranks that share the experts. Without a seed, torch's default generator is used; all
-        ranks must then have seeded it equally.
+        device or the number of ranks that share the experts.
         """
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             match module:
                 case nn.Linear() | nn.Embedding():
@@ -269,7 +249,8 @@ class MoETransformer(nn.Sequential):
                 case nn.RMSNorm():
                     module.reset_parameters()
                 case Router():
-                    module.reset_balance()
+                    module.correction_bias.zero_()
+                    module.load.zero_()
         residual = 1 / math.sqrt(2 * self.config.layers)
         for module in self.modules():
             match module:

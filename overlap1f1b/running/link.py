@@ -49,7 +49,7 @@ class _Due:
         time.sleep(max(0.0, self.ended - time.perf_counter()))
         self.ended = time.perf_counter()
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Any = None) -> None:
+    def synchronize(self, failures: Any = None) -> None:
         self.wait()
 
     def is_completed(self) -> bool:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise, starmap
+from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from overlap1f1b.transport.streams import EventMark
 Tensors = tuple[Tensor, ...]
 MOST_TENSORS, MOST_DIMS = 16, 8
 PLAIN, REPLICATED = -2, -1
+LINK_CTAS = 1  # thread blocks of a transfer on a GPU
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -104,12 +106,6 @@ def encode(specs: Specs) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(specs).ljust(_HEADER)), dtype=torch.uint8)
 
 
-def decode(header: Tensor) -> Specs:
-    """Return the specs of a header."""
-    specs: Specs = pickle.loads(header.numpy().tobytes())
-    return specs
-
-
 def is_partial(tensor: object) -> bool:
     """Return whether a tensor is a DTensor of which each rank has a summand."""
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
@@ -146,13 +142,11 @@ class Boundary:
         placement: Rank of each stage.
         device: Device of the tensors.
         dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
-        ctas: Largest number of thread blocks of a transfer on a GPU.
         tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
 
     Attributes:
         posts_ahead: Whether receives are posted one ahead and threads await transfers, as on gloo; else receives start
             at their own node.
-        announced: Whether headers precede payloads even if shapes are known; they show how long the payload takes.
     """
 
     def __init__(
@@ -162,28 +156,28 @@ class Boundary:
         *,
         device: torch.device,
         dynamic: bool = False,
-        ctas: int | None = None,
         tensor_mesh: DeviceMesh | None = None,
     ) -> None:
         self.mesh, self.tensor_mesh = mesh, tensor_mesh
         self._watch = watch_of(device)
         stamp = self._watch and self._watch.stamp
         self.placement, self.device, self._dynamic = placement, device, dynamic
-        self.rank = rank = mesh.rank("pp")
+        self.rank, pipeline = mesh.rank("pp"), mesh.along("pp")
+        rank = self.rank
         self._out: dict[int, _Link] = {}
         self._in: dict[int, _Link] = {}
         self.posts_ahead = mesh.on_gloo
         # All ranks of a pipeline make its groups on gloo, which have two directions.
         headers = self._groups("header up", "header down")
         payloads = self._groups("payload up", "payload down") if self.posts_ahead else headers
-        for source, to in sorted(_directions(placement)):
+        for (source, to), _ in _transfers(placement):
             if rank in (source, to):
                 name, up = f"from pipeline rank {source} to {to}", source < to
                 header, payload = headers[not up], payloads[not up]
                 links, peer = (self._out, to) if rank == source else (self._in, source)
-                number = header_peer = mesh.number(peer)
+                number = header_peer = sorted(pipeline).index(pipeline[peer])  # groups sort their ranks
                 if not self.posts_ahead:
-                    two = mesh.new_group(name, pp=(source, to), over=(), ctas=ctas, sends=rank == source)
+                    two = mesh.new_group(name, pp=(source, to), over=(), ctas=LINK_CTAS, sends=rank == source)
                     assert two is not None
                     payload, number = two, 1 - two.rank()
                 lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
@@ -192,7 +186,6 @@ class Boundary:
         self._of_numbers: dict[int, dict[_Key, Specs]] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
         self._remember = False
-        self.announced = False
         self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
@@ -238,7 +231,7 @@ class Boundary:
 
     def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
         link = self._in[peer]
-        specs = self._known.get(_key(node)) if self._remember and not self.announced else None
+        specs = self._known.get(_key(node)) if self._remember else None
         return link.lane.launch(node, partial(self._post_receive, node, link, specs))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
@@ -256,7 +249,8 @@ class Boundary:
     def _read(self, link: _Link) -> Specs:
         header = torch.empty(_HEADER, dtype=torch.uint8, device="cpu")
         link.header.recv([header], link.header_peer, 0).wait(self.mesh.failures.limit)
-        return decode(header)
+        specs: Specs = pickle.loads(header.numpy().tobytes())
+        return specs
 
     def _whole(self, part: Tensor, spec: Spec) -> Tensor:
         """Return the DTensor of which the sender had the same part, in the same memory."""
@@ -290,7 +284,7 @@ class Boundary:
         if self._remember:
             self._known[_key(node)] = specs
         self._sent[node.kind, node.stage] = specs
-        header = encode(specs) if known is None or self.announced else None
+        header = encode(specs) if known is None else None
         link = self._out[self._peer(node)]
         parts = tuple(map(local, tensors))
         return link.lane.launch(node, lambda: self._post_send(link, parts, header))
@@ -321,9 +315,9 @@ class Boundary:
         watch = self._watch or Watch(time.perf_counter, lambda begun, ended: ended - begun, lambda: None)
         failures = self.mesh.failures
         limit = None if self._watch else failures.limit  # with one, a wait for NCCL would block the thread
-        for source, to in sorted(_directions(self.placement)):
+        for (source, to), nodes in _transfers(self.placement):
             self.mesh.sums(0.0)  # until all ranks have come
-            for node in _sends(self.placement, source, to) if self.rank in (source, to) else ():
+            for node in nodes if self.rank in (source, to) else ():
                 if self.rank == source:
                     specs = self._sent.get((node.kind, node.stage), ())
                     parts = [torch.zeros(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
@@ -336,7 +330,7 @@ class Boundary:
                         transfer.receive(limit)
                         times.append(watch.stamp())
         if self._watch:
-            EventMark(self.device, None, watch.stamp()).synchronize(failures.limit, failures.is_lost)
+            EventMark(self.device, None, watch.stamp()).synchronize(failures)
         return {key: median(starmap(watch.between, pairwise(times))) for key, times in times_of.items()}
 
     def close(self) -> None:
@@ -355,22 +349,15 @@ class Boundary:
         return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
 
-def _directions(placement: Placement) -> set[tuple[int, int]]:
-    """Return the set of (source rank, destination rank) between which tensors travel."""
-    pairs = {(a, b) for pipe in placement.pipes for a, b in pairwise(pipe) if a != b}
-    return pairs | {(b, a) for a, b in pairs}
-
-
-def _sends(placement: Placement, source: int, to: int) -> list[Node]:
-    """Return a transfer of each kind that goes from one rank to another."""
-    found = []
+def _transfers(placement: Placement) -> list[tuple[tuple[int, int], list[Node]]]:
+    """Return (source rank, destination rank) between which tensors travel, and a transfer of each kind there."""
+    found: dict[tuple[int, int], list[Node]] = {}
     for pipe in placement.pipes:
-        for stage, ranks in enumerate(pairwise(pipe)):
-            if ranks == (source, to):
-                found.append(Node(Op.SEND, Kind.F, 0, 0, stage=stage))
-            if ranks == (to, source):
-                found.append(Node(Op.SEND, Kind.I, 0, 0, stage=stage + 1))
-    return found
+        for stage, (a, b) in enumerate(pairwise(pipe)):
+            if a != b:
+                found.setdefault((a, b), []).append(Node(Op.SEND, Kind.F, 0, 0, stage=stage))
+                found.setdefault((b, a), []).append(Node(Op.SEND, Kind.I, 0, 0, stage=stage + 1))
+    return sorted(found.items(), key=itemgetter(0))
 
 
 def _key(node: Node) -> _Key:

@@ -8,7 +8,6 @@ the forward: the engine launches the exchange, computes for other microbatches, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,8 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, build_exchange
-from overlap1f1b.transport.streams import Failed, HostCopy, Mark, nobody_failed
-from overlap1f1b.transport.suspend import Forward, run_part
+from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.streams import HostCopy, Mark
+from overlap1f1b.transport.suspend import Forward
 
 
 class Splits:
@@ -50,7 +50,7 @@ class Splits:
         """The counts as they travel: of each rank's experts, as many numbers for every rank."""
         return self.counts
 
-    def arrive(self, counts: Tensor, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def arrive(self, counts: Tensor, failures: Failures | None = None) -> None:
         """Take the received counts and set the sizes; a lane's thread may call it.
 
         A wait for the host's copies ends as :meth:`~overlap1f1b.transport.streams.Mark.synchronize` does.
@@ -82,7 +82,7 @@ class ExchangeCall(NamedTuple):
             to our Experts' rows; the tensors of :func:`exchange` stay with its caller.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
-        feeds_part: Whether :func:`run_part` alone uses the received rows.
+        feeds_part: Whether ``Forward.part`` alone uses the received rows.
         answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
     """
 
@@ -113,7 +113,7 @@ def exchange_parts(
     Args:
         sent: Rows ``[R, …]`` of each part, which are taken out of the list.
         splits: Rows to and from each rank, of each part; their sizes may still have to be exchanged.
-        computes: ``received → rows to send back`` of each part, run by :func:`run_part`.
+        computes: ``received → rows to send back`` of each part.
         exchange: Exchange for a call that nothing suspends.
         answer: See :class:`ExchangeCall`.
     """
@@ -127,7 +127,8 @@ def exchange_parts(
     sent.clear()
     received = list(forward.suspend(calls))
     for of, compute in zip(splits, computes, strict=True):
-        result = [run_part(compute, received.pop())]  # nothing keeps rows alive that have been sent
+        # Nothing keeps rows alive that have been sent.
+        result = [compute(received.pop()) if forward.part is None else forward.part(compute, (received.pop(),))]
         received = list(forward.suspend([ExchangeCall(result, of, True)]))
     return received
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 
@@ -15,11 +16,11 @@ from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
-from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.groups import Group, abort, limit, side_by_side, users_aborts
-from overlap1f1b.transport.mesh import DATA, Mesh
+from overlap1f1b.transport.failures import Failures, LostRankError, headline
+from overlap1f1b.transport.groups import abort, limit, side_by_side, users_aborts
+from overlap1f1b.transport.limits import LATE_FACTOR, LOOK_S
+from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
-from overlap1f1b.transport.watchdog import Watchdog
 
 LEAST_CTAS = 16
 """Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
@@ -44,7 +45,6 @@ class DeviceOptions:
 
     ctas: int = 3 * DEFAULT_CTAS
     carveout: bool = True
-    link: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_size("ctas", self.ctas, LEAST_CTAS)
@@ -68,6 +68,56 @@ class DeviceOptions:
             raise ValueError(f"ctas={self.ctas} on {device}; allowed: {LEAST_CTAS} to its {most} multiprocessors")
 
 
+class Watchdog:
+    """A thread that looks for failures of other ranks, and ends this rank's transfers if its host does not.
+
+    It is for a host that waits inside the driver, as in ``tensor.item()``, where it cannot look for failures. A device
+    that waits for a lost rank waits for ever, and so does its host. When the transfers are aborted, their kernels end,
+    and the host goes on: with values that nobody sent, so whatever it does then counts as lost.
+
+    Args:
+        failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it. A
+            device that stands still for twice its limit has lost a rank, too.
+        aborts: Functions that end transfers, called one after another as long as the device stands still.
+        goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
+            something else, such as a compiler, leaves it nothing to do, and may take any time.
+
+    Attributes:
+        aborted: Whether transfers were ended, so that the host may have gone on with values that nobody sent.
+    """
+
+    def __init__(self, failures: Failures, aborts: Sequence[Callable[[], object]], goes_on: Callable[[], bool]) -> None:
+        self.failures, self._aborts, self._goes_on = failures, aborts, goes_on
+        self._limit = LATE_FACTOR * failures.limit.total_seconds()
+        self.aborted = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="overlap1f1b-watchdog", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        went_on = time.monotonic()
+        while self.failures.lost is None and not self._ended.wait(LOOK_S):
+            with suppress(RuntimeError):  # a request needs a thread, and there may be none now
+                self.failures.lost = self.failures.read()
+            if self._goes_on():
+                went_on = time.monotonic()
+            elif time.monotonic() - went_on > self._limit:
+                self.failures.lost = self.failures.lost or f"the device stood still for {self._limit:g} s"
+        for end in self._aborts:
+            going = True  # the host's own waits come first: they name the node
+            while going:
+                if self._ended.wait(LOOK_S):
+                    return
+                going = self._goes_on()
+            self.aborted = True
+            end()
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+        self._thread.join()
+
+
 class Communicators:
     """The groups of an engine, of its mesh and of its exchange.
 
@@ -80,10 +130,14 @@ class Communicators:
         mesh: Ranks of the engine.
         options: Of the device that they are on.
         exchange: Exchange that was given to the engine, which is left alone; None for one of its own.
+
+    Attributes:
+        shares: Whether the exchange may have other users.
     """
 
     def __init__(self, owner: object, mesh: Mesh, options: DeviceOptions, exchange: Exchange | None = None) -> None:
         self.mesh, self.options, self._given = mesh, options, exchange
+        self.shares = exchange is not None
         self._aborts: list[Callable[[], None]] = [mesh.abort]
         for group in mesh.inner:
             limit(group, mesh.failures.limit)
@@ -93,11 +147,6 @@ class Communicators:
         self._watch: Watch | None = None
         self._dropped = weakref.finalize(owner, _end, mesh, self._own)
         self._dropped.atexit = False
-
-    @property
-    def shares(self) -> bool:
-        """Whether the exchange may have other users."""
-        return self._given is not None
 
     def make_exchange(self) -> Exchange:
         """Return the exchange that was given, or a new one; all ranks must call this."""
@@ -110,18 +159,6 @@ class Communicators:
                 self._own.append(exchange)
         self._aborts.append(exchange.abort)
         return exchange
-
-    def sums(self, replicas: Sequence[int]) -> tuple[Group | None, Group | None]:
-        """Return groups for the sums of gradients outside the experts, and of the experts.
-
-        Args:
-            replicas: Pipeline ranks that hold the same stages as this rank.
-        """
-        ctas = self.options.sums
-        return (
-            self.mesh.new_group("reduce", pp=replicas, over=DATA, ctas=ctas),
-            self.mesh.new_group("reduce experts", pp=replicas, over=self.mesh.expert_copies, ctas=ctas),
-        )
 
     def use(self, device: torch.device) -> None:
         """Say what the groups carry: tensors of a device.
@@ -188,7 +225,7 @@ class Communicators:
             return
         failures = self.mesh.failures
         try:
-            EventMark(self._device, None, self._watch.stamp()).synchronize(failures.limit, failures.is_lost)
+            EventMark(self._device, None, self._watch.stamp()).synchronize(failures)
         except (TimeoutError, ConnectionError) as error:
             why = failures.read(wait=True) or failures.lost or f"no answer within {failures.limit.total_seconds():g} s"
             raise LostRankError(f"{pending()}: {why}") from error

@@ -2,13 +2,7 @@
 
 An :class:`Exchange` starts transfers between the ranks that share experts: first the counts, that is how many rows each
 rank sends to each expert, then the rows. A :class:`Transfer` is one transfer under way. :func:`build_exchange` chooses
-the kind:
-
-- :class:`LocalExchange`: one rank, nothing travels.
-- :class:`PeerExchange`: gloo, a send and a receive for every peer.
-- :class:`CollectiveExchange`: NCCL, ``all_to_all_single`` on streams of its own.
-
-:class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
+the kind; :class:`~overlap1f1b.transport.loopback.LoopbackExchange` stands in for a network on one GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -95,26 +89,8 @@ def _wait(works: Sequence[dist.Work], timeout: timedelta | None) -> None:
         work.wait(timeout) if timeout is not None else work.wait()
 
 
-class EqualSplits(list[int]):
-    """Equal numbers of rows to or from every rank: NCCL has a faster collective for these."""
-
-
 _EQUAL: tuple[list[int], list[int]] = ([], [])
 """Sizes of a collective with equal parts."""
-
-
-class Expected(NamedTuple):
-    """A receive that is posted before its exchange is launched.
-
-    A peer that is ahead can then send at once, and drift between ranks costs no time on the wire.
-
-    Args:
-        result: Tensor for the received rows or counts.
-        receives: Works that fill it.
-    """
-
-    result: Tensor
-    receives: Sequence[dist.Work]
 
 
 @runtime_checkable
@@ -141,7 +117,7 @@ class Exchange(Protocol):
         send: Sequence[int],
         receive: Sequence[int],
         tag: int = 0,
-        expected: Expected | None = None,
+        expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
         /,
     ) -> Transfer[Tensor]:
@@ -153,7 +129,7 @@ class Exchange(Protocol):
         ...
 
     def counts(
-        self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True, /
+        self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, read: bool = True, /
     ) -> Transfer[Tensor]:
         """Launch the exchange of ``counts [E]``; the result ``[ranks, E / ranks]`` has a row for each source rank.
 
@@ -168,11 +144,14 @@ class Exchange(Protocol):
         """
         return None
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Expected | None:
-        """Post the receive of the ``rows`` of this tag, with width and dtype of ``like``; None if it gains nothing."""
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int, /) -> Transfer[Tensor] | None:
+        """Post the receive of the ``rows`` of this tag, with width and dtype of ``like``; None if it gains nothing.
+
+        A peer that is ahead can then send at once, and drift between ranks costs no time on the wire.
+        """
         return None
 
-    def expect_counts(self, like: Tensor, tag: int, /) -> Expected | None:
+    def expect_counts(self, like: Tensor, tag: int, /) -> Transfer[Tensor] | None:
         """Post the receive of the ``counts`` of this tag, as many as ``like``; None if it gains nothing."""
         return None
 
@@ -204,14 +183,14 @@ class PeerExchange(Exchange):
     background = True
 
     def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]) -> None:
-        self.up, self.down, control = groups
-        self.control = (control, control)
-        self.ranks, self.rank = self.up.size(), self.up.rank()
+        self._groups = groups
+        self._rows, self._control = groups[:2], (groups[2], groups[2])
+        self.ranks, self.rank = groups[0].size(), groups[0].rank()
         # Each rank starts with its next neighbour: otherwise all would send to the same rank first.
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def abort(self, *, ending: bool = False) -> None:
-        for group in (self.up, self.down, *self.control[:1]):
+        for group in self._groups:
             if ending or isinstance(group, dist.ProcessGroupGloo):  # others are the user's
                 abort(group)
 
@@ -221,39 +200,40 @@ class PeerExchange(Exchange):
         send: Sequence[int],
         receive: Sequence[int],
         tag: int = 0,
-        expected: Expected | None = None,
+        expected: Transfer[Tensor] | None = None,
         *_: Any,
     ) -> Transfer[Tensor]:
         expected = expected or self.expect_rows(source, receive, tag)
-        return self._send(source.contiguous(), send, expected, receive, tag, (self.up, self.down))
+        return self._send(source.contiguous(), send, expected, receive, tag, self._rows)
 
-    def counts(self, counts: Tensor, tag: int = 0, expected: Expected | None = None, *_: Any) -> Transfer[Tensor]:
+    def counts(
+        self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, *_: Any
+    ) -> Transfer[Tensor]:
         expected, ones = expected or self.expect_counts(counts, tag), [1] * self.ranks
-        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self.control)
+        return self._send(counts.view(self.ranks, -1), ones, expected, ones, tag, self._control)
 
-    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Expected:
-        result = like.new_empty((sum(receive), *like.shape[1:]))
-        return self._receive(result, receive, tag, (self.up, self.down))
+    def expect_rows(self, like: Tensor, receive: Sequence[int], tag: int) -> Transfer[Tensor]:
+        return self._receive(like, receive, tag, self._rows)
 
-    def expect_counts(self, like: Tensor, tag: int) -> Expected:
-        result = torch.empty_like(like.view(self.ranks, -1))
-        return self._receive(result, [1] * self.ranks, tag, self.control)
+    def expect_counts(self, like: Tensor, tag: int) -> Transfer[Tensor]:
+        return self._receive(like.view(self.ranks, -1), [1] * self.ranks, tag, self._control)
 
     def _receive(
-        self, result: Tensor, receive: Sequence[int], tag: int, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
-    ) -> Expected:
-        (up, down), parts = groups, result.split(list(receive))
+        self, like: Tensor, receive: Sequence[int], tag: int, groups: Sequence[dist.ProcessGroup]
+    ) -> Transfer[Tensor]:
+        (up, down), result = groups, like.new_empty((sum(receive), *like.shape[1:]))
+        parts = result.split(list(receive))
         works = [(up if p < self.rank else down).recv([parts[p]], p, tag) for p in reversed(self.peers) if receive[p]]
-        return Expected(result, works)
+        return Transfer(result, works)
 
     def _send(
         self,
         source: Tensor,
         send: Sequence[int],
-        expected: Expected,
+        expected: Transfer[Tensor],
         receive: Sequence[int],
         tag: int,
-        groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        groups: Sequence[dist.ProcessGroup],
     ) -> Transfer[Tensor]:
         (up, down), parts = groups, source.split(list(send))
         works = [(up if self.rank < p else down).send([parts[p]], p, tag) for p in self.peers if send[p]]
@@ -270,28 +250,19 @@ class CollectiveExchange(Exchange):
     Args:
         rows_group: Ranks between which rows are exchanged.
         counts_group: Group of the same ranks with a queue of its own.
-        streams: Streams for rows and counts; by default new ones of the device, and none on a CPU.
         sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`own_exchange`.
     """
 
-    def __init__(
-        self,
-        rows_group: dist.ProcessGroup,
-        counts_group: dist.ProcessGroup,
-        streams: tuple[SideStream, SideStream] | None = None,
-        sms: int = 0,
-    ) -> None:
-        self._groups, self._streams, self.sms = (rows_group, counts_group), streams, sms
+    def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, sms: int = 0) -> None:
+        self._groups, self.sms = (rows_group, counts_group), sms
+        self._streams: tuple[SideStream, ...] = ()
         self.ranks, self.rank = rows_group.size(), rows_group.rank()
 
     def warm_up(self, device: torch.device) -> None:
         """Make the communicators of both groups; all ranks must call this."""
-        rows = torch.zeros(self.ranks, device=device)  # NCCL connects pairs of ranks in their first exchange
-        received = torch.empty_like(rows)
-        for group in self._groups:
-            work = _all_to_all(received, rows, group, _EQUAL, at_once=False)
-            assert work is not None
-            work.wait()
+        one, ones = torch.zeros(self.ranks, device=device), [1] * self.ranks
+        self.rows(one, ones, ones).finish()  # NCCL connects pairs of ranks in their first exchange
+        self.counts(one, 0, None, False).finish()
 
     def abort(self, *, ending: bool = False) -> None:
         side_by_side([partial(abort, group) for group in self._groups])
@@ -307,32 +278,29 @@ class CollectiveExchange(Exchange):
         send: Sequence[int],
         receive: Sequence[int],
         tag: int = 0,
-        expected: Expected | None = None,
+        expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
     ) -> Transfer[Tensor]:
-        streams = self._streams_of(source)
-        if streams is None or not source.is_contiguous():  # compute copies it
+        if not source.is_contiguous():  # compute copies it
             source, ready = source.contiguous(), None
-        shape = sum(receive), *source.shape[1:]
-        equal = isinstance(send, EqualSplits) and isinstance(receive, EqualSplits)
-        splits = _EQUAL if equal else (list(receive), list(send))
-        if streams is None or ready is None:
+        shape, splits = (sum(receive), *source.shape[1:]), (list(receive), list(send))
+        if ready is None:
             return self._launched(0, splits, source.new_empty(shape), source)
-        return self._launched(0, splits, streams[0].empty(source, *shape), source, after=(ready,))
+        return self._launched(0, splits, self._beside(source)[0].empty(source, *shape), source, after=(ready,))
 
     def counts(
-        self, counts: Tensor, tag: int = 0, expected: Expected | None = None, read: bool = True
+        self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, read: bool = True
     ) -> Transfer[Tensor]:
         source = counts.view(self.ranks, -1)
-        result, streams = torch.empty_like(source), self._streams_of(source)
-        if streams is None or not read:
+        result = torch.empty_like(source)
+        if not read:
             return self._launched(1, _EQUAL, result, source)
 
         def send(source: Tensor, result: Tensor) -> None:
             _all_to_all(result, source, self._groups[1], _EQUAL)
 
         # The route keeps source and result until it has read the copies.
-        host = HostCopy.on(streams[1], source, result, behind=send)
+        host = HostCopy.on(self._beside(source)[1], source, result, behind=send)
         return Transfer(result, source=source, mark=host.mark, host=host, sent=source[1:].nbytes)
 
     def _launched(
@@ -343,34 +311,25 @@ class CollectiveExchange(Exchange):
         source: Tensor,
         after: tuple[Mark] | None = None,
     ) -> Transfer[Tensor]:
-        """Launch a collective of rows, 0, or of counts, 1: on its stream, or without streams as a work of its group."""
+        """Launch a collective of rows, 0, or of counts, 1, on its stream."""
         exchange = partial(_all_to_all, group=self._groups[lane], splits=splits)
         rows = splits[1] or [1] * self.ranks
         sent = source.nbytes * (sum(rows) - rows[self.rank]) // max(1, sum(rows))
-        streams = self._streams_of(source)
-        if streams is None:
-            work = exchange(result, source, at_once=False)
-            assert work is not None
-            return Transfer(result, [work], source=source, sent=sent)
         # Source and result outlive the exchange: the transfer holds both, and its holder waits for the end first.
-        return Transfer(result, source=source, mark=streams[lane].run(exchange, result, source, after=after), sent=sent)
+        mark = self._beside(source)[lane].run(exchange, result, source, after=after)
+        return Transfer(result, source=source, mark=mark, sent=sent)
 
-    def _streams_of(self, tensor: Tensor) -> tuple[SideStream, SideStream] | None:
-        if self._streams is None and devices.of(tensor.device) is not None:
-            rows, counts = (side_stream(tensor.device, name) for name in ("rows", "counts"))
-            self._streams = rows, counts
+    def _beside(self, tensor: Tensor) -> tuple[SideStream, ...]:
+        """Return the streams of rows and of counts."""
+        if not self._streams:
+            rows = side_stream(tensor.device, "rows")
+            # A CPU has one thread for both, since they may share a group, whose collectives have one order.
+            self._streams = rows, rows if devices.of(tensor.device) is None else side_stream(tensor.device, "counts")
         return self._streams
 
 
-def _all_to_all(
-    result: Tensor,
-    source: Tensor,
-    group: dist.ProcessGroup,
-    splits: tuple[list[int], list[int]],
-    *,
-    at_once: bool = True,
-) -> dist.Work | None:
-    """Call a group as ``torch.distributed.all_to_all_single`` does; ``at_once`` on the current stream.
+def _all_to_all(result: Tensor, source: Tensor, group: dist.ProcessGroup, splits: tuple[list[int], list[int]]) -> None:
+    """Call a group as ``torch.distributed.all_to_all_single`` does, on the current stream.
 
     ``splits`` are the rows from each rank and the rows to each rank, or :data:`_EQUAL`.
 
@@ -378,12 +337,11 @@ def _all_to_all(
     would raise another error, from which nobody learns that a rank was lost.
     """
     options = dist.AllToAllOptions()
-    options.asyncOp = not at_once
+    options.asyncOp = False
     result, source = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in (result, source))
     work = group.alltoall_base(result, source, *splits, options)
-    if at_once and work is not None:  # a backend that knows no option asyncOp
+    if work is not None:  # a backend that knows no option asyncOp
         work.wait()
-    return work
 
 
 DEFAULT_CTAS = 8

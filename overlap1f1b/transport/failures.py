@@ -1,8 +1,7 @@
 """Failures: ranks learn that one of them failed, which one, and why.
 
-A failing rank writes its error to the process group's store (:meth:`Failures.tell`). The others meet a timeout or a
-closed connection, look there for the cause (:meth:`Failures.read`), and add it to the error that they raise
-(:meth:`Failures.explain`).
+A failing rank writes its error to the process group's store. The others meet a timeout or a closed connection, look
+there for the cause, and add it to the error that they raise.
 """
 
 from __future__ import annotations
@@ -197,10 +196,6 @@ class Failures:
             if (word := self._store.get(f"word/{rank}")) is not None:
                 known[rank] = word
         return known
-
-    def is_lost(self) -> bool:
-        """Return whether a watchdog has found a failure of another rank."""
-        return self.lost is not None
 
     def read(self, *, wait: bool = False) -> str | None:
         """Return the first cause of a failure, or None; with ``wait`` give another rank a moment to tell it."""

@@ -58,8 +58,7 @@ class Groups:
         number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
         self.name = f"{place}/{number}"
         self._devices: list[Any] = []
-        self._made: dict[str, Group] = {}
-        self._sends: dict[str, bool] = {}
+        self._made: dict[str, tuple[Group, bool | None]] = {}  # each with `sends`
 
     @cached_property
     def backend(self) -> str:
@@ -93,8 +92,7 @@ class Groups:
         store = dist.distributed_c10d.PrefixStore(name, self.store)
         rank = ranks.index(dist.get_rank())
         if not gloo and self.backend != "gloo":
-            timeout = self.timeout or dist.distributed_c10d.default_pg_timeout
-            group = _on_device(self.backend, self._kind, store, rank, ranks, name, timeout, ctas)
+            group = self._on_device(store, rank, ranks, name, ctas)
         else:
             backend: Any = dist.ProcessGroupGloo
             self._devices = self._devices or _devices(backend)
@@ -106,36 +104,68 @@ class Groups:
                 group = backend(store, rank, len(ranks), options)
             except RuntimeError as error:
                 raise LostRankError(f"ranks {ranks} did not meet in group {purpose!r}: {headline(error)}") from error
-        self._made[name] = group
-        if sends is not None:
-            self._sends[name] = sends
+        self._made[name] = group, sends
+        return group
+
+    def _on_device(self, store: Any, rank: int, ranks: Sequence[int], name: str, ctas: int | None) -> Group:
+        """Return a group that carries the device's tensors, as ``dist.new_group`` would make it."""
+        made: Any
+        known, backend = dist.ProcessGroup.BackendType.CUSTOM, self.backend
+        timeout = self.timeout or dist.distributed_c10d.default_pg_timeout
+        plugin = dist.Backend._plugins.get(backend.upper())
+        if backend == "nccl":
+            options = nccl_options(ctas)
+            options._timeout = WATCHDOG_FACTOR * timeout
+            options.global_ranks_in_group, options.group_name = list(ranks), name
+            made, known = dist.ProcessGroupNCCL(store, rank, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
+            made._set_sequence_number_for_group()
+        elif plugin is not None and not plugin.extended_api:
+            made = plugin.creator_fn(store, rank, len(ranks), timeout)
+        else:
+            raise ValueError(
+                f"groups of backend {backend!r} for {self._kind!r}; allowed: gloo, nccl, one registered with torch"
+            )
+        if isinstance(made, dist.ProcessGroup):
+            return made
+        group = dist.ProcessGroup(store, rank, len(ranks))
+        group._set_default_backend(known)
+        group._register_backend(torch.device(self._kind), known, made)
         return group
 
     def warm_up(self, device: torch.device) -> None:
-        """Make the communicators of all groups that carry the device's tensors, by one transfer in each.
+        """Make the communicators of all groups that carry the device's tensors, each by a transfer of its kind.
 
         All ranks must call this. They take the groups in the order of their names, so that no rank waits for one that
         waits for another group.
         """
-        for name, group in sorted(self._made.items()):
-            warm_up(group, device, sends=self._sends.get(name))
+        one = torch.zeros(1, device=device)
+        for group, sends in self._in_order():
+            if isinstance(group, dist.ProcessGroupGloo):  # it has its connections
+                continue
+            if sends is None:
+                group.allreduce([one]).wait()
+            else:
+                (group.send if sends else group.recv)([one], 1 - group.rank(), 0).wait()
+
+    def _in_order(self) -> list[tuple[Group, bool | None]]:
+        return [made for _, made in sorted(self._made.items())]
 
     def close(self) -> None:
         """End all groups in one order, after everything that they carry has ended; all ranks must call this."""
-        for _, group in sorted(self._made.items()):
+        for group, _ in self._in_order():
             close(group)
         self._made.clear()
 
     def release(self) -> None:
         """End the groups on a device at once, whatever other ranks do; on gloo they end with their last user."""
-        made = [group for group in self._made.values() if not isinstance(group, dist.ProcessGroupGloo)]
+        made = [group for group, _ in self._in_order() if not isinstance(group, dist.ProcessGroupGloo)]
         side_by_side([group.abort for group in made])
         free_later(made)
 
     def abort(self) -> None:
         """End every transfer of the groups, see :func:`abort`."""
         self.release()
-        for group in list(self._made.values()):
+        for group, _ in self._in_order():
             if isinstance(group, dist.ProcessGroupGloo):
                 abort(group)
 
@@ -180,17 +210,6 @@ def free_later(aborted: Sequence[Group]) -> None:
             timer.start()
 
 
-def warm_up(group: Group, device: torch.device, *, sends: bool | None = None) -> None:
-    """Make the communicator of a group on a device by a transfer of the kind that it will carry."""
-    one = torch.zeros(1, device=device)
-    if isinstance(group, dist.ProcessGroupGloo):  # it has its connections
-        return
-    if sends is None:
-        group.allreduce([one]).wait()
-    else:
-        (group.send if sends else group.recv)([one], 1 - group.rank(), 0).wait()
-
-
 def close(group: Group) -> None:
     """End a group of :class:`Groups` on a device; all of its ranks must call this. One on gloo ends with its user."""
     if not isinstance(group, dist.ProcessGroupGloo) and not _registered(group):
@@ -200,38 +219,6 @@ def close(group: Group) -> None:
 def _registered(group: Group) -> bool:
     """Return whether torch knows a group, which is then the user's."""
     return group in dist.distributed_c10d._world.pg_map
-
-
-def _on_device(
-    backend: str,
-    kind: str,
-    store: Any,
-    rank: int,
-    ranks: Sequence[int],
-    name: str,
-    timeout: timedelta,
-    ctas: int | None,
-) -> Group:
-    """Return a group of a backend that carries tensors of a device, as ``dist.new_group`` would make it."""
-    made: Any
-    known = dist.ProcessGroup.BackendType.CUSTOM
-    plugin = dist.Backend._plugins.get(backend.upper())
-    if backend == "nccl":
-        options = nccl_options(ctas)
-        options._timeout = WATCHDOG_FACTOR * timeout
-        options.global_ranks_in_group, options.group_name = list(ranks), name
-        made, known = dist.ProcessGroupNCCL(store, rank, len(ranks), options), dist.ProcessGroup.BackendType.NCCL
-        made._set_sequence_number_for_group()
-    elif plugin is not None and not plugin.extended_api:
-        made = plugin.creator_fn(store, rank, len(ranks), timeout)
-    else:
-        raise ValueError(f"groups of backend {backend!r} for {kind!r}; allowed: gloo, nccl, one registered with torch")
-    if isinstance(made, dist.ProcessGroup):
-        return made
-    group = dist.ProcessGroup(store, rank, len(ranks))
-    group._set_default_backend(known)
-    group._register_backend(torch.device(kind), known, made)
-    return group
 
 
 def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:

@@ -68,10 +68,10 @@ class Flight(Generic[T]):
     _transfer: Transfer[T] | None = None
     _result: T | None = None
     _error: BaseException | None = None
-    _arrived: threading.Event | None = None
 
     def __init__(self, node: Node, lane: Lane) -> None:
         self.node, self.lane = node, lane
+        self._arrived = threading.Event() if lane.background else None  # set by the thread that calls `arrive`
 
     def wait(self) -> T:
         """Wait for the result and return it. Call it only once, since the flight does not keep the result.
@@ -124,8 +124,8 @@ class Flight(Generic[T]):
             return self._arrived.is_set()
         return self._transfer is None or self._transfer.done
 
-    def check(self) -> None:
-        """Wait until the transfer has ended, on a device until it has started. Its result can still be taken.
+    def settle(self) -> None:
+        """Wait until the transfer has ended, on a device what is queued from now on. Its result can still be taken.
 
         Raises:
             LostRankError: As :meth:`wait`.
@@ -134,9 +134,6 @@ class Flight(Generic[T]):
             self._await()
         if self._error is not None:
             self._raise(self._error)
-
-    def order(self) -> None:
-        """Order all later computation on a device after the transfer. Its result can still be taken."""
         if self.lane.stamp is not None and self._transfer is not None:
             self._transfer.receive()
 
@@ -201,10 +198,6 @@ class Flight(Generic[T]):
         else:
             self.departed_at, self.arrived_at = mark.begun if ahead is None else ahead.ended, mark.ended
 
-    def watch(self) -> None:
-        """Expect another thread to call :meth:`depart` and :meth:`arrive`."""
-        self._arrived = threading.Event()
-
     def _fail(self, error: BaseException) -> None:
         self._error = error
         if self._arrived is not None:
@@ -247,7 +240,6 @@ class Lane:
         """Start a transfer after all that were launched before, and return its flight."""
         flight: Flight[T] = Flight(node, self)
         if self.background:
-            flight.watch()
             self._crew.start(self.name)
             self._crew.starting.put((flight, post))
         else:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.transport import devices
-from overlap1f1b.transport import streams as side
 from overlap1f1b.transport.exchange import Exchange, Transfer
-from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
+from overlap1f1b.transport.streams import HostCopy, Mark, copy_by_kernel, side_stream
 
 LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
@@ -38,7 +37,6 @@ class LoopbackExchange(Exchange):
         gbps: Rate of the slowed-down copies, in gigabytes (1e9 bytes) per second; by default they run at full rate. To
             slow down, a GPU copies every chunk out several times, which occupies only the copy engine; a thread sleeps.
         check: Whether to compare the returned rows with the sent rows, on the device; see :meth:`mismatches`.
-        streams: Streams out, back and for counts; by default new ones of the device.
 
     Attributes:
         bytes_sent: Bytes of rows sent since construction.
@@ -49,22 +47,11 @@ class LoopbackExchange(Exchange):
 
     ranks, rank = 1, 0
 
-    def __init__(
-        self,
-        device: torch.device,
-        gbps: float | None = None,
-        *,
-        check: bool = False,
-        streams: tuple[SideStream, SideStream, SideStream] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, gbps: float | None = None, *, check: bool = False) -> None:
         if gbps is not None and not 0 < gbps < math.inf:
             raise ValueError(f"a loopback of {gbps} GB/s; allowed: more than 0")
         self.device, self.gbps, self.check = device, gbps, check
-        self.out, self.back, self.control = streams or (
-            side_stream(device, "out"),
-            side_stream(device, "back"),
-            side_stream(device, "counts"),
-        )
+        self.out, self.back, self.control = (side_stream(device, name) for name in ("out", "back", "counts"))
         queued = devices.of(device) is not None
         self._places = deque(_Place() for _ in range(PLACES if queued else 0))
         self._again = 0.0  # how many more times each chunk is copied out
@@ -152,10 +139,10 @@ class LoopbackExchange(Exchange):
         result = torch.empty_like(source)
         # Kernels copy the counts: the copy engines have rows of other exchanges to copy first.
         if not read:
-            return Transfer(result, source=source, mark=self.control.run(side.copy_by_kernel, result, source))
+            return Transfer(result, source=source, mark=self.control.run(copy_by_kernel, result, source))
         # The route keeps source and result until it has read the copies. After a failure nobody reads them.
-        host = HostCopy.on(self.control, source, result, by_kernel=True, behind=_answer)
-        while self._copies and self._copies[0].ended:
+        host = HostCopy.on(self.control, source, result, by_kernel=True, behind=lambda s, r: copy_by_kernel(r, s))
+        while self._copies and self._copies[0].mark.is_completed():
             self._copies.popleft()
         self._copies.append(host)
         return Transfer(result, source=source, mark=host.mark, host=host)
@@ -212,10 +199,6 @@ class _Span:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _answer(source: Tensor, result: Tensor) -> None:
-    side.copy_by_kernel(result, source)
 
 
 def _arrive(slot: Tensor, place: Tensor) -> None:

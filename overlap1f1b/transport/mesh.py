@@ -241,11 +241,6 @@ class Mesh:
                 f"init_process_group(device_id={bound}) for a model on {str(device)!r}; allowed: the model's device"
             )
 
-    def number(self, pp: int) -> int:
-        """Return the number of a pipeline rank within a group of this rank's pipeline."""
-        mine = self.along("pp")
-        return sorted(mine).index(mine[pp])
-
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
         """Return the values of all ranks along a dimension, in the mesh's order.
 
@@ -308,12 +303,9 @@ class Mesh:
         return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
 
     def agree(self, facts: Mapping[str, object], besides: str = "", *, over: Sequence[Dimension] = DIMENSIONS) -> None:
-        """Compare values by name, over all ranks that have a value of that name.
+        """Compare values by name, over all ranks along ``over`` that have a value of that name.
 
-        Args:
-            facts: Values by their names.
-            besides: Words for the message: what else would be allowed.
-            over: Dimensions along which ranks call this.
+        ``besides`` are words for the message: what else would be allowed.
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.
@@ -397,11 +389,7 @@ class Mesh:
 
     def every(self, value: T) -> dict[int, T]:
         """Return the values of all ranks by their numbers in the default group; all ranks must call this."""
-
-        def union(_: Dimension, tables: list[dict[int, T]]) -> dict[int, T]:
-            return {rank: found for table in tables for rank, found in table.items()}
-
-        return self.combined({self._rank: value}, union)
+        return self.combined({self._rank: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t})
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """Side streams and marks on them: a device's streams and events, or a thread in their place.
 
 On a GPU the thread only queues kernels, and events order a side stream's transfers with these kernels. On a CPU the
-thread itself computes, and a :class:`ThreadStream` replaces the side stream. Only the speed differs, so order, waits
-and lifetimes are tested without a GPU.
+thread itself computes, and a :class:`ThreadStream` replaces the side stream.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -16,17 +16,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.failures import Failures
 
 Job = Callable[..., object]
-Failed = Callable[[], bool]
-"""Function that returns whether another rank has failed, see :class:`~overlap1f1b.transport.watchdog.Watchdog`."""
 
 
 def going_on(device: torch.device) -> Callable[[], bool]:
@@ -57,11 +55,6 @@ def going_on(device: torch.device) -> Callable[[], bool]:
     return goes_on
 
 
-def nobody_failed() -> bool:
-    """Return False, for waits that no other rank can fail."""
-    return False
-
-
 class Mark(Protocol):
     """End of a job on a stream.
 
@@ -80,16 +73,12 @@ class Mark(Protocol):
         """Order all later computation after the mark. On a GPU the thread does not block."""
         ...
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
-        """Block the thread until the mark is reached.
-
-        Args:
-            timeout: Limit of the wait.
-            failed: Asked while the thread waits for a device: what a rank sends that has failed never comes.
+    def synchronize(self, failures: Failures | None = None) -> None:
+        """Block the thread until the mark is reached, for a transfer between ranks that share ``failures``.
 
         Raises:
-            TimeoutError: The mark was not reached within the limit.
-            ConnectionError: Another rank failed meanwhile.
+            TimeoutError: The mark was not reached within their limit.
+            ConnectionError: A watchdog has found a failure of another rank: what it sends never comes.
         """
         ...
 
@@ -106,7 +95,7 @@ class SideStream(Protocol):
 
         It runs after the marks ``after``, or, without any, after everything that the thread has computed so far. The
         caller keeps the tensors until its computation has waited for the mark. So they need no ``record_stream``: they
-        are freed after the mark. :class:`ThreadStream` checks this.
+        are freed after the mark.
         """
         ...
 
@@ -127,16 +116,16 @@ class EventMark:
     def wait(self, timeout: timedelta | None = None) -> None:
         devices.of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def synchronize(self, failures: Failures | None = None) -> None:
         # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        deadline = math.inf if failures is None else time.monotonic() + failures.limit.total_seconds()
         while True:
             done = self.ended.event.query()
-            if failed():  # asked last: a transfer that was aborted has ended, too
+            if failures is not None and failures.lost:  # asked last: a transfer that was aborted has ended, too
                 raise ConnectionError("another rank failed")
             if done:
                 return
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise TimeoutError("no answer")
             time.sleep(0)
 
@@ -190,10 +179,10 @@ class ThreadMark:
         self.ended, self.error = time.perf_counter(), error
         self._reached.set()
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        self.synchronize(timeout)
+    def synchronize(self, failures: Failures | None = None) -> None:
+        self.wait(None if failures is None else failures.limit)
 
-    def synchronize(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         if not self._reached.wait(None if timeout is None else timeout.total_seconds()):
             raise TimeoutError("no answer")
         if self.error is not None:
@@ -201,21 +190,6 @@ class ThreadMark:
 
     def is_completed(self) -> bool:
         return self._reached.is_set()
-
-
-class _Borrowed:
-    """A weak reference to a tensor's memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._memory = StorageWeakRef(tensor.untyped_storage())
-        self._dtype, self._place = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def tensor(self) -> Tensor:
-        """Return the tensor, whose memory must not have been freed."""
-        memory = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
-        if memory is None:
-            raise AssertionError("a tensor was freed before the stream had used it")
-        return torch.empty(0, dtype=self._dtype).set_(memory, *self._place)
 
 
 class InlineStream(SideStream):
@@ -229,23 +203,15 @@ class InlineStream(SideStream):
         return mark
 
 
-_Entry = tuple[ThreadMark, Job, list[_Borrowed], tuple[Mark, ...]]
+_Entry = tuple[ThreadMark, Job, tuple[Tensor, ...], Sequence[Mark]]
 
 
 class ThreadStream(SideStream):
-    """A thread in place of a device's stream.
+    """A thread in place of a device's stream."""
 
-    Like that stream, it does not keep its jobs' tensors alive. If they are freed before the job runs, waiting for the
-    job raises an error; a GPU would read reused memory.
-
-    Args:
-        name: Name of the thread.
-        delay: Function that returns seconds to sleep before each job, for tests.
-    """
-
-    def __init__(self, name: str = "stream", delay: Callable[[], float] | None = None) -> None:
+    def __init__(self, name: str = "stream") -> None:
         self._jobs: SimpleQueue[_Entry | None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._jobs, delay), name=f"overlap1f1b-{name}", daemon=True)
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=f"overlap1f1b-{name}", daemon=True)
         self.close = weakref.finalize(self, self._jobs.put, None)
         """End the thread."""
         thread.start()
@@ -253,19 +219,16 @@ class ThreadStream(SideStream):
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
         # On a CPU the thread has finished its computation so far: without marks there is nothing to wait for.
         mark = ThreadMark()
-        self._jobs.put((mark, job, [_Borrowed(tensor) for tensor in tensors], tuple(after or ())))
+        self._jobs.put((mark, job, tensors, after or ()))
         return mark
 
 
-def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -> None:
+def _work(jobs: SimpleQueue[_Entry | None]) -> None:
     while (entry := jobs.get()) is not None:
-        mark, job, held, after = entry
+        mark, job, tensors, after = entry
         try:
             for earlier in after:
                 earlier.synchronize()
-            if delay is not None:
-                time.sleep(delay())
-            tensors = [borrowed.tensor() for borrowed in held]
             mark.begun = time.perf_counter()
             with torch.no_grad():
                 job(*tensors)
@@ -273,7 +236,7 @@ def _work(jobs: SimpleQueue[_Entry | None], delay: Callable[[], float] | None) -
             mark.reach()
         except BaseException as error:  # raised in the thread that waits
             mark.reach(error)
-        del entry, mark, job, held, after
+        del entry, mark, job, after
 
 
 def copy_by_kernel(target: Tensor, source: Tensor) -> None:
@@ -281,16 +244,16 @@ def copy_by_kernel(target: Tensor, source: Tensor) -> None:
     torch.add(source, 0, out=target)
 
 
-class HostCopy:
+class HostCopy(NamedTuple):
     """Small tensors on their way to the host, to be read later.
 
     Args:
         tensors: Tensors in host memory.
-        mark: End of the copy; None if it has ended.
+        mark: End of the copy.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], mark: Mark | None = None) -> None:
-        self.tensors, self.mark = tensors, mark
+    tensors: Sequence[Tensor]
+    mark: Mark
 
     @classmethod
     def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:
@@ -316,15 +279,9 @@ class HostCopy:
 
         return cls(host, stream.run(copy, *tensors))
 
-    @property
-    def ended(self) -> bool:
-        """Whether the copy has ended."""
-        return self.mark is None or self.mark.is_completed()
-
-    def read(self, timeout: timedelta | None = None, failed: Failed = nobody_failed) -> Sequence[Tensor]:
+    def read(self, failures: Failures | None = None) -> Sequence[Tensor]:
         """Wait for the copy as :meth:`Mark.synchronize` does, and return the tensors."""
-        if self.mark is not None:
-            self.mark.synchronize(timeout, failed)
+        self.mark.synchronize(failures)
         return self.tensors
 
 

@@ -61,8 +61,8 @@ class Forward:
         mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
 
     Attributes:
-        part: Runs a part of the function, given with its arguments, that can be computed again by itself; None if
-            nothing is computed again.
+        part: Runs what the function computes between two exchanges, given with its arguments: an engine may drop its
+            activations and call it again before its backward. None if nothing is computed again.
         again: Returns the context of a checkpoint: of the first forward of a part of the function, given with its
             arguments and the contexts of its first and its second forward. None if checkpoints run as they are.
         bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
@@ -82,8 +82,8 @@ class Forward:
         self.function, self.name, self.device, self.mode = function, name, device, mode
         self.part: Callable[..., Any] | None = None
         self.again: Callable[..., AbstractContextManager[Any]] | None = None
-        self.bring: Callable[..., tuple[Any, ...]] = _at_once
-        self.hides: Callable[..., bool] = _never
+        self.bring: Callable[..., tuple[Any, ...]] = lambda exchange, own=False: exchange()
+        self.hides: Callable[..., bool] = lambda *_: False
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange
@@ -180,24 +180,6 @@ class Forward:
         finally:  # the function's own context managers must find their state, also when it is stopped
             self._with(inside).restore(self._outside, self.name)
         return self._take()
-
-
-def _never(*_: object) -> bool:
-    return False
-
-
-def _at_once(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
-    return exchange()
-
-
-def run_part(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return ``function(rows)``: all that a forward computes between two exchanges.
-
-    An engine may drop its activations and call it again before its backward.
-    """
-    forward = Forward.running()
-    result: Tensor = function(rows) if forward is None or forward.part is None else forward.part(function, (rows,))
-    return result
 
 
 def computed_once(function: Callable[[], Tensor]) -> Tensor:

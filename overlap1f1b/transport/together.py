@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from overlap1f1b.transport.failures import LostRankError, headline
-from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
+from overlap1f1b.transport.mesh import Mesh
 
 T = TypeVar("T")
 
 
 class _Outcome(NamedTuple):
-    """Result of one rank's work, or the error that it ended with."""
+    """Result of one rank's work, or the error that it ended with: a LostRankError if it was interrupted."""
 
     value: Any = None
     error: type[Exception] | None = None
     text: str = ""
-    interrupted: bool = False
 
 
 class Together:
@@ -40,7 +38,7 @@ class Together:
     def __init__(self, mesh: Mesh, failed: str) -> None:
         self.mesh, self.failed = mesh, failed
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.size = math.prod(mesh.size(dimension) for dimension in DIMENSIONS)
+        self.size = len(mesh.labels)
         if self.size != world:
             raise ValueError(
                 f"{failed}: the engine's mesh has {self.size} of {world} ranks; allowed: a mesh of all ranks"
@@ -69,14 +67,14 @@ class Together:
             cause = caught
             outcome = self._failure(caught, error, every=every)
         try:
-            outcomes = self._exchanged(outcome)
+            ranks = self.mesh.every(outcome)
+        except LostRankError as lost:
+            raise LostRankError(f"{self.failed}: {lost}") from lost
         finally:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause  # an interrupt, whether or not the others have heard of it
-        for other in outcomes:
-            if other.interrupted:
-                raise LostRankError(other.text)
-        for other in outcomes:
+        outcomes = [ranks[rank] for rank in sorted(ranks)]
+        for other in sorted(outcomes, key=lambda one: one.error is not LostRankError):
             if other.error is not None:
                 raise other.error(other.text) from cause
         return [other.value for other in outcomes]
@@ -84,15 +82,8 @@ class Together:
     def _failure(self, error: BaseException, otherwise: type[Exception], *, every: bool) -> _Outcome:
         rank = f"{self.mesh.label}: " if self.size > 1 else ""
         if not isinstance(error, Exception):
-            return _Outcome(text=f"{self.failed}: {self.mesh.label} was interrupted", interrupted=True)
+            return _Outcome(error=LostRankError, text=f"{self.failed}: {self.mesh.label} was interrupted")
         if isinstance(error, ValueError):  # its text needs no type, and no rank if only the first rank works
             return _Outcome(error=ValueError, text=(rank if every else "") + str(error))
         kind = OSError if isinstance(error, OSError) else otherwise
         return _Outcome(error=kind, text=f"{self.failed}: {rank}{headline(error)}")
-
-    def _exchanged(self, mine: _Outcome) -> list[_Outcome]:
-        try:
-            every = self.mesh.every(mine)
-        except LostRankError as error:
-            raise LostRankError(f"{self.failed}: {error}") from error
-        return [every[rank] for rank in sorted(every)]

@@ -28,8 +28,7 @@ class Entry(NamedTuple):
     lazy, and where they are eager.
 
     By itself: ``node`` (name) and ``free`` (memory) are notes, ``host`` (name, accesses) an access to host memory. It
-    blocks in ``block`` (event), ``sync``, ``create`` (communicator, number of ranks), ``meet`` (key, number of ranks)
-    and ``take`` (key), which another host has ``put`` (key).
+    blocks in ``block`` (event), ``sync``, ``create`` (communicator, number of ranks), ``meet`` (key, number of ranks).
     """
 
     kind: str
@@ -85,11 +84,7 @@ class Play:
         self.setting = setting or Setting()
         self.devices = [_Device(log) for log in logs]
         self.started: dict[Hashable, set[int]] = defaultdict(set)  # ranks that have started an operation
-        self.complete: set[Hashable] = set()
         self.met: dict[Hashable, set[int]] = defaultdict(set)  # ranks whose hosts have come
-        self.put: set[Hashable] = set()
-        self.order: list[tuple[int, Entry]] = []
-        """Operations of devices in the order in which they ended here."""
 
     def run(self) -> list[Stuck]:
         """Play to the end; return the ranks that never end."""
@@ -144,10 +139,6 @@ class Play:
             key, ranks = args
             self.met[kind, key].add(rank)
             return "" if len(self.met[kind, key]) == ranks else f"others, to {kind} {key}"
-        elif kind == "put":
-            self.put.add(args[0])
-        elif kind == "take":
-            return "" if args[0] in self.put else f"another host: {args[0]}"
         return ""
 
     def _streams(self, rank: int, device: _Device) -> bool:
@@ -178,7 +169,6 @@ class Play:
                             del held[key]
         elif kind == "record":
             device.done.add(args[1])
-        self.order.append((rank, entry))
         return True
 
 

@@ -45,14 +45,15 @@ def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:
 def _made_once(rank: int, size: int) -> None:
     layout = Layout(4, 2)
     world, found, budgets = World(layout.size), dict[int, Any](), defaultdict[int, dict[str, int]](dict)
-    on_device = groups._on_device
+    on_device = groups.Groups._on_device
 
-    def noting(backend: str, kind: str, store: Any, rank: int, ranks: Any, name: str, limit: Any, ctas: Any) -> Any:
+    def noting(self: groups.Groups, store: Any, rank: int, ranks: Any, name: str, ctas: Any) -> Any:
         budgets[here().number][name] = ctas
-        assert limit.total_seconds() == 30
-        return on_device(backend, kind, store, rank, ranks, name, limit, ctas)
+        assert self.timeout is not None
+        assert self.timeout.total_seconds() == 30
+        return on_device(self, store, rank, ranks, name, ctas)
 
-    with patch.object(groups, "_on_device", noting):
+    with patch.object(groups.Groups, "_on_device", noting):
         world.run(_made, layout, found)
     for number in range(layout.size):
         made, stepped = found[number]

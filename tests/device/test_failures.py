@@ -26,8 +26,8 @@ from tests.ranks import Ranks
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
 MEASURED = "the measured step"
 PHASES = {"the construction": None, "the first step": 0, MEASURED: 3, "a planned step": 2}
-"""Number of the step. On a device the fourth is measured; the others have costs: no transfer is announced."""
-SOON = {"watchdog.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
+"""Number of the step. On a device the fourth is measured; the others have costs."""
+SOON = {"communicators.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
 
 
 class Failing(nn.Module):

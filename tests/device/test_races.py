@@ -223,7 +223,6 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
             [(standin.StandInGroup, "allreduce", _unwaited_work(standin.StandInGroup.allreduce))],
         ),
         "early rows have memory of their own": (both, [(DeviceStream, "empty", _unready)]),
-        "a dispatch waits for its counts": (both, [(EventMark, "synchronize", lambda self, *limits: None)]),
         "the way back waits for the way out": ("loopback", [(Event, "wait", lambda self, stream=None: None)]),
         "a place is filled when it is free": ("loopback", [(loopback, "_Place", _not_free)]),
         "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),

@@ -98,12 +98,6 @@ def test_device_graphs(alone: Ranks, name: str, pp: int, ep: int) -> None:
     assert alone.run(_replays, name, pp, ep) == [[]]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "dualpipev", AUTO])
-def test_three_stages(alone: Ranks, name: str) -> None:
-    assert alone.run(_plays, name, 3, 1) == [[]]
-
-
 class _Several(nn.Module):
     """Passes on numbers that NCCL has no dtype for; the gradient of one is complex, too."""
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import NodeCosts, Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Expected, Transfer, build_exchange
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Transfer, build_exchange
 from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import make
@@ -204,11 +204,11 @@ class Delayed:
         self._pause()
         return self.real.counts(*args)
 
-    def expect_rows(self, *args: Any) -> Expected | None:
+    def expect_rows(self, *args: Any) -> Transfer[Tensor] | None:
         self._pause()
         return self.real.expect_rows(*args)
 
-    def expect_counts(self, *args: Any) -> Expected | None:
+    def expect_counts(self, *args: Any) -> Transfer[Tensor] | None:
         return self.real.expect_counts(*args)
 
 

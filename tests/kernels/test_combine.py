@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
-from overlap1f1b.kernels.permute import Layout, layout_of
+from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
 from tests.kernels.against import CASES, DEVICE, DTYPES, check, choose, draw
 
@@ -78,7 +78,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
     """The gradients of rows as their sums, and those of weights with all their bits."""
     triton = Kernels("triton")
     for wide in DTYPES:
-        slots, layout = gaps(T, K, E), Layout.of(H, K, dtype, wide)
+        slots, layout = gaps(T, K, E), Layout.of(torch.empty(0, H, dtype=dtype), torch.empty(0, K, dtype=wide))
         rows, weights = draw(len(slots.order), H, dtype=dtype), draw(len(slots.order), dtype=wide)
         packed = triton(pack_grads, rows, weights, slots.inverse, layout)
         of_rows, *carried = layout.opened(packed)
@@ -87,7 +87,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
         assert all(map(torch.equal, carried, layout.opened(twin)[1:]))
         ranks = 2 if E % 2 == 0 else 1
         order, spots, inverse, _ = place_rows(choose(T, K, E), E, ranks)
-        layout = layout_of(rows, torch.empty(0, K, dtype=wide))
+        layout = Layout.of(rows, torch.empty(0, K, dtype=wide))
         packed = draw(len(order), layout.width, dtype=dtype)
         found, back = triton(open_grads, packed, inverse, spots, layout)
         assert torch.equal(found, triton(sum_rows, packed[:, :H], inverse, K))

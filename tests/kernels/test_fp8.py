@@ -11,7 +11,7 @@ from overlap1f1b.kernels.fp8 import dequantized, narrow_rows, quantize_rows, wid
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, grouped_mm
 from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.plan import row_bytes
-from tests.kernels.against import DEVICE, DTYPES, SHAPES, draw
+from tests.kernels.against import CASES, DEVICE, DTYPES, draw
 
 TORCH = Kernels("torch")
 ROUNDED = 2.0**-4
@@ -110,7 +110,10 @@ def test_a_weight_that_was_kept_and_has_changed_is_quantized_anew() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
 @pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32, torch.float64])
 def test_sent_rows_carry_their_scale_and_all_else_as_it_is(dtype: torch.dtype, wide: torch.dtype) -> None:
-    layout, narrow = (Layout.of(32, 3, dtype, wide, scaled=scaled) for scaled in (False, True))
+    layout, narrow = (
+        Layout.of(torch.empty(0, 32, dtype=dtype), torch.empty(0, 3, dtype=wide), scaled=scaled)
+        for scaled in (False, True)
+    )
     assert narrow.width * dtype.itemsize == row_bytes(32, 3, dtype.itemsize, wide.itemsize, eight=True)
     packed = torch.zeros(7, layout.width, dtype=dtype)
     rows, weights, chosen = layout.opened(packed)
@@ -127,8 +130,7 @@ def test_sent_rows_carry_their_scale_and_all_else_as_it_is(dtype: torch.dtype, w
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "K", "E", "H"), SHAPES)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
 def test_triton_quantizes_to_the_same_numbers(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
     for rows in (draw(T, 2 * H, dtype=dtype)[:, :H], draw(K, H, E, dtype=dtype).mT, draw(K, E, H, dtype=dtype) * 1e-30):
         found, expected = Kernels("triton")(quantize_rows, rows), quantize_rows(rows)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.permute import Layout, expand_rows, layout_of, pack_rows, spread_rows, take_rows
+from overlap1f1b.kernels.permute import Layout, expand_rows, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.plan import row_bytes
 from tests.kernels.against import CASES, DEVICE, DTYPES, check, choose, draw
@@ -20,7 +20,7 @@ def test_against_loops(T: int, K: int, E: int, ranks: int, H: int, room: int | N
     indices, tokens, weights = torch.rand(T, E).argsort(-1)[:, :K], torch.randn(T, H), torch.rand(T, K)
     local = E // ranks
     order, spots, _, _ = place_rows(indices, E, ranks, room, 1000)
-    layout = layout_of(tokens, weights)
+    layout = Layout.of(tokens, weights)
     packed = pack_rows(tokens, indices, weights, order, spots, local, layout)
     rows, factors, chosen = layout.opened(packed)
     for row, token in enumerate(order.tolist()):
@@ -43,7 +43,7 @@ def test_a_weight_is_carried_with_all_its_bits(hidden: int, dtype: torch.dtype, 
     indices = torch.tensor([[0, 3], [2, 1], [3, 2], [1, 0], [0, 1]])
     tokens, weights = torch.randn(5, hidden).to(dtype), torch.rand(5, 2).to(wide)
     for order, spots, ranks in ((None, None, 1), (*place_rows(indices, 4, 2)[:2], 2)):
-        layout = layout_of(tokens, weights)
+        layout = Layout.of(tokens, weights)
         packed = pack_rows(tokens, indices, weights, order, spots, 4 // ranks, layout)
         assert packed.dtype == dtype
         assert packed.shape[1] * dtype.itemsize == row_bytes(hidden, 2, dtype.itemsize, wide.itemsize)
@@ -66,7 +66,7 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
         for room in (None, 2 * T // 3 + 1, 0):
             ranks = 2 if E % 2 == 0 else 1
             order, spots, *_ = place_rows(indices, E, ranks, room, T * K // 2)
-            layout = layout_of(tokens, weights)
+            layout = Layout.of(tokens, weights)
             for places in ((order, spots), (None, None)) if ranks == 1 and room is None else ((order, spots),):
                 args = tokens, indices, weights, *places, E // ranks, layout
                 packed = Kernels("triton")(pack_rows, *args)
@@ -79,12 +79,6 @@ def test_packed_by_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) ->
                 found, wanted = Kernels("triton")(expand_rows, *args), expand_rows(*args)
                 assert all(map(torch.equal, found, wanted))
                 check(spread_rows, layout.opened(packed)[0], *slots[:2], layout.choices, more > 0, exact=True)
-
-
-def test_a_layout_of_no_choice() -> None:
-    """Padding lies between the experts' numbers and the weights."""
-    layout = Layout.of(5, 2, torch.float32, torch.bfloat16)
-    assert [tuple(part.shape) for part in layout.opened(torch.empty(0, layout.width))] == [(0, 5), (0, 2), (0, 4)]
 
 
 def test_minus_one_is_a_row_of_zeros() -> None:

@@ -101,7 +101,6 @@ def test_the_same_expert_twice_counts_twice(rank: int, size: int) -> list[bool]:
         ({"experts": 0}, "experts=0; allowed: 1 or more"),
         ({"hidden": 1.5}, "hidden=1.5; allowed: a whole number, 1 or more"),
         ({"intermediate": None}, "intermediate=None; allowed: a whole number, 1 or more"),
-        ({"kernels": "torch"}, "kernels='torch'; allowed: Kernels or None"),
     ],
 )
 def test_what_experts_are_not_made_of(options: dict[str, Any], message: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe import GroupedExperts, MoE, RouterConfig, SwiGLU
+from overlap1f1b.moe import MoE, RouterConfig
 
 H, I, E, K = 6, 5, 7, 3  # noqa: E741  the letters of the legend
 
@@ -89,18 +89,3 @@ def test_experts_are_called_once_before_the_shared_expert() -> None:
     y = moe(x)
     assert calls == ["experts", "shared"]
     assert torch.equal(y, 2 * x + moe.shared(x.view(10, H)).view(2, 5, H))  # type: ignore[misc]
-
-
-def test_swiglu_is_that_of_the_loop() -> None:
-    torch.manual_seed(0)
-    mlp = SwiGLU(H, 7, dtype=torch.float64)
-    x = torch.randn(3, 2, H, dtype=torch.float64)
-    want = torch.stack([swiglu(token, mlp.gate_up.weight, mlp.down.weight) for token in x.view(-1, H)]).view(x.shape)
-    torch.testing.assert_close(mlp(x), want, rtol=1e-13, atol=1e-15)
-
-
-def test_parameter_names() -> None:
-    assert isinstance(make().experts, GroupedExperts)
-    names = ["router.gate.weight", "experts.gate_up", "experts.down"]
-    assert [name for name, _ in make().named_parameters()] == names
-    assert [name for name, _ in make(3).named_parameters()] == [*names, "shared.gate_up.weight", "shared.down.weight"]

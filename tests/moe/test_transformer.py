@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.moe import MoEConfig, MoETransformer, Router
-from overlap1f1b.moe.transformer import Attention, Block, Rotary
+from overlap1f1b.moe import MoEConfig, MoETransformer, Router, transformer
+from overlap1f1b.moe.transformer import Attention, Block
 from tests.ranks import Ranks
 
 SMALL = MoEConfig(
@@ -50,21 +50,21 @@ def turned(x: list[float], position: int, theta: float) -> list[float]:
     return [z.real for z in pairs] + [z.imag for z in pairs]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(1, 1, 2), (3, 3, 4), (4, 2, 6), (3, 1, 2)])
-def test_attention_is_that_of_the_loops(heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 4)])
+def test_attention_is_that_of_the_loops(monkeypatch: pytest.MonkeyPatch, heads: int, size: int) -> None:
     B, S, H = 2, 5, heads * size
-    config = replace(SMALL, hidden=H, heads=heads, kv_heads=kv_heads, rope_theta=50.0)
+    monkeypatch.setattr(transformer, "THETA", 50.0)
+    config = replace(SMALL, hidden=H, heads=heads)
     torch.manual_seed(0)
     attention = Attention(config, dtype=torch.float64)
     x = torch.randn(B, S, H, dtype=torch.float64)
-    parts = attention.qkv.weight.view(heads + 2 * kv_heads, size, H)
+    parts = attention.qkv.weight.view(3 * heads, size, H)
     want = torch.zeros(B, S, H, dtype=torch.float64)
     for b in range(B):
         for n in range(heads):
-            group = n * kv_heads // heads
             q = [turned((parts[n] @ x[b, s]).tolist(), s, 50.0) for s in range(S)]
-            k = [turned((parts[heads + group] @ x[b, s]).tolist(), s, 50.0) for s in range(S)]
-            v = [parts[heads + kv_heads + group] @ x[b, s] for s in range(S)]
+            k = [turned((parts[heads + n] @ x[b, s]).tolist(), s, 50.0) for s in range(S)]
+            v = [parts[2 * heads + n] @ x[b, s] for s in range(S)]
             for s in range(S):
                 score = [sum(i * j for i, j in zip(q[s], k[t], strict=True)) / math.sqrt(size) for t in range(s + 1)]
                 total = sum(map(math.exp, score))
@@ -83,16 +83,15 @@ def test_a_block_normalises_before_each_part() -> None:
             block.mlp_norm.weight.uniform_(0.5, 2)
 
         def norm(t: Tensor, layer: nn.RMSNorm) -> Tensor:
-            return t / (t.square().mean(-1, keepdim=True) + SMALL.rms_eps).sqrt() * layer.weight
+            return t / (t.square().mean(-1, keepdim=True) + transformer.EPSILON).sqrt() * layer.weight
 
         middle = x + block.attention(norm(x, block.attention_norm))
         want = middle + block.mlp(norm(middle, block.mlp_norm))
         torch.testing.assert_close(block(x), want, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("kv_heads", [None, 1])
-def test_a_token_changes_its_own_and_later_logits_only(kv_heads: int | None) -> None:
-    model = MoETransformer(replace(SMALL, kv_heads=kv_heads), dtype=torch.float64).eval()
+def test_a_token_changes_its_own_and_later_logits_only() -> None:
+    model = MoETransformer(SMALL, dtype=torch.float64).eval()
     before = model(tokens())
     assert before.shape == (2, 9, SMALL.vocabulary)
     for position in (0, 4, 8):
@@ -101,21 +100,6 @@ def test_a_token_changes_its_own_and_later_logits_only(kv_heads: int | None) -> 
         changed = (model(other) - before).abs().amax(-1) > 1e-12
         assert changed[0].tolist() == [s >= position for s in range(9)]
         assert not changed[1].any()
-
-
-def test_positions_matter() -> None:
-    model = MoETransformer(replace(SMALL, layers=1, dense_layers=0), dtype=torch.float64).eval()
-    swapped = tokens()[:, [1, 0, *range(2, 9)]]  # one layer without positions could not tell
-    assert (model(swapped) - model(tokens()))[:, -1].abs().max() > 1e-9
-
-
-def test_a_forward_is_the_chain_of_its_children() -> None:
-    model = MoETransformer(SMALL).eval()
-    assert [name for name, _ in model.named_children()] == ["embedding", "layer0", "layer1", "head"]
-    x = tokens()
-    for child in model:
-        x = child(x)
-    assert torch.equal(x, model(tokens()))
 
 
 def test_a_slice_is_a_stage_with_the_same_names() -> None:
@@ -133,18 +117,6 @@ def test_shorter_sequences_and_no_sequences() -> None:
     assert model(tokens()[:0]).shape == (0, 9, SMALL.vocabulary)
     with pytest.raises(ValueError, match=r"^10 positions in a model with sequence=9; allowed: 1 to 9$"):
         model(tokens(sequence=10))
-
-
-def test_dropout_acts_on_the_residual_in_training_only() -> None:
-    model = MoETransformer(replace(SMALL, dropout=0.5))
-    assert not torch.equal(model(tokens()), model(tokens()))
-    model.eval()
-    assert torch.equal(model(tokens()), model(tokens()))
-    block = model.layer1.train()
-    x = torch.randn(4, 9, SMALL.hidden)
-    block.mlp.forward = torch.zeros_like  # type: ignore[union-attr, method-assign]
-    unchanged = (block(x) == x).float().mean().item()
-    assert 0.4 < unchanged < 0.6  # 0.5 of 432 elements, 3 deviations are 0.07
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -177,16 +149,6 @@ def test_bfloat16_is_close_to_float32() -> None:
 
 
 # Rotary positions.
-
-
-def test_products_of_turned_heads_depend_on_the_distance_alone() -> None:
-    rotary = Rotary(40, 6, 100.0, dtype=torch.float64)
-    q, k = torch.randn(2, 1, 1, 1, 6, dtype=torch.float64).expand(2, 1, 1, 40, 6)
-    products = (rotary(q) @ rotary(k).mT)[0, 0]
-    for distance in (0, 1, 7):
-        diagonal = products.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-11, atol=1e-13)
-    assert (products.diagonal(1)[0] - products.diagonal(7)[0]).abs() > 1e-3
 
 
 def test_the_table_is_not_rounded_with_the_model_and_in_no_checkpoint() -> None:
@@ -236,15 +198,6 @@ def test_a_seed_gives_one_model() -> None:
     assert not states_equal(a, MoETransformer(SMALL, seed=6))
     narrow = MoETransformer(SMALL, seed=5, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(value.to(narrow[name].dtype), narrow[name]) for name, value in a.state_dict().items())
-
-
-def test_without_a_seed_torchs_generator_decides() -> None:
-    torch.manual_seed(1)
-    a = MoETransformer(SMALL, seed=None)
-    b = MoETransformer(SMALL, seed=None)
-    torch.manual_seed(1)
-    assert states_equal(a, MoETransformer(SMALL, seed=None))
-    assert not states_equal(a, b)
 
 
 def test_a_model_made_without_memory_is_complete_after_reset() -> None:
@@ -307,20 +260,12 @@ def test_experts_that_cannot_be_divided(ranks2: Ranks) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary": 0}, "vocabulary=0; allowed: 1 and more"),
-        ({"layers": 0}, "layers=0; allowed: 1 and more"),
-        ({"sequence": -1}, "sequence=-1; allowed: 1 and more"),
-        ({"intermediate": 0}, "intermediate=0; allowed: 1 and more"),
-        ({"dense_intermediate": 0}, "dense_intermediate=0; allowed: 1 and more"),
-        ({"shared_intermediate": -1}, "shared_intermediate=-1; allowed: 0 and more"),
+        ({"vocabulary": 0}, "vocabulary=0; allowed: 1 or more"),
+        ({"sequence": -1}, "sequence=-1; allowed: 1 or more"),
+        ({"dense_intermediate": 1.5}, "dense_intermediate=1.5; allowed: a whole number, 1 or more"),
+        ({"shared_intermediate": -1}, "shared_intermediate=-1; allowed: 0 or more"),
         ({"hidden": 12, "heads": 4}, "hidden=12 with heads=4; allowed: multiples of 8"),
-        ({"heads": 4, "kv_heads": 3}, "kv_heads=3 with heads=4; allowed: 1, 2, 4"),
-        ({"heads": 4, "kv_heads": 0}, "kv_heads=0 with heads=4; allowed: 1, 2, 4"),
         ({"dense_layers": 5}, "dense_layers=5 of 4 layers; allowed: 0 to 4"),
-        ({"dropout": 1.0}, "dropout=1.0; allowed: 0 to less than 1"),
-        ({"rope_theta": 0.0}, "rope_theta=0.0; allowed: more than 0"),
-        ({"rms_eps": 0.0}, "rms_eps=0.0; allowed: more than 0"),
-        ({"experts": 4, "top_k": 5}, "top_k=5 of 4 experts; allowed: 1 to 4"),
         ({"groups": 3}, "8 experts cannot be divided into groups=3; allowed: 1, 2, 4, 8"),
     ],
 )

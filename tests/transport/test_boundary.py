@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.plan import NodeCosts, Op
+from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.transport.boundary import Spec, decode, encode, specs_of
+from overlap1f1b.transport.boundary import Spec, encode, specs_of
 from tests.ranks import Ranks
 
 H = 6
@@ -23,8 +24,8 @@ def test_headers_carry_what_tensors_look_like() -> None:
     tensors = (torch.zeros(2, 3), torch.zeros((), dtype=torch.int64), torch.zeros(0, 5, 1, dtype=torch.bfloat16))
     specs = specs_of(tensors, (True, False, True))
     assert specs[1] == Spec(torch.int64, False, ())
-    assert decode(encode(specs)) == specs
-    assert decode(encode(())) == ()
+    assert pickle.loads(encode(specs).numpy().tobytes()) == specs
+    assert pickle.loads(encode(()).numpy().tobytes()) == ()
     with pytest.raises(ValueError, match="17 tensors between stages; allowed: up to 16"):
         specs_of([torch.zeros(1)] * 17, [False] * 17)
     with pytest.raises(ValueError, match="9 dimensions between stages; allowed: up to 8"):
@@ -123,24 +124,6 @@ def _streams(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipev"])
 def test_several_tensors_of_changing_sizes(ranks2: Ranks, name: str, dynamic: bool) -> None:
     assert ranks2.run(_streams, name, dynamic) == [[], []]
-
-
-def _measured(rank: int, size: int) -> list[tuple[Any, ...]]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    program = build_schedule("zb_v", ranks=size, microbatches=3)
-    engine = Engine(build(), program, mesh=mesh, loss_fn=lambda loss: loss, options=EngineOptions(timeout=20))
-    for _ in range(3):
-        engine.step(list(batch([3, 4, 1], 0)), target=[()] * 3)
-    assert engine.costs is not None
-    return sorted(((key[1:3], cost) for key, cost in engine.costs.by_node.items() if key[0] is Op.SEND), key=str)
-
-
-def test_transfers_are_measured_where_they_arrive(ranks2: Ranks) -> None:
-    here, there = ranks2.run(_measured)
-    assert here == there
-    # Of a V over two ranks stages 1 and 2 lie on one: nothing travels between them.
-    assert [place for place, _ in here] == [(Kind.F, 0), (Kind.F, 2), (Kind.I, 1), (Kind.I, 3)]
-    assert all(cost > 0 for _, cost in here)
 
 
 def _resized(rank: int, size: int) -> str:

@@ -18,7 +18,6 @@ from overlap1f1b.transport.exchange import (
     build_exchange,
     own_exchange,
 )
-from overlap1f1b.transport.streams import ThreadStream
 from tests.ranks import Ranks
 
 H = 3
@@ -37,20 +36,16 @@ def part(source: int, to: int, rows: int, tag: int) -> torch.Tensor:
 def build(kind: str) -> Exchange:
     group = dist.group.WORLD
     assert group is not None
-    other = dist.new_group()
-    return {
-        "shared": lambda: build_exchange(group),
-        "own": lambda: own_exchange(group),
-        "collective": lambda: CollectiveExchange(group, other),
-        "streams": lambda: CollectiveExchange(group, other, (ThreadStream("rows"), ThreadStream("counts"))),
-    }[kind]()
+    if kind == "collective":
+        return CollectiveExchange(group, dist.new_group())
+    return build_exchange(group) if kind == "shared" else own_exchange(group)
 
 
 def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
     """Three exchanges of rows and of counts in flight together."""
     exchange = build(kind)
     assert (exchange.rank, exchange.ranks) == (rank, size)
-    assert isinstance(exchange, CollectiveExchange if kind in ("collective", "streams") else PeerExchange)
+    assert isinstance(exchange, CollectiveExchange if kind == "collective" else PeerExchange)
     flying, right = [], []
     for tag in range(3):
         table = sizes(size, tag)
@@ -59,7 +54,7 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
         counts = torch.arange(2 * size) + 100 * rank + 10_000 * tag
         ahead = exchange.expect_rows(source, receive, tag) if announced else None
         control = exchange.expect_counts(counts, 100 + tag) if announced else None
-        assert (ahead is not None) == (control is not None) == (announced and kind not in ("collective", "streams"))
+        assert (ahead is not None) == (control is not None) == (announced and kind != "collective")
         flying.append((exchange.counts(counts, 100 + tag, control), exchange.rows(source, send, receive, tag, ahead)))
         leaving = source[: sum(send) - send[rank]].nbytes
         assert (flying[-1][0].sent, flying[-1][1].sent) == (counts[2:].nbytes, leaving)
@@ -74,7 +69,7 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
 
 @pytest.mark.parametrize(
     ("kind", "announced"),
-    [("shared", False), ("shared", True), ("own", False), ("own", True), ("collective", False), ("streams", False)],
+    [("shared", False), ("shared", True), ("own", False), ("own", True), ("collective", False)],
 )
 def test_two_ranks(ranks2: Ranks, kind: str, announced: bool) -> None:
     assert ranks2.run(exchanged, kind, announced) == [[True] * 6] * 2
@@ -123,7 +118,7 @@ class Lost(dist.ProcessGroup):
 def _lost(rank: int, size: int) -> str:
     group, source = Lost(rank, size), torch.ones(size, H)
     try:
-        CollectiveExchange(group, group).rows(source, [1] * size, [1] * size)
+        CollectiveExchange(group, group).rows(source, [1] * size, [1] * size).finish()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

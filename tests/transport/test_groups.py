@@ -60,9 +60,8 @@ def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[s
     engine.step(data[0], target=data[1])
     assert isinstance(engine.exchange, PeerExchange)
     assert engine.exchange.background
-    assert engine.boundary.announced is False
     assert isinstance(next(m for m in model.modules() if hasattr(m, "exchange")).exchange, PeerExchange)
-    return [dist.get_backend(), backend_of(None), backend_of(group), backend_of(engine.exchange.up)]
+    return [dist.get_backend(), backend_of(None), backend_of(group), backend_of(engine.exchange._groups[0])]
 
 
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from overlap1f1b.transport import devices, loopback
+from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.loopback import LoopbackExchange
-from overlap1f1b.transport.streams import InlineStream, ThreadStream
+from overlap1f1b.transport.streams import InlineStream
+from tests import lagging
 
 CPU = torch.device("cpu")
 
@@ -31,13 +34,14 @@ def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: to
     """Several exchanges in flight, more than places: whole on streams that lag behind each other, or in chunks."""
     monkeypatch.setattr(loopback, "LEAST_BYTES", 64)
     noise = random.Random(1)
-    lagging = [ThreadStream(name, delay=lambda: noise.random() * 5e-4) for name in ("out", "back", "control")]
-    out, back, control = [InlineStream(), InlineStream(), InlineStream()] if chunks else lagging
+    exchange = lagging.loopback(lambda: noise.random() * 5e-4)
+    exchange.check = True
     if chunks:
+        exchange.out, exchange.back = InlineStream(), InlineStream()
+        exchange._places = deque(loopback._Place() for _ in range(loopback.PLACES))
         gpu = SimpleNamespace(Event=Instant, synchronize=lambda device: None)
         monkeypatch.setattr(devices, "of", lambda device: gpu)
         monkeypatch.setattr(devices, "in_host_memory", torch.empty_like)
-    exchange = LoopbackExchange(CPU, check=True, streams=(out, back, control))
     sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100, 401)]
     flying = [exchange.rows(source, [len(source)], [len(source)]) for source in sources]
     for source, transfer in zip(sources, flying, strict=True):
@@ -52,7 +56,10 @@ def test_counts_are_copied_to_the_host_on_the_way() -> None:
     exchange, counts = LoopbackExchange(CPU), torch.tensor([3, 0, 1])
     transfer = exchange.counts(counts)
     assert transfer.host is not None
-    assert [copy.tolist() for copy in transfer.host.read(timedelta(seconds=5))] == [[[3, 0, 1]], [[3, 0, 1]]]
+    assert [copy.tolist() for copy in transfer.host.read(Failures(limit=timedelta(seconds=5)))] == [
+        [[3, 0, 1]],
+        [[3, 0, 1]],
+    ]
     assert transfer.finish(timedelta(seconds=5)).tolist() == [[3, 0, 1]]
 
 

@@ -27,7 +27,6 @@ def _coordinates(rank: int, size: int) -> dict[str, Any]:
         "pp": mesh.gathered("pp", rank),
         "dp": mesh.gathered("dp", rank),
         "ranks": (mesh.ranks(pp=[0], over=("ep",)), mesh.ranks(pp=[0, 1], over=())),
-        "numbers": [mesh.number(pp) for pp in range(2)],
         "all": mesh.combined([rank], lambda _, parts: [one for part in parts for one in part]),
         "compared": (mesh.compared(1.0)(), mesh.compared(float(rank == 2))()),
     }
@@ -43,7 +42,6 @@ def test_coordinates_of_a_mesh_in_any_order(ranks4: Ranks) -> None:
             assert mine["label"] == f"rank pp {pp}, ep {ep}"
             assert (mine["ep"], mine["pp"], mine["dp"]) == (row, column, [rank])
             assert mine["ranks"] == ([1, 3], sorted(column))
-            assert mine["numbers"] == [sorted(column).index(one) for one in column]
             assert mine["all"] == [3, 1, 2, 0]
             assert mine["compared"] == ([False], [True])
 

@@ -62,7 +62,6 @@ def halved_saves() -> AbstractContextManager[Any]:
 
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "autocast": bfloat16_autocast,
-    "saved_tensors_hooks": halved_saves,
     "modes": lambda: _together(Doubling(), Counting()),
     "no_grad": torch.no_grad,
     "all": lambda: _together(bfloat16_autocast(), halved_saves(), Doubling(), Counting()),
@@ -101,7 +100,7 @@ def test_a_context_around_experts_reaches_no_other_microbatch(name: str) -> None
             found = models.gradients(model)
             reference = reference or found
             assert not models.equal(found, reference), (name, program.name, overlap)
-    if name in ("saved_tensors_hooks", "all"):
+    if name == "all":
         return  # halving also what the exchange around the experts saves is what plain autograd does, not the engine
     plain = models.build(block=block)
     _, expected = models.plain_gradients(plain, *data, 4)
@@ -301,38 +300,30 @@ def test_an_exception_leaves_no_greenlet_thread_or_context_behind(overlap: Any) 
 
 
 def test_hooks_fire_once_a_microbatch_with_the_whole_gradient() -> None:
-    data = models.batch(3)
+    data, fired, seen = models.batch(3), list[str](), list[Tensor]()
 
-    def hooked(model: nn.Sequential) -> tuple[list[str], list[Tensor]]:
-        fired: list[str] = []
-        grads: list[Tensor] = []
+    class Hooked(models.Block):
+        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+            y = experts(tokens, indices, weights) * 1.0
+            y.register_hook(seen.append)
+            return y
+
+    def hooked() -> nn.Sequential:
+        model = models.build(block=Hooked)
+        fired.clear()
+        seen.clear()
         for name, parameter in model.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
             parameter.register_hook(lambda g: 2 * g)
-        block = model[1]
-        assert isinstance(block, Hooked)
-        block.record = grads
-        return fired, grads
+        return model
 
-    class Hooked(models.Block):
-        record: list[Tensor]
-
-        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-            y = experts(tokens, indices, weights) * 1.0
-            if hasattr(self, "record"):
-                y.register_hook(self.record.append)
-            return y
-
-    plain = models.build(block=Hooked)
-    fired, grads = hooked(plain)
-    _, expected = models.plain_gradients(plain, *data, 3)
+    _, expected = models.plain_gradients(hooked(), *data, 3)
+    wanted = sorted(fired), len(seen)
     for overlap in OVERLAPS:
-        model = models.build(block=Hooked)
-        found, seen = hooked(model)
+        model = hooked()
         step(model, programs(3)[1], overlap, data)
-        assert sorted(found) == sorted(fired)
+        assert (sorted(fired), len(seen)) == wanted
         assert not models.equal(models.gradients(model), expected)
-        assert len(seen) == len(grads) == 3
 
 
 def test_experts_called_outside_a_step_compute_plainly() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource, Span, cost_key
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.exchange import Exchange, Expected, Transfer
+from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import Mark
 
@@ -38,7 +38,7 @@ class BackToBack:
         send: Sequence[int],
         receive: Sequence[int],
         tag: int = 0,
-        expected: Expected | None = None,
+        expected: Transfer[Tensor] | None = None,
         ready: Mark | None = None,
     ) -> Transfer[Tensor]:
         # Both receives are posted before anything is sent: a later announcement would wait behind the rows on the link.
@@ -64,18 +64,15 @@ def measured_costs(
 
     A compute node costs the time of the slowest rank. An exchange has one cost for each rank that shares the experts,
     the time until that rank had received all its rows: links carry different numbers of rows. A transfer between stages
-    costs what ``transfers`` says, or the time from its announcement to its arrival. A launch costs the median over
-    blocks, too, on the slowest rank; ``launches`` has the times in which the thread launched nodes on a device.
+    costs what ``transfers`` of this rank say. A launch costs the median over blocks, too, on the slowest rank;
+    ``launches`` has the times in which the thread launched nodes on a device.
     """
     took: dict[Node, list[float]] = {}
     for span in spans:
         took.setdefault(span.node, []).append(span.end - span.start)
     by_key: dict[CostKey, list[float]] = {}
     for node in nodes:
-        if node.op is Op.RECEIVE:  # the receiver sees how long a transfer takes, from its announcement on
-            sender = node._replace(op=Op.SEND, stage=node.stage + (-1 if node.kind is Kind.F else 1))
-            by_key.setdefault(cost_key(sender), []).extend(took[node])
-        elif node.op is not Op.SEND:
+        if node.op not in (Op.SEND, Op.RECEIVE):
             by_key.setdefault(cost_key(node), []).extend(took.get(node, (0.0,)))
     mine: _Links = {key: (median(times),) for key, times in by_key.items()}
     mine |= {key: (seconds,) for key, seconds in transfers.items()}

@@ -409,8 +409,7 @@ class Gathers:
     def settle(self) -> None:
         """Wait until no gather is under way."""
         for flight in self._coming.values():
-            flight.check()
-            flight.order()
+            flight.settle()
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""

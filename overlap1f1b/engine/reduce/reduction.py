@@ -69,8 +69,7 @@ class Reduction:
             LostRankError: A sum failed. A rank that went on would leave others to wait for it in the sum.
         """
         for flight in self._flights:
-            flight.check()
-            flight.order()
+            flight.settle()
 
     def finish(self) -> None:
         """Wait, after the last node, until ``.grad`` holds the sums and the gradients of earlier steps."""

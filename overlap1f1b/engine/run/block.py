@@ -106,7 +106,7 @@ class BlockRun(Replaces):
                 sent = self.sent[place]
                 if sent.counts is not None:
                     flight, sent.counts = sent.counts, None
-                    sent.call.splits.arrive(flight.wait(), flight.lane.failures.limit, flight.lane.failures.is_lost)
+                    sent.call.splits.arrive(flight.wait(), flight.lane.failures)
                 results.append((sent, sent.results(rows)))
             reached = self._resume(results)
         if isinstance(reached, list):

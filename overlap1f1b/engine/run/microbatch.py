@@ -14,7 +14,7 @@ from overlap1f1b.engine.run.random import RandomStream
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.plan import Node, Op, Place, awaited_by
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.exchange import Expected
+from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight
 
 LossFunction = Callable[..., Tensor]
@@ -75,7 +75,7 @@ class Microbatch:
         """Weight gradients that a backward has left, by (op, block, call of experts)."""
         self.flights: dict[Kind, dict[Place, Flight[Any]]] = {Kind.F: {}, Kind.I: {}}  # exchanges in flight, each way
         self.receiving: dict[Kind, Flight[Tensors]] = {}  # what another rank's stage sends, each way
-        self.expected: dict[Node, Expected | None] = {}  # announced receives
+        self.expected: dict[Node, Transfer[Tensor] | None] = {}  # announced receives
         self.random = RandomStream(seed, stage.generators)
         self.tied: Gradients = {}
         """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""

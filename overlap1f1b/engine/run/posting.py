@@ -15,10 +15,10 @@ from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.calls import cut
-from overlap1f1b.transport.exchange import Expected, Transfer
+from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Post
 
-Announcement = tuple[Node, Callable[[], Expected | None]]
+Announcement = tuple[Node, Callable[[], Transfer[Tensor] | None]]
 """An exchange that follows, and what posts its receive."""
 
 
@@ -52,7 +52,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     def start() -> Transfer[Tensor]:
         if counts is not None:
-            splits.arrive(counts.wait(), counts.lane.failures.limit, counts.lane.failures.is_lost)
+            splits.arrive(counts.wait(), counts.lane.failures)
             counts.read = time.perf_counter()
         expected = microbatch.expected.pop(node, None)
         # When the sizes are known compute has been given other work, for which the rows need not wait.

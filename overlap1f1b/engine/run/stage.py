@@ -35,9 +35,9 @@ from overlap1f1b.engine.run.random import Draws, generators_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
 from overlap1f1b.engine.run.uses import ParameterUses
 from overlap1f1b.kernels.grouped_mm import EightBits
-from overlap1f1b.moe.auxiliary import AuxiliaryCarrier
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.moe.route import Route
+from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import ExchangeCall
@@ -123,7 +123,7 @@ class Stage:
             for block in self.blocks
         ]
         """Layers of each block whose weight gradients are computed apart."""
-        self.carriers = [[m for m in block.modules() if isinstance(m, AuxiliaryCarrier)] for block in self.blocks]
+        self.carriers = [[m for m in block.modules() if isinstance(m, Router)] for block in self.blocks]
         """Modules of each block that attach auxiliary losses."""
         self.shape: StageShape = tuple(
             BlockShape(

@@ -23,9 +23,9 @@ from overlap1f1b.transport import devices
 from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
-from overlap1f1b.transport.streams import ThreadStream
 from tests import models
 from tests.engines import make
+from tests.lagging import loopback
 
 CPU = torch.device("cpu")
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1)
@@ -39,11 +39,6 @@ class Noise:
 
     def __call__(self) -> float:
         return self.random.random() * 1e-3 if self.random.random() < 0.15 else 0.0
-
-
-def loopback(noise: Noise) -> LoopbackExchange:
-    out, back, control = (ThreadStream(name, delay=noise) for name in ("out", "back", "control"))
-    return LoopbackExchange(CPU, streams=(out, back, control))
 
 
 def engine(microbatches: int, exchange: Exchange | None, overlap: Overlap, **options: Any) -> Engine:
@@ -106,8 +101,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
 
 def test_launches_are_measured_without_waits_for_counts() -> None:
     """Counts take 50 ms; on a CPU no launch is measured."""
-    streams = (ThreadStream("out"), ThreadStream("back"), ThreadStream("control", delay=lambda: 0.05))
-    overlapped = engine(2, LoopbackExchange(CPU, streams=streams), 2, costs=COSTS)
+    overlapped = engine(2, loopback(lambda: 0.0, lambda: 0.05), 2, costs=COSTS)
     data = models.batch(2)
     overlapped.step(data[0], target=data[1])
     assert overlapped.player.launches == ()

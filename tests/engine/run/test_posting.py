@@ -10,22 +10,22 @@ from torch import Tensor
 
 import overlap1f1b as o1
 from overlap1f1b.transport.exchange import LocalExchange, Transfer
-from overlap1f1b.transport.streams import HostCopy
+from overlap1f1b.transport.streams import HostCopy, ThreadMark
 from tests import models
 
 
 def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failures() -> None:
     """Also over an exchange that was given to the engine, which knows neither."""
-    asked: list[tuple[Any, ...]] = []
+    asked: list[Any] = []
 
     class Copies(HostCopy):
-        def read(self, *limits: Any) -> Sequence[Tensor]:
-            asked.append(limits)
+        def read(self, failures: Any = None) -> Sequence[Tensor]:
+            asked.append(failures)
             return self.tensors
 
     class OfADevice(LocalExchange):
         def counts(self, counts: Tensor, tag: int = 0, *rest: Any) -> Transfer[Tensor]:
-            return Transfer(counts.view(1, -1), host=Copies([counts, counts.view(1, -1)]))
+            return Transfer(counts.view(1, -1), host=Copies([counts, counts.view(1, -1)], ThreadMark()))
 
     model, (x, target) = models.build(None), models.batch(2)
     engine = o1.Engine(
@@ -37,6 +37,5 @@ def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failu
     )
     engine.step(x, target=target)
     assert asked
-    for timeout, failed in asked:
-        assert timeout == timedelta(seconds=7)
-        assert failed == engine.failures.is_lost
+    assert all(failures is engine.failures for failures in asked)
+    assert engine.failures.limit == timedelta(seconds=7)

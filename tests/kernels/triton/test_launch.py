@@ -91,11 +91,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Compiled]]:
 
 
 T, H, K, E, INTERMEDIATE = 64, 2048, 8, 128, 768
-PACKED = Layout.of(H, K, torch.bfloat16, torch.bfloat16)
 
 
 def half(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+PACKED = Layout.of(half(0, H), half(0, K))
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -133,12 +135,8 @@ def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any
 def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Every launcher, for a number of rows, with pointers of any alignment left out."""
     rule, flat = Rule(2, normalize=True), whole(2 * rows)
-    tokens, sent, weights, layout = (
-        half(rows, 40),
-        half(2 * rows, 40),
-        half(rows, 2),
-        Layout.of(40, 2, *2 * [torch.bfloat16]),
-    )
+    tokens, sent, weights = half(rows, 40), half(2 * rows, 40), half(rows, 2)
+    layout = Layout.of(tokens, weights)
     ends, packed, chosen = torch.zeros(4, dtype=torch.int32), half(rows, layout.width), torch.zeros(rows, 2).short()
     return [
         (permute.take_rows, (tokens, whole(rows))),
