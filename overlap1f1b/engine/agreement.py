@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,29 +99,26 @@ def _parts(held: Iterable[tuple[str, nn.Parameter, bool]], mesh: Mesh) -> Iterat
             yield place if whole else part, parameter.to_local()
 
 
-def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
-    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
-    every = list(_tensors_in(given))
-    if mesh.group("tp") is None or not every:
-        return {}
-    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
-    return {f"the sum of bits of {name} on {at}": "+".join(f"{int(sum_of_bits(part)):x}" for part in every)}
+def compare_batches(given: Mapping[str, Any], needed: Collection[str], mesh: Mesh) -> list[str]:
+    """Compare the batches of a step over ranks; return those that differ, in any bit, between ranks of a pipeline.
 
+    A batch without tensors is equal to any. All ranks must call this.
 
-def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """Return the names of batches whose tensors differ, in any bit, between ranks of a pipeline that have some.
-
-    All ranks of the pipeline must call this.
+    Raises:
+        ValueError: Ranks of a tensor group have different tensors of a batch that they need.
     """
-    if mesh.group("pp") is None:
+    if mesh.group("tp") is None and mesh.group("pp") is None:
         return []
-    ranks = mesh.gathered(
-        "pp",
-        {
-            name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
-            for name, batch in given.items()
-        },
+    sums = {
+        name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
+        for name, batch in given.items()
+    }
+    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
+    shared = [name for name in needed if sums[name] and mesh.group("tp") is not None]
+    mesh.agree(
+        {f"the sum of bits of {name} on {at}": "+".join(f"{bits:x}" for _, bits in sums[name]) for name in shared}
     )
+    ranks = mesh.gathered("pp", sums)
     return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 
 
@@ -166,7 +163,11 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
         for name, where, p, expert in parameters_of(stages)
         if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh, expert=expert)
     }
-    grads = {place: _sampled(grad) for place, p in copies.items() if (grad := _gradient(p)) is not None}
+    grads = {
+        place: _sampled(grad)
+        for place, p in copies.items()
+        if (grad := main_grad(p) if p.grad is None else p.grad) is not None
+    }
     rows = {
         (number, call): first.double().cpu()
         for number, stage in stages.items()
@@ -194,10 +195,6 @@ def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping
                 f"{apart / norm:.1%}; allowed: the same tokens and random numbers on each, or a DTensor whose gradient "
                 "has placements Partial where each has other tokens"
             )
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return main_grad(parameter) if parameter.grad is None else parameter.grad
 
 
 def _is_copied(tensor: nn.Parameter, mesh: Mesh, *, expert: bool) -> bool:

@@ -17,21 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.agreement import (
     check_tensor_group,
+    compare_batches,
     described,
-    different_batches,
-    shared_batch,
     structure,
     values,
 )
-from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
+from overlap1f1b.engine.batch import Batch, Feed, Microbatches, check_feed, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.memory import ByteCount
-from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.play.player import Player, carved_out
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import Gathers, ShardedReducer, gathered_in
 from overlap1f1b.engine.reduce.plain import Reducer
@@ -53,7 +51,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
-from overlap1f1b.transport.devices import Watch, watch_of
+from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -113,7 +111,11 @@ class Engine:
         exchange: Exchange | None = None,
     ) -> None:
         options = EngineOptions() if options is None else options
-        _check_kinds(program, options, exchange, loss_fn)
+        check_kind("program", program, Program)
+        check_kind("options", options, EngineOptions)
+        check_kind("exchange", exchange, Exchange, None)
+        if loss_fn is not None and not callable(loss_fn):
+            raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")
         self.loss_fn, self.options, self.model, self._children = loss_fn, options, model, _children_of(model)
         self._connect(program, mesh, exchange)
         self.verification.tables = partial(_tables_of, loss_fn)
@@ -154,14 +156,12 @@ class Engine:
                     placement,
                     self.mesh,
                     self.exchange,
-                    options.block_weights,
+                    options,
                     reduce_dense=dense is not None,
                     reduce_experts=experts is not None,
-                    recompute=options.modes[0],
-                    parts=options.numbers_of_parts[0],
                 )
-            if stages is None and options.memory is not None and len(self._replicas) == 1:  # others play other plans
-                self.sharding.divide(self.stages)
+                if options.memory is not None and len(self._replicas) == 1:  # others play other plans
+                    self.sharding.divide(self.stages)
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -195,7 +195,17 @@ class Engine:
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, what decides about its plans, and their comparison with a plain loop.
-            self.player = self._new_player(program, watch)
+            # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a
+            # tensor or context group run collectives inside blocks, so they keep one order.
+            self.player = Player(
+                self.failures,
+                exchange=self.exchange,
+                boundary=self.boundary,
+                reductions=self.reductions,
+                gathers=self._gathers,
+                watch=watch,
+                fills=not (program.splits(rank) or program.search_seconds > 0 or self.mesh.inner),
+            )
             if stages is None:
                 self.tuner = Tuner(
                     program,
@@ -207,9 +217,7 @@ class Engine:
                     counts_block=not self.exchange.background and options.capacity is None,
                 )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.tuner.graphs = (
-                options.graphs and watch is not None and self.mesh.group("tp") is None and self.mesh.group("cp") is None
-            )
+            self.tuner.graphs = options.graphs and watch is not None and not self.mesh.inner
             for stage in self.stages.values() if self.tuner.graphs else ():
                 stage.graphs = Graphs(stage, stage.blocks, device)
             ep = self.mesh.exchanging
@@ -218,20 +226,6 @@ class Engine:
                 stage.agree = partial(self.mesh.agree, over=("dp", "ep", "cp", "tp"))  # a dropped engine ends at once
                 # Blocks may exchange rows by themselves: the first step shows where.
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
-
-    def _new_player(self, program: Program, watch: Watch | None) -> Player:
-        # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
-        # or context group run collectives inside blocks, so they keep one order.
-        placed = program.splits(self.rank) or program.search_seconds > 0
-        return Player(
-            self.failures,
-            exchange=self.exchange,
-            boundary=self.boundary,
-            reductions=self.reductions,
-            gathers=self._gathers,
-            watch=watch,
-            fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-        )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
         """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
@@ -282,11 +276,10 @@ class Engine:
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
         if not self.tuner.steps and self._compares:
-            first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
+            ends = {"inputs": 0, "target": self.program.placement.stages - 1}
+            needed = [name for name, stage in ends.items() if stage in self.stages]
             with self.guarded(lambda: "before its first step"):
-                facts = shared_batch("inputs", inputs if first else None, self.mesh)
-                self.mesh.agree(facts | shared_batch("target", target if last else None, self.mesh))
-                other = different_batches({"inputs": inputs, "target": target}, self.mesh)
+                other = compare_batches({"inputs": inputs, "target": target}, needed, self.mesh)
             if other:
                 warnings.warn(
                     f"ranks of one pipeline were given different {' and '.join(other)}: targets may belong to other "
@@ -317,12 +310,18 @@ class Engine:
     def _feed_maker(
         self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
-        loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-
-        def make_feed() -> Feed:
-            return feed_batch(self.stages, program, self.mesh, loss, inputs, target, return_outputs=return_outputs)
-
-        return make_feed
+        return partial(
+            feed_batch,
+            self.stages,
+            program,
+            self.mesh,
+            inputs,
+            target,
+            loss_fn=self.loss_fn,
+            count_tokens=self.options.count_tokens,
+            loss_scale=loss_scale,
+            return_outputs=return_outputs,
+        )
 
     def play(
         self,
@@ -356,7 +355,7 @@ class Engine:
         undo.global_random()
         if self.mesh.several:
             self._reconnect()
-        self.tuner.leave(self.tuner.plan)
+        self.tuner.leave()
         return self.play(make_feed, grad=grad, loss_scale=loss_scale)
 
     def _left(self, error: RuntimeError) -> bool:
@@ -424,7 +423,9 @@ class Engine:
                 self.mesh.agree({"loss_scale": loss_scale})
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
-            self._name_unfit()
+            for stage in self.stages.values():
+                for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
+                    warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
             # 4. What the step has shown decides how the next ones are played.
             tuner.learn(plan, played.result, count if notes else None)
         return played
@@ -505,12 +506,6 @@ class Engine:
         self.tuner.note_verified(plan)
         return played
 
-    def _name_unfit(self) -> None:
-        """Warn, once, of blocks that run without device graphs."""
-        for stage in self.stages.values():
-            for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
-                warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
-
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
         """Put a barrier before every exchange, send each twice, and announce transfers: nodes are measured."""
@@ -571,7 +566,11 @@ class Engine:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches of the next step. Another may be set between steps, on all ranks alike."""
+        """Number of microbatches of the next step. Another may be set between steps, on all ranks alike.
+
+        Raises:
+            ValueError: One that is set is impossible for the program.
+        """
         return self.tuner.microbatches
 
     @microbatches.setter
@@ -742,11 +741,3 @@ def _check_trains(program: Program) -> None:
     program.check()
     if program.forward_only:
         raise ValueError(f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none")
-
-
-def _check_kinds(program: object, options: object, exchange: object, loss_fn: object) -> None:
-    check_kind("program", program, Program)
-    check_kind("options", options, EngineOptions)
-    check_kind("exchange", exchange, Exchange, None)
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")

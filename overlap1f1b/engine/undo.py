@@ -125,8 +125,10 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
         return None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, Tensor):
-        return _tensor_of(value, seen)
+    if isinstance(value, Tensor) and not value.requires_grad and is_plain(value):
+        seen.add(id(value))
+        tensor = local_part(value)
+        return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
     if is_table(value):
         seen.add(id(value))
         return _entries_of(value, seen)
@@ -135,14 +137,6 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
         before = list(value)
         return partial(_refill, value, before, _contents_of_all(before, seen))
     return None
-
-
-def _tensor_of(value: Tensor, seen: set[int]) -> Restore | None:
-    if value.requires_grad or not is_plain(value):
-        return None
-    seen.add(id(value))
-    tensor = local_part(value)
-    return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
 
 
 def _copy_back(tensor: Tensor, copy: Tensor, bits: Tensor) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,27 +45,16 @@ ALLOWED = (
 PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
+Difference = tuple[tuple[float, ...], str]
+"""The first difference that a rank has found: its place in the loop, and a text."""
 
 
 class VerificationError(RuntimeError):
     """A step differs from a plain loop over its microbatches; gradients are as before it."""
 
 
-class Difference(NamedTuple):
-    """The first difference that a rank has found: its place in the loop, and a text."""
-
-    when: tuple[float, ...]
-    text: str
-
-
 class Verification:
     """Compares a step with a plain loop.
-
-    Args:
-        stages: The stages of this rank.
-        mesh: Ranks that play together; all of them compare.
-        player: Plays the nodes.
-        sharding: FSDP2 around modules of the stages.
 
     Attributes:
         tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
@@ -97,24 +86,21 @@ class Verification:
             with self._unobserved(lanes):
                 return play_nodes(order)
 
-        def play() -> PlayedStep:
+        def play(*, rehearses: bool = False) -> PlayedStep:
+            undo()
+            undo.global_random()
+            if rehearses:
+                return rehearse(plan)
             with nullcontext() if plan.program.forward_only else self._player.recorded_step():
                 return play_nodes(plan)
 
-        def anew(what: Callable[[], PlayedStep]) -> PlayedStep:
-            undo()
-            undo.global_random()
-            return what()
-
         serial = _bits(self._outcome(rehearse(twin)))
         self._refuse_changed(weights, undo)
-        played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
-        if self._differs(_bits(self._outcome(played)), serial):
+        played = play(rehearses=summed_outside)
+        differs = self._differs(_bits(self._outcome(played)), serial)
+        if differs:
             self._judge(plan, twin, rehearse, undo, serial)
-            played = anew(play)
-        elif summed_outside:
-            played = anew(play)
-        return played
+        return play() if differs or summed_outside else played
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
@@ -169,9 +155,8 @@ class Verification:
         for number, stage in self._stages.items():
             for block, where in zip(stage.blocks, stage.names, strict=True):
                 for name, buffer in block.named_buffers():
-                    if not is_plain(local_part(buffer)):
-                        continue
-                    yield f"the buffer {name} of {where} of stage {number}", buffer
+                    if is_plain(local_part(buffer)):
+                        yield f"the buffer {name} of {where} of stage {number}", buffer
         for at, loss in enumerate(played.result.losses):
             yield f"loss {at}", loss
 
@@ -218,27 +203,30 @@ class Verification:
         of_loop, by = self._largest(spread), self._largest(apart)
         noisy = all(by <= NOISE * spread.get(name, 0.0) + ROUNDING for name, by in apart.items())
         if of_loop > RANDOM:
-            raise VerificationError(self._first(_of_loop(spread)))
+            name = max(spread, key=spread.__getitem__, default="")
+            largest = spread.get(name, 0.0)
+            raise self._error(
+                (-largest,),
+                f"two plain loops over one batch differ, {name} by {largest:.2g} of its largest entry; allowed: random "
+                "numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
+            )
         # Where all that nodes hand on is equal, only sums have another order, as of a weight with several gradients.
-        first = self._first_node(twin, seen[0], seen[2])
+        nodes, bits, other = enumerate(twin.ranks[self._mesh.rank("pp")]), seen[0].bits, seen[2].bits
+        first = next(((at, node) for at, node in nodes if bits.get(node) != other.get(node)), None)
         rounded = all(by <= (ROUNDING if "grad of " in name else 0.0) for name, by in apart.items())
         resummed = not self._mesh.sums(first is not None or not rounded)[0]
         warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
         if (by or warmed) and (resummed or (of_loop and not self._mesh.sums(not noisy)[0])):
             return
         # 3. The first difference on any rank.
-        raise VerificationError(self._first(self._difference(plan, first, apart, seen[2])))
+        raise self._error(*self._difference(plan, first, apart, seen[2]))
 
     def _largest(self, apart: Mapping[str, float]) -> float:
         return max(self._mesh.every(max(apart.values(), default=0.0)).values())
 
-    def _first(self, mine: Difference) -> str:
-        return min(self._mesh.every(mine).values()).text
-
-    def _first_node(self, twin: Plan, loop: Witness, found: Witness) -> tuple[int, Node] | None:
-        """Return the first node of the loop that has handed on something else, with its position."""
-        nodes = enumerate(twin.ranks[self._mesh.rank("pp")])
-        return next(((at, node) for at, node in nodes if loop.bits.get(node) != found.bits.get(node)), None)
+    def _error(self, when: tuple[float, ...], text: str) -> VerificationError:
+        """Return the error of the rank whose difference comes first. All ranks must call this."""
+        return VerificationError(min(self._mesh.every((when, text)).values())[1])
 
     def _difference(
         self, plan: Plan, first: tuple[int, Node] | None, apart: Mapping[str, float], found: Witness
@@ -255,16 +243,7 @@ class Verification:
         changed = found.changed()
         meanwhile = f"; changed by another microbatch meanwhile: {changed}" if changed else ""
         what = f"{plan.program.name} with overlap {plan.order}"
-        return Difference(when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}")
-
-
-def _of_loop(spread: Mapping[str, float]) -> Difference:
-    name = max(spread, key=spread.__getitem__, default="")
-    return Difference(
-        (-spread.get(name, 0.0),),
-        f"two plain loops over one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: "
-        "random numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
-    )
+        return when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}"
 
 
 def _bits(outcome: Outcome) -> dict[str, int]:

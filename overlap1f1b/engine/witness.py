@@ -24,10 +24,6 @@ _MOST = 4  # places that a message names
 class Witness:
     """Notes, inside its context, what every compute node hands on, and what others change between a microbatch's nodes.
 
-    Args:
-        stages: The stages of this rank.
-        player: Plays the nodes.
-
     Attributes:
         bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
     """

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.agreement import _sampled
-from overlap1f1b.engine.batch import Loss, feed_batch
+from overlap1f1b.engine.batch import feed_batch
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -391,8 +391,7 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     found = []
     for shared in (("ep",), ("ep", "tp")):
         with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
-            loss = Loss(models.loss_fn, None, 1.0)
-            feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), return_outputs=False)
+            feed = feed_batch(engine.stages, engine.program, engine.mesh, *data_of(None, 0), loss_fn=models.loss_fn)
             found.append(float(feed.aux_scale or 0.0))
     return found
 

@@ -110,9 +110,9 @@ def test_launches_are_measured_without_waits_for_counts() -> None:
     overlapped = engine(2, LoopbackExchange(CPU, streams=streams), 2, costs=COSTS)
     data = models.batch(2)
     overlapped.step(data[0], target=data[1])
-    assert overlapped.player.launches == ()
+    assert overlapped.player.launches == []
     player = overlapped.player
-    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch = Watch(time.perf_counter, lambda a, b: b - a, lambda: None)
     for lane in player.lanes.values():
         lane.stamp = player.watch.stamp
     begun = time.perf_counter()
@@ -195,7 +195,7 @@ def test_products_leave_two_multiprocessors_for_each_block_of_rows(
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     player, data = overlapped.player, models.batch(2)
-    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
+    player.watch = Watch(time.perf_counter, lambda a, b: b - a, lambda: None)
     for lane in player.lanes.values():
         lane.stamp = player.watch.stamp
     with Recorder(overlapped, Silent()) as recorder:
