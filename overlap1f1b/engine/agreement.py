@@ -99,7 +99,7 @@ def _parts(held: Iterable[tuple[str, nn.Parameter, bool]], mesh: Mesh) -> Iterat
             yield place if whole else part, parameter.to_local()
 
 
-def compare_batches(given: Mapping[str, Any], needed: Collection[str], mesh: Mesh) -> list[str]:
+def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
     """Compare the batches of a step over ranks; return those that differ, in any bit, between ranks of a pipeline.
 
     A batch without tensors is equal to any. All ranks must call this.
@@ -113,11 +113,10 @@ def compare_batches(given: Mapping[str, Any], needed: Collection[str], mesh: Mes
         name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
         for name, batch in given.items()
     }
-    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
-    shared = [name for name in needed if sums[name] and mesh.group("tp") is not None]
-    mesh.agree(
-        {f"the sum of bits of {name} on {at}": "+".join(f"{bits:x}" for _, bits in sums[name]) for name in shared}
-    )
+    if mesh.group("tp") is not None:
+        at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
+        texts = {name: "+".join(f"{bits:x}" for _, bits in sums[name]) for name in needed if sums[name]}
+        mesh.agree({f"the sum of bits of {name} on {at}": text for name, text in texts.items()})
     ranks = mesh.gathered("pp", sums)
     return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 

@@ -279,7 +279,7 @@ class Engine:
             ends = {"inputs": 0, "target": self.program.placement.stages - 1}
             needed = [name for name, stage in ends.items() if stage in self.stages]
             with self.guarded(lambda: "before its first step"):
-                other = compare_batches({"inputs": inputs, "target": target}, needed, self.mesh)
+                other = compare_batches({"inputs": inputs, "target": target}, self.mesh, needed)
             if other:
                 warnings.warn(
                     f"ranks of one pipeline were given different {' and '.join(other)}: targets may belong to other "

@@ -138,6 +138,7 @@ def stages_of(
     )
     with sharding.gathered():
         # A stage without parameters computes where the rank's others do.
+        recompute, parts = options.settings[0]
         device = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
         stages = {
             stage: Stage(
@@ -148,8 +149,8 @@ def stages_of(
                 sliced=sharding.sliced,
                 reduce_dense=reduce_dense,
                 reduce_experts=reduce_experts,
-                recompute=options.modes[0],
-                parts=options.numbers_of_parts[0],
+                recompute=recompute,
+                parts=parts,
                 device=device,
             )
             for stage, blocks in held_blocks.items()
@@ -208,11 +209,3 @@ def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:
         if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
             return parameter.device_mesh
     return mesh.devices["tp"] if mesh.devices is not None and mesh.group("tp") is not None else None
-
-
-def cut_alike(shapes: Sequence[StageShape], other: Sequence[StageShape]) -> tuple[StageShape, ...]:
-    """Return shapes whose blocks are cut at the exchanges that the blocks of others make by themselves."""
-    return tuple(
-        tuple(block.cut(theirs.exchanges) for block, theirs in zip(stage, its, strict=False))
-        for stage, its in zip(shapes, other, strict=False)
-    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import chain, product
+from itertools import chain
 from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -19,7 +19,7 @@ from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.engine.stages import all_shapes, cut_alike
+from overlap1f1b.engine.stages import all_shapes
 from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
 from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
 from overlap1f1b.transport import devices
@@ -139,7 +139,7 @@ class Tuner:
         self.graphs = self.counts_next = False
         self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
-        self._setting, *more = product(options.modes, options.numbers_of_parts)
+        self._setting, *more = options.settings
         self.parts = self._setting[1]
         cuts = any(block.expert_calls for stage in self.shapes for block in stage)
         self._more = [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
@@ -225,10 +225,10 @@ class Tuner:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        if self.looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
+        if self.looks and plan.shapes != self.shapes:
             self._cut_plan = plan
-            return
-        self._set(plan, self._now)
+        else:
+            self._set(plan, self._now)
 
     def _set(self, plan: Plan, of: Numbered) -> None:
         if plan.program != of.program or plan.shapes != self.shapes:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.devices import Watch
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures, LostRankError
-from overlap1f1b.transport.lanes import Flight, Lane, Observer
+from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.limits import DRAIN_S
 
 MicrobatchKey = tuple[int, int]
@@ -35,19 +35,6 @@ MicrobatchKey = tuple[int, int]
 Around = Callable[[Node], AbstractContextManager[object]]
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 Compute = Callable[[Node, Microbatch, Mapping[Place, Any]], None]
-
-
-class PlayObserver(Observer, Protocol):
-    """Observer of a player: it is told of every node that is played."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return the context of a step."""
-
-    def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
-        """Return the function that plays each of these nodes in place of ``issue``."""
-
-    def computing(self, around: Around | None) -> Around:
-        """Return the context of every compute node; the player's own ``around`` goes inside."""
 
 
 class Player:
@@ -71,7 +58,7 @@ class Player:
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.
-        recorder: Is told of every node.
+        recorder: A :class:`~overlap1f1b.engine.record.recorder.Recorder`, or None.
         position: Of the current node in the list; None before the first.
         flights: All that the last :meth:`play` sent and received.
         launches: Times in which the thread launched the nodes of the last :meth:`play` on a device, without waits for
@@ -112,7 +99,7 @@ class Player:
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.compute: Compute = compute
-        self.recorder: PlayObserver | None = None
+        self.recorder: Any = None
         self.position: int | None = None
         self.watch, self._fills = watch, fills
         self._count: ByteCount | None = None
@@ -159,7 +146,8 @@ class Player:
 
     def recorded_step(self) -> AbstractContextManager[None]:
         """Return the context of a step: it is recorded if there is a recorder."""
-        return nullcontext() if self.recorder is None else self.recorder.step()
+        recorded: AbstractContextManager[None] = nullcontext() if self.recorder is None else self.recorder.step()
+        return recorded
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play the nodes in order.

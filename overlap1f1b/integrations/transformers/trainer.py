@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.agreement import different_batches
+from overlap1f1b.engine.agreement import compare_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.engine.run.replaced import replaced
@@ -257,7 +257,7 @@ class Overlapped(Trainer):
                 raise self._batch(f"type {type(batch).__name__}")
             if batch.get(names[0]) is None:  # as losses have it that join columns of their own
                 raise self._batch(", ".join(map(str, batch)) or "nothing")
-        if different_batches({"batches": list(batches.values())}, built.engine.mesh):
+        if compare_batches({"batches": list(batches.values())}, built.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
