@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,17 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
         for name, where, p, expert in parameters_of(stages)
     ]
     held += [(f"tied parameter {name}", p, False) for name, p in ties.items()]
-    parts = [(place, part.detach()) for place, part in _parts(held, mesh) if not part.is_meta]
-    return _places(stages) | {f"the sum of bits of {place}": f"{int(sum_of_bits(part)):x}" for place, part in parts}
+    facts = _places(stages)
+    for place, p, expert in held:
+        sliced, own = tensor_dimension(p, mesh, expert=expert) is not None, p.detach()
+        if isinstance(own, DTensor):
+            if own.device_mesh.mesh.flatten().tolist() != mesh.along("tp"):
+                continue
+            sliced, own = not all(placement.is_replicate() for placement in own.placements), own.to_local()
+        if not own.is_meta:
+            part = f"part {mesh.rank('tp')} of " if sliced else ""
+            facts[f"the sum of bits of {part}{place}"] = f"{int(sum_of_bits(own)):x}"
+    return facts
 
 
 def _places(stages: Mapping[int, Stage]) -> Facts:
@@ -87,16 +96,6 @@ def _places(stages: Mapping[int, Stage]) -> Facts:
             facts[f"trained parameter {seen[where]} ({_NUMBER.sub('*', name)}) of {where}"] = name
             seen[where] += 1
     return facts | {f"the number of trained parameters of {where}": count for where, count in seen.items()}
-
-
-def _parts(held: Iterable[tuple[str, nn.Parameter, bool]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    for place, parameter, expert in held:
-        part = f"part {mesh.rank('tp')} of {place}"
-        if not isinstance(parameter, DTensor):
-            yield place if tensor_dimension(parameter, mesh, expert=expert) is None else part, parameter
-        elif parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
-            whole = all(placement.is_replicate() for placement in parameter.placements)
-            yield place if whole else part, parameter.to_local()
 
 
 def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
@@ -184,7 +183,11 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
 
 
 def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
-    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in copies}
+    none = torch.zeros(0, device="cpu")
+    sampled: dict[str, Tensor] = {}  # [ranks, entries], with zeros for ranks that have no gradient
+    for place in copies:
+        known = next((found[place] for found in grads if place in found), none)
+        sampled[place] = torch.stack([found.get(place, torch.zeros_like(known)) for found in grads])
     largest = max(map(_longest, sampled.values()), default=0.0)
     for place, each in sampled.items():
         apart, norm = _longest(each - each[0]), _longest(each)
@@ -210,12 +213,6 @@ def _sampled(tensor: Tensor) -> Tensor:
     flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     last, count = max(0, flat.numel() - 1), min(64, flat.numel())
     return flat[torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()].double().cpu()
-
-
-def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:
-    """Return ``[ranks, entries]``, with zeros for ranks that have no gradient."""
-    known = next((grad for grad in grads if grad is not None), torch.zeros(0, device="cpu"))
-    return torch.stack([torch.zeros_like(known) if grad is None else grad for grad in grads])
 
 
 def _longest(vectors: Tensor) -> float:

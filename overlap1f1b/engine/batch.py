@@ -13,7 +13,7 @@ from torch import Tensor
 from overlap1f1b.engine.play.player import MicrobatchKey
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.schedule import Placement, Program
+from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh
 
 MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
@@ -177,7 +177,6 @@ def _shares(
     count_tokens: Callable[..., int | Tensor] | None,
     target_of: Callable[[int], Tensors],
 ) -> dict[int, float]:
-    """Return the share of each microbatch in the mean loss over all ranks."""
     count, placement = program.microbatches, program.placement
     if count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))
@@ -197,24 +196,23 @@ def _shares(
 _GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
 
 
-def check_feed(feed: Feed, program: Program, rank: int) -> None:
-    """Raise ValueError if a feed is another object, or lacks the share of a microbatch that ends on this rank."""
-    if not isinstance(feed, Feed):
-        raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
-    placement = program.placement
-    for pipe, stage in placement.places(rank):
-        missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
-        if stage == placement.stages - 1 and missing:
-            raise ValueError(
-                f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
-            )
-
-
 class Microbatches(dict[MicrobatchKey, Microbatch]):
-    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played."""
+    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
 
-    def __init__(self, stages: Mapping[int, Stage], placement: Placement, feed: Feed, *, grad: bool) -> None:
-        self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad
+    Raises:
+        ValueError: The feed is another object, or lacks the share of a microbatch that ends on this rank.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], program: Program, rank: int, feed: Feed, *, grad: bool) -> None:
+        if not isinstance(feed, Feed):
+            raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
+        self._stages, self._count, self._feed, self._grad = stages, program.placement.stages, feed, grad
+        for pipe, stage in program.placement.places(rank):
+            missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
+            if stage == self._count - 1 and missing:
+                raise ValueError(
+                    f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
+                )
         self._seed = int(torch.randint(2**62, (), device="cpu")) if grad else 0
 
     def __missing__(self, key: MicrobatchKey) -> Microbatch:

@@ -85,7 +85,10 @@ class Capacity:
             aside, random = GradientsAside(), torch.get_rng_state()
             aside.take(held)
             try:
-                played, lost = play_nodes(plan), self._lost_rows()
+                played, mine = play_nodes(plan), self._lost_here()
+                lost = (
+                    next(filter(None, self.mesh.every(mine).values())) if self.mesh.sums(mine is not None)[0] else None
+                )
                 if lost is not None and self.overflow == "raise":
                     raise CapacityOverflowError(lost)
                 if lost is not None:
@@ -102,15 +105,8 @@ class Capacity:
 
         return play
 
-    def _lost_rows(self) -> str | None:
-        """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
-        mine = self._lost_here()
-        if not self.mesh.sums(mine is not None)[0]:
-            return None
-        return next(filter(None, self.mesh.every(mine).values()))
-
     def _lost_here(self) -> str | None:
-        """Return the text of this rank; waits for the device once."""
+        """Return a text about the first call of experts here that lost rows, or None; waits for the device once."""
         every, self._dropped = self._dropped, []
         if not every:
             return None

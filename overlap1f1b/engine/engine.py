@@ -22,7 +22,7 @@ from overlap1f1b.engine.agreement import (
     structure,
     values,
 )
-from overlap1f1b.engine.batch import Batch, Feed, Microbatches, check_feed, feed_batch
+from overlap1f1b.engine.batch import Batch, Feed, Microbatches, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
@@ -36,7 +36,7 @@ from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
-from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import PlayedStep, StepResult, result_of
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.graphs import Graphs
 from overlap1f1b.engine.run.microbatch import LossFunction
@@ -352,7 +352,6 @@ class Engine:
             if undo is None or not self._left(error):
                 raise
         undo()
-        undo.global_random()
         if self.mesh.several:
             self._reconnect()
         self.tuner.leave()
@@ -377,10 +376,8 @@ class Engine:
             lane.close()
         self.boundary.close()
         self._connect(self.program, self.mesh.devices, stages=self.stages)
-        for name in ("around", "compute", "recorder"):
-            setattr(self.player, name, getattr(old, name))
-        for lane in self.lanes:
-            lane.recorder = old.recorder
+        self.player.around, self.player.compute = old.around, old.compute
+        self.observe(old.recorder)
         self.verification.tables = tables
         self.tuner.rejoin(self.mesh, self.player, self.boundary)
 
@@ -390,7 +387,9 @@ class Engine:
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
             play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
-        if not grad:
+        if grad:
+            play_nodes = self.player.recorded(play_nodes)
+        else:
             return self._play_forwards(play_nodes, microbatches or self.microbatches)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
@@ -413,11 +412,7 @@ class Engine:
                 self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
                 self.player.counting(count, notes=notes),
             ):
-                if tuner.must_verify(plan):
-                    played = self._play_verified(plan, play_nodes)
-                else:
-                    with self.player.recorded_step():
-                        played = play_nodes(plan)
+                played = self._play_compared(plan, play_nodes)
             # 3. All ranks have scaled alike.
             if differ()[1]:  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
@@ -451,7 +446,7 @@ class Engine:
         if not self.tuner.steps:
             self._check_devices()
         feed, nodes, placement = make_feed(), plan.ranks[self.rank], plan.program.placement
-        check_feed(feed, plan.program, self.rank)
+        microbatches = Microbatches(self.stages, plan.program, self.rank, feed, grad=grad)
         for stage in self.stages.values():
             if stage.graphs is not None:
                 stage.graphs.active = grad and self.tuner.replays and plan is self.tuner.plan
@@ -461,7 +456,6 @@ class Engine:
         reductions = self.reductions if grad else []
         for reduction in reductions:
             reduction.begin(plan.ranks[self._replicas[0]])
-        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, plan.program.microbatches, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
         # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
@@ -489,20 +483,22 @@ class Engine:
         with self.guarded(lambda: self._at(plan)):
             differ = self._agree(plan)
             with self.sharding.gathered(gathered_in(plan.ranks[self.rank])):
-                played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+                played = self._play_compared(plan, play_nodes)
             differ(here=True)
         return played
 
-    def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        """Play a step of a plan that was not played before, and compare it with a plain loop."""
+    def _play_compared(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+        """Play a step of a plan; if it was not played before, compare it with a plain loop."""
+        if not self.tuner.must_verify(plan):
+            return play_nodes(plan)
         try:
-            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.observe)
         except VerificationError as error:
             if not self.tuner.replays or plan is not self.tuner.plan:
                 raise
             self.tuner.graphs = False
             warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
-            played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+            return self._play_compared(plan, play_nodes)
         self.tuner.note_verified(plan)
         return played
 
@@ -609,7 +605,12 @@ class Engine:
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
         with self.guarded(lambda: "in mean_loss"):
-            return mean_loss(result, self.mesh)
+            losses = (
+                torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
+            )
+            mine = sum(loss * share for loss, share in zip(losses, result.shares, strict=True))
+            total, share = self.mesh.sums(mine, sum(result.shares))
+            return total / share
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
@@ -716,6 +717,12 @@ class Engine:
     def lanes(self) -> list[Lane]:
         """All lanes on which this rank's transfers and sums travel."""
         return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
+
+    def observe(self, recorder: Any) -> None:
+        """Let a :class:`~overlap1f1b.engine.record.recorder.Recorder` follow the steps, or with None nobody."""
+        self.player.recorder = recorder
+        for lane in self.lanes:
+            lane.recorder = recorder
 
     def __enter__(self) -> Engine:
         return self

@@ -25,7 +25,7 @@ from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwa
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 T = TypeVar("T")
 
@@ -257,18 +257,14 @@ class Tuner:
 
     def evaluation_of(self, microbatches: int) -> Plan:
         """Return the plan of the forwards alone."""
-        before, self._now = self._now, self._numbered(microbatches)
-        try:
-            if self._now.evaluation is None:
-                # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
-                # them from other collectives.
-                shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-                program = forwards_of(self.program if self._now.plan is None else self._now.plan.program)
-                costs = self._costs or NodeCosts()
-                self._now.evaluation = self._compiled(program, shapes, costs, self.overlap)
-            return self._now.evaluation
-        finally:
-            self._now = before
+        now = self._numbered(microbatches)
+        if now.evaluation is None:
+            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+            # them from other collectives.
+            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+            program = forwards_of(now.program if now.plan is None else now.plan.program)
+            now.evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
+        return now.evaluation
 
     @property
     def notes(self) -> bool:
@@ -386,19 +382,15 @@ class Tuner:
         room = math.inf if limit is None else float(limit - count.before)
         whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
         fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
-
-        def tightest(dimension: Dimension, every: list[_Counted]) -> _Counted:
-            if dimension != "pp":
-                return min(every, key=itemgetter(0, 1))
-            rooms = {rank: room for one in every for rank, room in one[2].items()}
-            return 0.0, 0.0, rooms, {key: of for one in every for key, of in one[3].items()}
-
-        mine: _Counted = fit, -whole, {self.mesh.rank("pp"): room}, held
-        _, _, rooms, self._held = self._agreed_outside(self.mesh.combined(mine, tightest))
-        self._rooms = tuple(rooms[rank] for rank in sorted(rooms)) if limit is not None else ()
+        every, mine = self.mesh.every((fit, -whole, room, held)), list[tuple[float, Mapping[CostKey, Held]]]()
+        for at in range(self.mesh.size("pp")):
+            ranks = self.mesh.ranks(pp=[at], over=DIMENSIONS)
+            mine.append(min((every[rank] for rank in ranks), key=itemgetter(0, 1))[2:])
+        tightest = self._agreed_outside(mine)
+        self._held = {key: of for _, held in tightest for key, of in held.items()}
+        self._rooms = tuple(room for room, _ in tightest) if limit is not None else ()
 
     def _adopt_exchanges(self) -> None:
-        """Cut blocks at the exchanges that they have made by themselves."""
         self.looks = False
         shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
         for stage in self.stages.values():
@@ -594,10 +586,6 @@ class Tuner:
         planning.check(plan)
         planning.check_rendezvous(plan)
         return plan
-
-
-_Counted = tuple[float, float, dict[Any, Any], dict[Any, Any]]
-"""Microbatches that fit, bytes of one (negative), room of each pipeline rank, and what its nodes hold."""
 
 
 def lighter(program: Program) -> Iterator[Program]:

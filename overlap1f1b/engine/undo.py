@@ -54,18 +54,16 @@ class Undo:
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
 
-    def __call__(self) -> None:
-        """Put everything back but the numbers of Python's and NumPy's own generators."""
+    def __call__(self, *, global_random: bool = True) -> None:
+        """Put everything back, with ``global_random`` the states of Python's and NumPy's own generators, too."""
         with torch.no_grad():
             for restore in self._restores:
                 restore()
         for variable, value in self._context.items():
             variable.set(value)
-
-    def global_random(self) -> None:
-        """Put back the states of Python's and NumPy's own generators."""
-        random.setstate(self._python)
-        if self._numpy is not None:
+        if global_random:
+            random.setstate(self._python)
+        if global_random and self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any
 
@@ -28,7 +27,6 @@ from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.undo import Undo
 from overlap1f1b.plan import Node, Plan
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import Mesh
 
 ROUNDING = 1e-6
@@ -68,7 +66,7 @@ class Verification:
         self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
         self.tables: Tables = tuple
 
-    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, lanes: Sequence[Lane]) -> PlayedStep:
+    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, observe: Callable[[Any], None]) -> PlayedStep:
         """Play a step of a plan for the first time; return it if it is equal to the loop's.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
@@ -78,7 +76,7 @@ class Verification:
             plan: Plan of the step.
             twin: Plan of one microbatch after another.
             play_nodes: Plays the batch by a plan.
-            lanes: All lanes, which a recorder observes.
+            observe: Lets a recorder follow, or nobody.
 
         Raises:
             VerificationError: It differs, or two loops differ.
@@ -87,21 +85,30 @@ class Verification:
         weights = self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
-            with self._unobserved(lanes):
+            """Play without a recorder, and without what stands around nodes."""
+            recorder, around = self._player.recorder, self._player.around
+            observe(None)
+            self._player.around = None
+            try:
                 return play_nodes(order)
+            finally:
+                observe(recorder)
+                self._player.around = around
 
         def play(*, rehearses: bool = False) -> PlayedStep:
             undo()
-            undo.global_random()
-            if rehearses:
-                return rehearse(plan)
-            with nullcontext() if plan.program.forward_only else self._player.recorded_step():
-                return play_nodes(plan)
+            return rehearse(plan) if rehearses else play_nodes(plan)
 
         serial = _bits(self._outcome(rehearse(twin)))
-        self._refuse_changed(weights, undo)
+        mine = next((name for name, bits in self._weights().items() if bits != weights[name]), None)
+        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
+            undo()
+            raise VerificationError(
+                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
+                "it; allowed: verify=False, on a model that no step has changed"
+            )
         played = play(rehearses=summed_outside)
-        differs = self._differs(_bits(self._outcome(played)), serial)
+        differs = self._mesh.sums(_bits(self._outcome(played)) != serial)[0]
         if differs:
             self._judge(plan, twin, rehearse, undo, serial)
         return play() if differs or summed_outside else played
@@ -116,20 +123,6 @@ class Verification:
                 yield f"the {attribute} of {name}", parameter, attribute
         for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
             yield f"{attribute} {number} of FSDP2", owner, attribute
-
-    @contextmanager
-    def _unobserved(self, lanes: Sequence[Lane]) -> Iterator[None]:
-        """Play without a recorder, and without what stands around nodes."""
-        player, recorder, around = self._player, self._player.recorder, self._player.around
-        player.recorder = player.around = None
-        for lane in lanes:
-            lane.recorder = None
-        try:
-            yield
-        finally:
-            player.recorder, player.around = recorder, around
-            for lane in lanes:
-                lane.recorder = recorder
 
     def undo(self) -> Undo:
         """Return what takes a step back that is played from now on."""
@@ -164,23 +157,10 @@ class Verification:
         for at, loss in enumerate(played.result.losses):
             yield f"loss {at}", loss
 
-    def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-        return bool(self._mesh.sums(one != other)[0])
-
     def _weights(self) -> dict[str, int]:
         """Return the bits of all parameters, by name."""
         held = ((f"{name} of {where}", parameter) for name, where, parameter, _ in parameters_of(self._stages))
         return _bits((name, parameter) for name, parameter in held if is_plain(local_part(parameter)))
-
-    def _refuse_changed(self, before: Mapping[str, int], undo: Undo) -> None:
-        """Raise if a step has changed parameters: that cannot be taken back."""
-        mine = next((name for name, bits in self._weights().items() if bits != before[name]), None)
-        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
-            undo()
-            raise VerificationError(
-                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
-                "it; allowed: verify=False, on a model that no step has changed"
-            )
 
     def _judge(self, plan: Plan, twin: Plan, rehearse: PlayNodes, undo: Undo, before: Mapping[str, int]) -> None:
         """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
@@ -192,7 +172,6 @@ class Verification:
         """
         # 1. Two loops, the second with other numbers of Python's and NumPy's generators; then the plan's order.
         undo()
-        undo.global_random()
         copies, seen = list[dict[str, Tensor]](), list[Witness]()
         for order in (twin, twin, plan):
             with Witness(self._stages, self._player) as witness:
@@ -200,8 +179,7 @@ class Verification:
                     {name: local_part(tensor).to("cpu", copy=True) for name, tensor in self._outcome(rehearse(order))}
                 )
             seen.append(witness)
-            undo()
-        undo.global_random()
+            undo(global_random=order is plan)
         # 2. Loops may differ; then a step may differ as much.
         spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
         of_loop, by = self._largest(spread), self._largest(apart)
@@ -219,7 +197,8 @@ class Verification:
         first = next(((at, node) for at, node in nodes if bits.get(node) != other.get(node)), None)
         rounded = all(by <= (ROUNDING if "grad of " in name else 0.0) for name, by in apart.items())
         resummed = not self._mesh.sums(first is not None or not rounded)[0]
-        warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
+        # The loop before them may differ from both, as where blocks were compiled in it.
+        warmed = self._mesh.sums(_bits(iter(copies[0].items())) != before)[0]
         if (by or warmed) and (resummed or (of_loop and not self._mesh.sums(not noisy)[0])):
             return
         # 3. The first difference on any rank.
@@ -295,7 +274,7 @@ class Witness:
         self.bits: dict[Node, int] = {}
         self._sums: dict[Node, Tensor] = {}
         self._left: dict[tuple[int, int], dict[str, _Value]] = {}  # by a microbatch in the places that it has changed
-        self._changed: dict[str, Node] = {}  # by another microbatch meanwhile, and where this was seen first
+        self._changed: dict[str, None] = {}  # by another microbatch meanwhile
 
     def __enter__(self) -> Witness:
         self._compute, self._player.compute = self._player.compute, self._watched
@@ -320,7 +299,7 @@ class Witness:
             before = self._values(node)
             for name, value in left.items():
                 if name in before and not before[name].is_as(value):
-                    self._changed.setdefault(name, node)
+                    self._changed[name] = None
             self._compute(node, microbatch, received)
             for name, value in self._values(node).items():
                 if name in left or name not in before or not before[name].is_as(value):

@@ -94,7 +94,7 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         asked.append((stage, microbatch))
         return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
-    made = Microbatches(stages, program.placement, Feed(given, {}, None), grad=True)
+    made = Microbatches(stages, program, 0, Feed(given, {0: 0.5, 1: 0.5}, None), grad=True)
     assert not made
     first, second = made[0, 1], made[1, 1]
     assert (first.after, second.before, first.before) == (second, first, None)

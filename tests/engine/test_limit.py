@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.options import parse_memory
 from overlap1f1b.engine.play.memory import ByteCount
-from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, lighter
+from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, Tuner, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, Node, NodeCosts, Op, Recompute, cost_key, fastest
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
@@ -177,6 +177,9 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     assert not models.equal(found, wanted)
     modes = {block.recompute for blocks in engine.shapes for block in blocks}
     assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
+    before, engine.costs = engine.shapes, None  # measured anew, for what was chosen
+    with patch.object(Tuner, "_with_recompute", side_effect=AssertionError("chosen again")):
+        assert settled(engine, data).shapes == before
     with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
         EngineOptions(recompute="auto")
 

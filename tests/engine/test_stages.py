@@ -130,7 +130,7 @@ def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
 def test_a_block_that_is_replaced_after_its_engine_is_made_is_refused(as_list: bool) -> None:
     model = models.build()
     blocks: Any = list(model) if as_list else model
-    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2), loss_fn=models.loss_fn)
+    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2))
     inputs, target = models.batch(2)
     engine.step(inputs, target=target)
     blocks[1] = models.build()[1]

@@ -193,8 +193,8 @@ def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, An
     return problems
 
 
-CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
-    ("tp", 3, {"layers": 1}),
+CASES: list[Any] = [
+    pytest.param("tp", 3, {"layers": 1}, marks=pytest.mark.wide),
     ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
     ("cp", "pairs", {}),
     ("ep x tp", 3, {"layers": 1}),
@@ -207,8 +207,8 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
     ("FSDP2 x tp with sequences", 3, {"layers": 1}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
     ("ep x cp", "pairs", {"recompute": "attention", "parts": 2, "counted": True}),
-    ("pp x cp in a ring", "pairs", {}),
-    ("cp x tp", 3, {}),
+    pytest.param("pp x cp in a ring", "pairs", {}, marks=pytest.mark.wide),
+    pytest.param("cp x tp", 3, {}, marks=pytest.mark.wide),
     ("cp x tp in a ring", "pairs", {"counted": True}),
 ]
 """Layouts that are not here stand in tests of measured plans and checkpoints."""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.again import RecomputedRun
 from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
+from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Plan, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
@@ -33,6 +33,7 @@ MicrobatchKey = tuple[int, int]
 """Numbers of stage and microbatch."""
 
 Around = Callable[[Node], AbstractContextManager[object]]
+T = TypeVar("T")
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 Compute = Callable[[Node, Microbatch, Mapping[Place, Any]], None]
 
@@ -47,9 +48,7 @@ class Player:
     Args:
         failures: Where ranks report that they failed; it has the limit of every wait for another rank.
         exchange: Between the ranks that share the experts.
-        boundary: Carries out the ``send`` and ``receive`` nodes.
-        reductions: Carry out the ``reduce`` nodes.
-        gathers: Carry out the ``gather`` and ``release`` nodes.
+        boundary, reductions, gathers: Carry out transfers between stages, sums of gradients, and FSDP2's gathers.
         watch: Clock of a device that computes while the thread goes on.
         fills: Whether weight gradients may run early on a CPU.
 
@@ -110,7 +109,6 @@ class Player:
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what was played before."""
         self.begun = time.perf_counter()
         self._stamp: Callable[[], Any] = time.perf_counter if self.watch is None else self.watch.stamp
         self._origin = self.begun if self.watch is None else self._stamp()
@@ -144,9 +142,13 @@ class Player:
         self._count.read()
         return self._count.peak
 
-    def recorded_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step: it is recorded if there is a recorder."""
-        recorded: AbstractContextManager[None] = nullcontext() if self.recorder is None else self.recorder.step()
+    def recorded(self, step: Callable[[Plan], T]) -> Callable[[Plan], T]:
+        """Return a function that plays a step, and records it if there is a recorder."""
+
+        def recorded(plan: Plan) -> T:
+            with nullcontext() if self.recorder is None else self.recorder.step():
+                return step(plan)
+
         return recorded
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
@@ -255,7 +257,6 @@ class Player:
                 microbatch.finish()
 
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Play a node, and note when the thread had launched it."""
         self._since = time.perf_counter()
         self._issue(node, microbatches)
         self.launches.append(Span(node, self._since, time.perf_counter()))
@@ -275,7 +276,6 @@ class Player:
         self.flights.append(send)
 
     def _launch_exchange(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
         microbatch = microbatches[node.stage, node.microbatch]

@@ -444,8 +444,14 @@ class ShardedReducer(Reduction):
             self._beside.update({held.unsharded_param: held for held in group.fsdp_params if _sums_beside(held)})
             if parameters:
                 self._places.append((group, {place for p in parameters for place in places[p]}))
-            for parameter in parameters:
-                _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
+            for expert in {parameter in experts for parameter in parameters}:
+                over, allowed = sorted(_ranks_of(group)), sorted(expert_ranks if expert else ranks)
+                if over != allowed:
+                    names = ", ".join(type(module).__name__ for module in group.modules)
+                    raise ValueError(
+                        f"FSDP2 holds {'experts' if expert else 'parameters outside the experts'} of {names} over "
+                        f"ranks {over}; allowed: {allowed}, whose gradients they sum"
+                    )
         self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
         self._ready: set[BlockKey] = set()
         self._changes = ExitStack()
@@ -569,13 +575,3 @@ def _set(changes: ExitStack, target: Any, name: str, value: object) -> None:
     """Set an attribute until ``changes`` end."""
     changes.callback(setattr, target, name, getattr(target, name))
     setattr(target, name, value)
-
-
-def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
-    over = sorted(_ranks_of(group))
-    if over != sorted(ranks):
-        what = "experts" if expert else "parameters outside the experts"
-        raise ValueError(
-            f"FSDP2 holds {what} of {', '.join(type(m).__name__ for m in group.modules)} over ranks {over}; allowed: "
-            f"{sorted(ranks)}, whose gradients they sum"
-        )
