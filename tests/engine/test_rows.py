@@ -120,7 +120,7 @@ def test_ranks_whose_rows_have_other_widths_are_refused(rank: int, size: int) ->
         (1 + 3 * rank, None, 2.0, ("is 1 experts a token", "4 experts")),
         (2, "fp8" if rank else None, None, ("8 bits",)),
     ):
-        moe = MoE(16, 8, RouterConfig(8, chosen), precision=precision, group=mesh.get_group("ep"))  # type: ignore[arg-type]
+        moe = MoE(16, 16, RouterConfig(8, chosen), precision=precision, group=mesh.get_group("ep"))  # type: ignore[arg-type]
         program = build_schedule("combined_1f1b", microbatches=2)
         engine = make(nn.Sequential(nn.Linear(16, 16), moe), program, mesh=mesh, capacity=capacity, timeout=20)
         x = torch.randn(8, 16)
