@@ -45,8 +45,8 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Engine, EngineOptions, StepResult
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
-from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.integrations.megatron.layers import dispatchers_of, exchanging
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union

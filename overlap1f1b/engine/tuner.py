@@ -556,7 +556,7 @@ class Tuner:
     def _measured_plan(self) -> Plan:
         """Return the plan of the steps that measure: serial, under a limit of memory with one microbatch at a time."""
         limited = self.options.memory is not None
-        program = one_by_one(self.program.microbatches, self.program.placement) if limited else self.program
+        program = one_by_one(self.program.microbatches, self.program.placement, split=True) if limited else self.program
         return self._compiled(program, self.shapes, NodeCosts(), "serial")
 
     def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:

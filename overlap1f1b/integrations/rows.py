@@ -29,17 +29,11 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
 
 
 class LayerExperts(Experts):
-    """The experts of another library's layer, called with the rows of each, and their numbers on the rows' device.
-
-    Args:
-        own: The experts of this rank.
-        experts: E, over all ranks.
-        group: Ranks that share the experts.
-    """
+    """The experts of another library's layer, called with the rows of each, and their numbers on the rows' device."""
 
     def __init__(self, own: nn.Module, experts: int, group: dist.ProcessGroup | None) -> None:
         super().__init__()
-        self.own = (own,)  # a child of its layer alone
+        self.own = (own,)  # of this rank; a child of its layer alone
         self.share(experts, group)
 
     def weights(self) -> Iterator[nn.Parameter]:

@@ -70,14 +70,35 @@ def measured() -> tuple[NodeCosts, int]:
     return replace(COSTS, bytes=engine.costs.bytes), count.peak
 
 
-def test_the_peak_of_every_plan_is_predicted() -> None:
-    costs, _ = measured()
-    data = tokens()
+def _uneven(rank: int, size: int) -> list[tuple[str, float]]:
+    """Peaks in multiples of the predicted one: of steps that measure, and of plans over ranks with uneven rows."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep"))
+    data = torch.randint(256, (2, 4 * M, 32), generator=torch.Generator().manual_seed(1 + rank))
+
+    def transformer() -> MoETransformer:
+        config = MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8)
+        return MoETransformer(config, seed=1, group=mesh.get_group("ep"))
+
+    engine = make(transformer(), PROGRAM, mesh=mesh, memory="1TB")
+    held = max(counted(engine, (data[0], data[1]))[0].peak for _ in range(3))
+    assert engine.costs is not None
+    costs, found = replace(COSTS, bytes=engine.costs.bytes), []
     for name, extra in (("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("afab", None)):
         program = build_schedule(name, microbatches=M, extra_warmup=extra)
-        for plan in fastest(program, make(transformer(), program, costs=costs).shapes, costs, 3)[:2]:
-            count, _ = counted(make(transformer(), program, plan=plan, verify=False), data)
-            assert plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05), (program.name, plan.order)
+        plans = fastest(program, engine.shapes, costs, 3)
+        if not found:
+            found += [("measuring", held / plans[0].peak_bytes[0])]
+        for plan in plans[:2]:
+            played = make(transformer(), program, mesh=mesh, plan=plan, verify=False)
+            played.player._fills = False  # weight gradients that run early free memory early
+            count, _ = counted(played, (data[0], data[1]))
+            found.append((f"{program.name} {plan.order}", count.peak / plan.peak_bytes[0]))
+    return found
+
+
+def test_peaks_are_predicted_over_ranks_with_uneven_rows(ranks2: Ranks) -> None:
+    for found in ranks2.run(_uneven, timeout=100):
+        assert [one for one in found if abs(one[1] - 1) > 0.05] == []
 
 
 def test_the_plan_keeps_within_every_limit() -> None:

@@ -25,7 +25,7 @@ from tests import models
 from tests.ranks import Ranks, over, run
 
 CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
-MICROBATCHES = {"dualpipe": {2: 6, 4: 10, 8: 18}, "dualpipev": {1: 3, 2: 5, 4: 9, 8: 17}}
+MICROBATCHES = {"dualpipe": {2: 6, 4: 10}, "dualpipev": {1: 3, 2: 5, 4: 9}}
 H = models.H
 
 
@@ -256,10 +256,8 @@ def test_two_ranks(ranks2: Ranks, name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "mapping"),
     [
-        ("dualpipe", "mlp", None),
-        ("dualpipev", "mlp", [2, 0, 3, 1]),
         ("dualpipe", "streams", [2, 0, 3, 1]),
-        ("dualpipev", "streams", None),
+        ("dualpipev", "mlp", [2, 0, 3, 1]),
     ],
 )
 def test_four_ranks(ranks4: Ranks, name: str, kind: str, mapping: list[int] | None) -> None:
@@ -269,12 +267,6 @@ def test_four_ranks(ranks4: Ranks, name: str, kind: str, mapping: list[int] | No
 @pytest.mark.parametrize("name", CLASSES)
 def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, "experts", 2) == [[]] * 4
-
-
-@pytest.mark.wide
-def test_eight_ranks(ranks8: Ranks) -> None:
-    """More ranks than any other test of it has, in both directions."""
-    assert ranks8.run(_compare, "dualpipe", "mlp") == [[]] * 8
 
 
 def test_a_v_on_one_rank() -> None:

@@ -388,9 +388,11 @@ def _change(crossing: _Crossing) -> None:
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.of(operation)
     checkpoints: Any = torch.utils.checkpoint
-    around = checkpoints._checkpoint_without_reentrant_generator
-    crossing.callback(setattr, checkpoints, "_checkpoint_without_reentrant_generator", around)
-    checkpoints._checkpoint_without_reentrant_generator = _repeating(around)
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" * hasattr(checkpoints, f"{name}_impl")  # from torch 2.14 on
+    around = getattr(checkpoints, name)
+    crossing.callback(setattr, checkpoints, name, around)
+    setattr(checkpoints, name, _repeating(around))
     collectives: Any = dist
     crossing.callback(setattr, collectives, "all_to_all_single", collectives.all_to_all_single)
     collectives.all_to_all_single = asking_single(collectives.all_to_all_single)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -12,14 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.engine.run.model import MicrobatchBlock
+from overlap1f1b.engine.run.model import MicrobatchBlock, device_of
 from overlap1f1b.engine.run.replaced import Replacement, replaced
-from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.integrations.megatron.config import OWN, ROWS, SUSPENDED, attribute_of, check_options, class_names
-from overlap1f1b.integrations.megatron.dispatchers import dispatchers_of, exchanging, on_one_stream, overlapped_of
-from overlap1f1b.integrations.megatron.state import RANDOM, Repeating, TrackerStreams, tracker
+from overlap1f1b.integrations.megatron.config import (
+    OWN,
+    RANDOM,
+    ROWS,
+    SUSPENDED,
+    TRACKER,
+    attribute_of,
+    check_options,
+    class_names,
+)
+from overlap1f1b.integrations.megatron.layers import (
+    delayed_of,
+    delaying,
+    dispatchers_of,
+    exchanging,
+    leaving,
+    linears_of,
+    on_one_stream,
+    overlapped_of,
+)
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
-from overlap1f1b.integrations.megatron.weights import delayed_of, delaying, leaving, linears_of
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
 from overlap1f1b.transport.suspend import Forward
@@ -31,20 +47,18 @@ SHARDS = {"FSDPModule": "FSDP2", "MegatronFSDP": "Megatron-FSDP", "FsdpModule": 
 class Chunk(MicrobatchBlock):
     """The forwards of one model chunk, a module with ``set_input_tensor``, which may be wrapped.
 
-    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts.
-    ``passes_last_input`` appends its last input (in a decoder: the encoder's output) to its output. MoE layers of
-    Megatron-Core's own may suspend it if it ``suspends``.
+    The ``last`` computes the loss; with ``exchanges`` several ranks share the experts. MoE layers of Megatron-Core's
+    own may suspend it if it ``suspends``.
     """
 
+    passes_last_input = False
+    """Whether its last input (in a decoder: the encoder's output) is appended to its output."""
+    step: ChunkStep | None = None
+    """The call that is played."""
+    _stage: Any = None
+
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        stage: int,
-        last: bool,
-        exchanges: bool,
-        dispatcher: Dispatcher = "own",
-        passes_last_input: bool = False,
+        self, model: nn.Module, stage: int, *, last: bool, exchanges: bool, dispatcher: Dispatcher = "own"
     ) -> None:
         super().__init__()
         self.set_input_tensor = attribute_of(model, "set_input_tensor")
@@ -52,9 +66,8 @@ class Chunk(MicrobatchBlock):
             raise ValueError(
                 f"a model chunk of type {type(model).__name__} without set_input_tensor; allowed: one with this method"
             )
-        self.model, self.last, self.passes_last_input = model, last, passes_last_input
-        parameter = next(model.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.model, self.last = model, last
+        self.device = device_of([model]) or torch.device("cpu")
         self.name = f"chunk of stage {stage} ({type(model).__name__})"
         kinds = {name for module in model.modules() for name in class_names(module)}
         for kind in kinds.intersection(SHARDS):
@@ -62,43 +75,40 @@ class Chunk(MicrobatchBlock):
                 f"{self.name} under {SHARDS[kind]}; allowed: Megatron-Core's DistributedDataParallel, "
                 "or a finalize_model_grads_func that sums gradients"
             )
-        self.step: ChunkStep | None = None
         rows = exchanges and dispatcher == "rows"
         layers: list[Any] = [layer for layer in model.modules() if rows and "MoELayer" in class_names(layer)]
         self.experts: Any = nn.ModuleList(map(MegatronExperts, layers))
         self._dispatchers = dispatchers_of(model) if exchanges and not layers else []
         self.suspends = bool(self._dispatchers or layers)
-        self.tracker = tracker() if exchanges else None  # here the engine finds what else its file keeps
-        self.state = TrackerStreams(self.tracker) if self.suspends and self.tracker is not None else None
-        self._overlapped = overlapped_of(model)
-        self._linears = linears_of(model)
+        random: Any = sys.modules.get(RANDOM) if exchanges else None
+        self.tracker = random and getattr(random, TRACKER)()  # here the engine finds what else its file keeps
+        self.state = TrackerStreams(self.tracker) if self.suspends and hasattr(self.tracker, "states_") else None
+        self._overlapped, self._linears, self._delayed = overlapped_of(model), linears_of(model), delayed_of(model)
         self.apart = [layer.weight for layer in self._linears]
-        self._delayed = delayed_of(model)
         self.delays = bool(self._delayed)
-        self._stage: Stage | None = None
         if self.suspends or self.delays or any(isinstance(module, Experts) for module in model.modules()):
             check_options(model, SUSPENDED)
         for where, found in ((OWN, self._dispatchers), (ROWS, layers)):
             if found:
                 check_options(model, where)
 
-    @contextmanager
-    def stepping(self, step: ChunkStep) -> Iterator[None]:
+    def stepping(self, step: ChunkStep) -> AbstractContextManager[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
-        changed = (
-            exchanging(self._dispatchers),
-            *(experts.replacing() for experts in self.experts),
-            on_one_stream(self._overlapped, self.device),
-            leaving(self._linears, self._in_force),
-            delaying(self._delayed, self._in_force),
-            self._checkpoint(),
+
+        def stage() -> Any:
+            return self._stage
+
+        return replaced(
+            chain(
+                [(vars(self), "step", step)],
+                exchanging(self._dispatchers),
+                *(experts.replacing() for experts in self.experts),
+                on_one_stream(self._overlapped, self.device),
+                (leaving(layer, stage) for layer in self._linears),
+                (delaying(layer, stage) for layer in self._delayed),
+                self._checkpoint(),
+            )
         )
-        self.step = step
-        try:
-            with replaced(chain.from_iterable(changed)):
-                yield
-        finally:
-            self.step = None
 
     def _checkpoint(self) -> Iterator[Replacement]:
         """Yield what lets Megatron-Core's checkpoint exchange nothing twice, in forwards that are suspended."""
@@ -116,10 +126,6 @@ class Chunk(MicrobatchBlock):
 
         yield vars(package), "checkpoint", checkpoint
 
-    def _in_force(self) -> Stage:
-        assert self._stage is not None
-        return self._stage
-
     def forward(self, *inputs: Tensor | None, microbatch: Microbatch | None = None) -> Any:
         """Call the user's forward step for a microbatch; return the chunk's output tensors or its loss."""
         step = self.step
@@ -132,7 +138,7 @@ class Chunk(MicrobatchBlock):
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()
         self.set_input_tensor(list(inputs) if inputs else [None])
-        config = step.config
+        config = step.losses.config
         with torch.autocast(self.device.type, config.autocast_dtype) if config.enable_autocast else nullcontext():
             try:
                 output, loss_func = step.forward_step_func(step.data_iterator, self.model)
@@ -145,3 +151,60 @@ class Chunk(MicrobatchBlock):
                 return step.losses.loss_of(microbatch.index, output, loss_func)
         outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
         return (*outputs, inputs[-1]) if self.passes_last_input else outputs
+
+
+class Repeating:
+    """Context of a second forward: random numbers as at its first one, and losses that are logged once in tables."""
+
+    def __init__(self, random: Any, tables: Sequence[dict[str, Any]]) -> None:
+        self._random, self._tables = random, tables
+        self._states = random._get_all_rng_states()
+
+    def __enter__(self) -> None:
+        self._outside = self._random._get_all_rng_states()
+        self._random._set_all_rng_states(*self._states)
+        entries = (entry for table in self._tables for entry in table.values())
+        each = (one for entry in entries for one in (entry.values() if isinstance(entry, dict) else (entry,)))
+        self._logged = [(t, t.clone()) for t in each if isinstance(t, Tensor) and t.is_floating_point()]
+
+    def __exit__(self, *_: object) -> None:
+        self._random._set_all_rng_states(*self._outside)
+        for tensor, before in self._logged:
+            tensor.copy_(before)
+
+
+class TrackerStreams:
+    """The streams of Megatron-Core's tracker: each forward has its own ones, also while it is suspended.
+
+    It implements :class:`~overlap1f1b.engine.run.model.CarriedState`. The tracker's ``fork()`` writes into the
+    dictionary of their states. What a forward keeps elsewhere, such as on a dispatcher, the engine learns.
+    """
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+        self._outside: dict[str, Any] = {}  # states while no forward runs
+
+    def begin(self, seed: int) -> None:
+        """Let the streams of a new forward follow from the present ones and from a seed of its microbatch and step."""
+        self.enter({key: _reseeded(state, seed) for key, state in self._tracker.states_.items()})
+
+    def leave(self) -> dict[str, Any]:
+        """Return the states of the running forward, and put back what was there before."""
+        states: dict[str, Any] = self._tracker.states_
+        self._tracker.states_ = self._outside
+        return states
+
+    def enter(self, states: dict[str, Any]) -> None:
+        """Put on the states of a forward."""
+        self._outside, self._tracker.states_ = self._tracker.states_, states
+
+
+def _reseeded(state: Any, seed: int) -> Any:
+    """Return the state of another stream, which follows from the state and the seed."""
+    if not isinstance(state, Tensor):  # the generator of a graph, which is refused in other ways
+        return state
+    digest = hashlib.blake2b(state.numpy().tobytes() + seed.to_bytes(16, "big", signed=True), digest_size=7).digest()
+    number = int.from_bytes(digest, "big")
+    if state.numel() == 16:  # of a GPU: a seed and an offset, 8 bytes each
+        return torch.tensor([number, 0], dtype=torch.int64, device="cpu").view(torch.uint8)
+    return torch.Generator().manual_seed(number).get_state()

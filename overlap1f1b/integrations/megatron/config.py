@@ -119,12 +119,10 @@ class Config:
 
 def attribute_of(model: nn.Module, name: str) -> Any:
     """Return an attribute of a model or, through ``.module``, of the model that it wraps; None if none has it."""
-    while not hasattr(model, name):
-        inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return getattr(model, name)
+    if hasattr(model, name):
+        return getattr(model, name)
+    inner = getattr(model, "module", None)
+    return attribute_of(inner, name) if isinstance(inner, nn.Module) else None
 
 
 def class_names(held: object) -> list[str]:
@@ -171,8 +169,10 @@ REFUSED: dict[str, dict[str, tuple[object, ...]]] = {
 this holds: everywhere, in some chunks, or with a dispatcher.
 """
 
-TRACKER, KERNELS = "get_cuda_rng_tracker", "fused_weight_gradient_mlp_cuda"
-"""Function that returns the streams of random numbers, and module of the kernels that add to ``main_grad``."""
+RANDOM, TRACKER = "megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"
+"""Module of random numbers, and its function that returns their streams."""
+KERNELS = "fused_weight_gradient_mlp_cuda"
+"""Module of the kernels that add to ``main_grad``."""
 
 SIZES = {
     "pp": "pipeline_model_parallel_size",

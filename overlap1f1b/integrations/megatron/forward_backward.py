@@ -11,7 +11,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.integrations.megatron.chunk import Chunk
@@ -78,12 +77,9 @@ def get_forward_backward_func(
     ...     seq_length=4096, micro_batch_size=1,
     ... )  # gradients are in .grad
 
-    As in Megatron-Core (``megatron/core/pipeline_parallel``), ``pp_size`` and ``vp_size`` choose among
-    ``forward_backward_no_pipelining``, ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``.
-
-    A chunk is cut wherever it exchanges rows along "ep": in Megatron-Core's own MoE layers, in our
-    :class:`~overlap1f1b.moe.GroupedExperts`, or in layers of yours. The first call finds these exchanges, the
-    second measures the nodes; neither hides any.
+    As in Megatron-Core, ``pp_size`` and ``vp_size`` choose among ``forward_backward_no_pipelining``,
+    ``…_pipelining_without_interleaving`` and ``…_pipelining_with_interleaving``. The function's first call finds where
+    chunks exchange rows along "ep", the second measures the nodes; neither hides any exchange.
 
     Args:
         pp_size: Number of pipeline ranks; by default the size of the group ``pp``.
@@ -176,9 +172,8 @@ class ForwardBackward:
     ) -> list[Any]:
         """Run a step and add its gradients to ``.grad``; only ``finalize_model_grads_func`` reduces them over ranks.
 
-        Dropout draws from a separate stream of random numbers for each microbatch. ``forward_step_func`` is suspended
-        at each exchange of rows, and other microbatches run in between. So it must read the model's state before the
-        first MoE layer. The only timer is ``forward-backward``, since forwards and backwards interleave.
+        ``forward_step_func`` is suspended at each exchange of rows, and other microbatches run in between. So it must
+        read the model's state before the first MoE layer. The only timer is ``forward-backward``.
 
         Args:
             forward_step_func: ``(data_iterator, chunk) → (output, loss_func)``, called once for each microbatch of
@@ -235,19 +230,12 @@ class ForwardBackward:
             if engine is None:
                 engine = self._engines[key] = self._engine(models, config, num_microbatches)
                 engines_of(models[0]).setdefault(self, []).append(engine)
-            engine.expect(num_microbatches, sizes)
             # 3. Play the step.
-            losses = Losses(
-                config,
-                num_microbatches,
-                size_of(groups, "cp"),
-                training=not forward_only,
-                collect=collect_non_loss_data,
-                device=engine.device,
-            )
-            marks_first = not forward_only or first_val_step is None or first_val_step
-            steps = [ChunkStep(forward_step_func, iterator, config, losses, marks_first) for iterator in iterators]
-            engine.play(steps, grad=not forward_only)
+            cp, trains = size_of(groups, "cp"), not forward_only
+            losses = Losses(config, num_microbatches, cp, engine.device, training=trains, collect=collect_non_loss_data)
+            marks_first = trains or first_val_step is None or first_val_step
+            steps = [ChunkStep(forward_step_func, iterator, losses, marks_first) for iterator in iterators]
+            engine.play(steps, sizes, grad=trains)
         except BaseException:  # transfers under way may still arrive in the exchange that all engines share
             self._forget()
             raise
@@ -285,11 +273,9 @@ class ForwardBackward:
         name, ranks = self._program_name(config), size_of(self.groups, "pp")
         if name == AUTO:  # its own chunks would be in a V
             return auto(microbatches, Placement.loop(ranks, chunks))
-        size = config.microbatch_group_size_per_vp_stage
         grouped = chunks > 1 and schedule_of(name).takes("group_size")
-        return build_schedule(
-            name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size if grouped else None
-        )
+        size = config.microbatch_group_size_per_vp_stage if grouped else None
+        return build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, group_size=size)
 
     def _engine(self, models: list[nn.Module], config: Config, microbatches: int) -> ChunkEngine:
         program = self._program(config, microbatches, len(models))
@@ -299,16 +285,15 @@ class ForwardBackward:
         chunks: dict[int, Chunk] = {}
         for (_, stage), model in zip(program.placement.places(rank), models, strict=True):
             last = stage == program.placement.stages - 1
-            if len(models) > 1:
-                _check_place(model, program, stage)
-            chunks[stage] = Chunk(
-                model,
-                stage=stage,
-                last=last,
-                exchanges=ep is not None,
-                dispatcher=self.dispatcher,
-                passes_last_input=passes and not last,
-            )
+            for name, wanted in (("pre_process", stage == 0), ("post_process", last)):
+                found = attribute_of(model, name) if len(models) > 1 else None
+                if isinstance(found, bool) and found != wanted:  # it embeds, or computes a loss, where others should
+                    raise ValueError(
+                        f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
+                        f"{program.placement.pipes[0]}; allowed: {wanted}"
+                    )
+            chunks[stage] = chunk = Chunk(model, stage, last=last, exchanges=ep is not None, dispatcher=self.dispatcher)
+            chunk.passes_last_input = passes and not last
         limit = self.options.limit
         limit_inner(self.groups, limit)
         mesh = grid_of(pp, ep, next(iter(chunks.values())).device, limit)
@@ -324,9 +309,9 @@ class ForwardBackward:
         return ChunkEngine(engine, chunks, self.groups)
 
     def _checked_groups(self, pg_collection: object, p2p_communicator: object) -> object:
-        pipeline = getattr(p2p_communicator, "pp_group", None)
+        pp = group_of(self.groups, "pp")
         if p2p_communicator is not None and (
-            pipeline is None or group_of(p2p_communicator, "pp_group") is not group_of(self.groups, "pp")
+            getattr(p2p_communicator, "pp_group", None) is None or group_of(p2p_communicator, "pp_group") is not pp
         ):
             what = type(p2p_communicator).__name__
             raise ValueError(f"p2p_communicator of type {what}; allowed: None, or one whose pp_group is the group pp")
@@ -346,10 +331,6 @@ class ForwardBackward:
         for chunk in models:
             if not isinstance(chunk, nn.Module):
                 raise ValueError(f"a model chunk of type {type(chunk).__name__}; allowed: nn.Module")
-            if isinstance(chunk, DistributedDataParallel):  # its reducer needs whole backwards
-                raise ValueError(
-                    "a model chunk in DistributedDataParallel; allowed: one that finalize_model_grads_func sums"
-                )
         return models
 
     def _checked_iterators(self, data_iterator: Any, chunks: int) -> list[Any]:
@@ -359,17 +340,6 @@ class ForwardBackward:
             what = f"{len(iterators)} data iterators" if several else f"one {type(data_iterator).__name__}"
             raise ValueError(f"{what} for {chunks} model chunks of {self.__name__}; allowed: a list of {chunks}")
         return iterators
-
-
-def _check_place(model: nn.Module, program: Program, stage: int) -> None:
-    """Raise ValueError if a chunk is built for another stage: it embeds or computes a loss where others should."""
-    for name, wanted in (("pre_process", stage == 0), ("post_process", stage == program.placement.stages - 1)):
-        found = attribute_of(model, name)
-        if isinstance(found, bool) and found != wanted:
-            raise ValueError(
-                f"{name}={found} of the chunk of stage {stage} of {program.name}, whose stages are on ranks "
-                f"{program.placement.pipes[0]}; allowed: {wanted}"
-            )
 
 
 class Engines(WeakKeyDictionary[ForwardBackward, list["ChunkEngine"]]):
@@ -391,10 +361,7 @@ def engines_of(model: nn.Module) -> Engines:
 
 
 class ChunkEngine:
-    """An engine whose stages are chunks, which fetch their own data and divide their own losses.
-
-    Ranks of ``groups`` that play the same plan agree on what was measured.
-    """
+    """An engine whose stages are chunks, which fetch their own data and divide their own losses."""
 
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
@@ -403,18 +370,17 @@ class ChunkEngine:
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
-    def expect(self, microbatches: int, sizes: Mapping[str, int | None]) -> None:
-        """Play so many microbatches; let tensors between stages change their sizes if these are not the last call's."""
-        self.engine.microbatches = microbatches
+    def play(self, steps: Sequence[ChunkStep], sizes: Mapping[str, int | None], *, grad: bool) -> None:
+        """Play a step, and let data-parallel wrappers reduce gradients in it; without ``grad`` play its forwards.
+
+        Tensors between stages may change their sizes if ``sizes`` are not the last call's.
+        """
+        losses, engine = steps[0].losses, self.engine
+        config, engine.microbatches = losses.config, losses.microbatches
         if self._sizes not in (None, sizes):
-            self.engine.boundary.forget()
+            engine.boundary.forget()
         self._sizes = sizes
-
-    def play(self, steps: Sequence[ChunkStep], *, grad: bool) -> None:
-        """Play a step, and let data-parallel wrappers reduce gradients in it; without ``grad`` play its forwards."""
-        config, losses, engine = steps[0].config, steps[0].losses, self.engine
-        microbatches, last = engine.program.microbatches, engine.program.placement.stages - 1
-
+        microbatches, last = losses.microbatches, engine.program.placement.stages - 1
         verifies = engine.tuner.verifies_next(grad=grad)
         if verifies:
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
@@ -441,7 +407,7 @@ class ChunkEngine:
                     if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
                         attribute_of(model, "start_param_sync")(force_sync=True)
                 gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
-                stepping.enter_context(gradient_sync.stepping())
+                stepping.enter_context(gradient_sync)
                 engine.player.around = gradient_sync.around if gradient_sync.acts else None
                 stepping.callback(setattr, engine.player, "around", None)
             stepping.enter_context(losses.scaling_attached())

@@ -1,8 +1,4 @@
-"""Outputs whose values are freed while their graph is still needed, as in Megatron-LM.
-
-The engine does not use these functions: it keeps only the graph of the tensors that it has sent. They exist for code
-that calls them by Megatron-LM's names.
-"""
+"""Outputs whose values are freed while their graph is still needed: for code that calls this by Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -18,11 +14,6 @@ Outputs = Tensor | Sequence["Outputs"] | Mapping[str, "Outputs"] | None
 def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = True) -> None:
     """Free the values of an output that has been sent, and keep its graph for :func:`custom_backward`.
 
-    >>> out = torch.ones(1000, requires_grad=True) * 2
-    >>> deallocate_output_tensor(out)
-    >>> out.shape
-    torch.Size([1])
-
     ``.data`` becomes one uninitialised element, so the tensor's storage is freed unless another tensor holds it. After
     this call the tensor must not go to a function that reads its values, such as ``torch.autograd.backward``.
 
@@ -35,10 +26,8 @@ def deallocate_output_tensor(out: Outputs, deallocate_pipeline_outputs: bool = T
     """
     if out is None or not deallocate_pipeline_outputs:
         return
-    if isinstance(out, Mapping):
-        out = list(out.values())
-    if isinstance(out, list | tuple):
-        for part in out:
+    if isinstance(out, list | tuple | Mapping):
+        for part in out.values() if isinstance(out, Mapping) else out:
             deallocate_output_tensor(part)
         return
     if not isinstance(out, Tensor):
@@ -55,8 +44,8 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     >>> out = x * 2
     >>> deallocate_output_tensor(out)
     >>> custom_backward(out, torch.ones(3))
-    >>> x.grad
-    tensor([2., 2., 2.])
+    >>> out.shape, x.grad
+    (torch.Size([1]), tensor([2., 2., 2.]))
 
     Args:
         output: A tensor after :func:`deallocate_output_tensor`, or a scalar.

@@ -20,7 +20,7 @@ from overlap1f1b.schedule import Kind
 class AttachedLoss(NamedTuple):
     """A class of Megatron-Core that attaches a loss to activations and keeps its gradient's scale as an attribute."""
 
-    module: str
+    module: str  # behind "megatron.core.transformer."
     name: str
     used: str  # field of the config that is set if the model has such losses
     own_scale: str | None = None  # field of the config with a scale for them, used in place of ``grad_scale_func``
@@ -28,20 +28,14 @@ class AttachedLoss(NamedTuple):
     takes_scale: str | None = None  # field of the config with a function that takes the scale in the class's place
 
 
-MOE_LOSS = AttachedLoss(
-    "megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts", "moe_grad_scale_func"
-)
+MOE_LOSS = AttachedLoss("moe.moe_utils", "MoEAuxLossAutoScaler", "num_moe_experts", "moe_grad_scale_func")
 ATTACHED_LOSSES = (
     MOE_LOSS,
     AttachedLoss(
-        "megatron.core.transformer.multi_token_prediction",
-        "MTPLossAutoScaler",
-        "mtp_num_layers",
-        "mtp_grad_scale_func",
-        by_sequence=False,
+        "multi_token_prediction", "MTPLossAutoScaler", "mtp_num_layers", "mtp_grad_scale_func", by_sequence=False
     ),
     AttachedLoss(
-        "megatron.core.transformer.experimental_attention_variant.dsa",
+        "experimental_attention_variant.dsa",
         "DSAIndexerLossAutoScaler",
         "experimental_attention_variant",
         takes_scale="experimental_attention_variant_loss_scale_func",
@@ -62,7 +56,7 @@ class Losses:
     """
 
     def __init__(
-        self, config: Config, microbatches: int, cp: int, *, training: bool, collect: bool, device: torch.device
+        self, config: Config, microbatches: int, cp: int, device: torch.device, *, training: bool, collect: bool
     ) -> None:
         self.config, self.microbatches, self.cp = config, microbatches, cp
         self.training, self.collect = training, collect
@@ -124,7 +118,7 @@ class Losses:
                 if take is not None:
                     take(self.scale_of(attached))
                     continue
-                held = getattr(sys.modules.get(attached.module), attached.name, None)
+                held = getattr(sys.modules.get(f"megatron.core.transformer.{attached.module}"), attached.name, None)
                 if held is not None and getattr(self.config, attached.used) is not None:
                     before.append((held, getattr(held, _SCALE)))
                     # set_loss_scale is not used: it may write into the tensor that is set now.
@@ -156,7 +150,6 @@ class ChunkStep:
 
     forward_step_func: Callable[..., Any]
     data_iterator: Any
-    config: Config
     losses: Losses
     marks_first: bool
     begun: int = 0
@@ -197,36 +190,28 @@ class Rewound(Iterator[Any]):
 class GradientSync:
     """A switch that lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk.
 
-    This holds for any order of nodes. ``no_sync_func`` is active for the whole step, except while gradients of a last
+    This holds for any order of nodes. ``no_sync_func`` is active in the context, except while gradients of a last
     microbatch are added. With ``grad_sync_func`` it stays active then too, and ``grad_sync_func`` is called for a chunk
     as soon as its gradients are complete, while the rest of the step continues.
     """
 
     def __init__(self, config: Config, models: dict[int, nn.Module], nodes: Sequence[Node], last: int) -> None:
         self.last, self.models = last, models
-        no_sync = config.no_sync_func
+        no_sync, grad_sync = config.no_sync_func, config.grad_sync_func
         self._no_sync: list[NoSync] = [] if no_sync is None else each(no_sync, 1)
-        grad_sync = config.grad_sync_func
-        self._grad_sync: dict[int, Sync] = {}
-        if grad_sync is not None:
-            self._grad_sync = dict(zip(models, each(grad_sync, len(models)), strict=True))
+        syncs: list[Sync] = [] if grad_sync is None else each(grad_sync, len(models))
+        self._grad_sync = dict(zip(models, syncs, strict=True)) if syncs else {}
         backward = [node for node in nodes if node.resource is Resource.COMPUTE and node.kind is not Kind.F]
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
+        # Whether there is anything to switch; without it weight gradients may run early.
+        self.acts = bool(self._no_sync or self._grad_sync)
 
-    @property
-    def acts(self) -> bool:
-        """Whether there is anything to switch; without it weight gradients may run early."""
-        return bool(self._no_sync or self._grad_sync)
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Suppress reductions inside the context of a step."""
+    def __enter__(self) -> None:
         self._hold()
-        try:
-            yield
-        finally:
-            self._held.close()
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     @contextmanager
     def around(self, node: Node) -> Iterator[None]:

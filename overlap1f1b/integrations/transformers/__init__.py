@@ -7,9 +7,6 @@
 or in transformers' own training loop:
 
 >>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2))
-
-This code knows no architecture: it finds layers, experts, embedding and head by their structure and by the calls of the
-model's own forward. The conversion between a checkpoint's tensors and a model's tensors is transformers' own code.
 """
 
 from __future__ import annotations
@@ -23,14 +20,7 @@ from overlap1f1b.integrations.transformers.stage import LanguageModelStage
 if TYPE_CHECKING:
     from overlap1f1b.integrations.transformers.trainer import Overlapped, OverlapTrainer
 
-__all__ = [
-    "LanguageModelStage",
-    "OverlapArguments",
-    "OverlapTrainer",
-    "Overlapped",
-    "SplitModel",
-    "split_model",
-]
+__all__ = ["LanguageModelStage", "OverlapArguments", "OverlapTrainer", "Overlapped", "SplitModel", "split_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,10 +31,11 @@ def is_adapter(module: nn.Module) -> bool:
 
 def adapter_in(model: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the name and module of a model's first adapter: the model itself if it is one of PEFT's."""
-    for name, module in model.named_modules():
-        if is_adapter(module) or any(kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__):
-            return name, module
-    return None
+
+    def adapts(module: nn.Module) -> bool:
+        return is_adapter(module) or any(k.__module__.partition(".")[0] == "peft" for k in type(module).__mro__)
+
+    return next(((name, module) for name, module in model.named_modules() if adapts(module)), None)
 
 
 def base_of(model: Any) -> Any:
@@ -63,13 +64,11 @@ def name_in_base(model: nn.Module, name: str) -> str | None:
 
 def outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model with their names; adapters as one module, without the modules inside them."""
-    inside: tuple[str, ...] = ()
+    inside = "."  # begins no name
     for name, module in root.named_modules():
-        if name.startswith(inside):
-            continue
-        if name and is_adapter(module):
-            inside = (*inside, f"{name}.")
-        yield name, module
+        if not name.startswith(inside):
+            inside = f"{name}." if name and is_adapter(module) else inside
+            yield name, module
 
 
 def check_method(model: Any) -> None:
@@ -104,26 +103,18 @@ def is_wrapper(module: object) -> bool:
 
 def wrappers_around(module: Any) -> list[Any]:
     """Return the wrappers of parameters that a module begins with, outermost first."""
-    found = []
-    while is_wrapper(module):
-        found.append(module)
-        module = module.base_layer
-    return found
+    return [module, *wrappers_around(module.base_layer)] if is_wrapper(module) else []
 
 
 def within(module: Any) -> Any:
     """Return the module inside the wrappers of parameters that a module begins with."""
-    return wrappers[-1].base_layer if (wrappers := wrappers_around(module)) else module
+    return within(module.base_layer) if is_wrapper(module) else module
 
 
 def around(model: nn.Module, name: str) -> str:
     """Return the name of the outermost wrapper of parameters around a module; its own name without one."""
-    while name:
-        parent = name.rpartition(".")[0]
-        if not is_wrapper(model.get_submodule(parent)):
-            return name
-        name = parent
-    return name
+    parent = name.rpartition(".")[0]
+    return around(model, parent) if name and is_wrapper(model.get_submodule(parent)) else name
 
 
 def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
@@ -141,16 +132,10 @@ def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
 
 
 class Addition(NamedTuple):
-    """Product that an adapter adds to the weights of each expert, ``scaling · up[e] @ down[e]``.
+    """Product that an adapter adds to the weights of each expert, ``scaling · up[e] @ down[e]``."""
 
-    Args:
-        down: ``[E, r, in]``.
-        up: ``[E, out, r]``.
-        scaling: Its factor.
-    """
-
-    down: Tensor
-    up: Tensor
+    down: Tensor  # [E, r, in]
+    up: Tensor  # [E, out, r]
     scaling: float
 
 
@@ -235,7 +220,7 @@ def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
 
 
 def writes_adapters(model: Any) -> bool:
-    """Return whether ``save_pretrained`` of a model writes its adapters alone."""
+    """Return whether ``save_pretrained`` of a model writes its adapters alone: PEFT's, or after ``add_adapter``."""
     return hasattr(model, "peft_config") and (
         hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
     )

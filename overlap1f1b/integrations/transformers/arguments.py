@@ -74,9 +74,8 @@ class OverlapArguments:
         Raises:
             ValueError: They do not multiply to the number of ranks.
         """
-        pp, dp, ep = self.pp, self.dp, self.ep
-        if pp >= 1 and dp >= 1 and ep == 0:
-            ep = max(1, ranks // (pp * dp))
+        pp, dp = self.pp, self.dp
+        ep = self.ep or max(1, ranks // max(1, pp * dp))
         if min(pp, dp, ep) < 1 or pp * dp * ep != ranks:
             raise ValueError(
                 f"pp={self.pp}, dp={self.dp}, ep={self.ep} on {ranks} ranks; allowed: sizes from 1 whose product is "
@@ -99,24 +98,21 @@ class OverlapArguments:
 
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((False,), "bf16=True, or neither"),
-    "fp16_full_eval": ((False,), "bf16=True, or neither"),
-    "bf16_full_eval": ((False,), "bf16=True, or neither"),
+    **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), ((False,), "bf16=True, or neither")),
     "torch_compile": ((False,), "compiled layers inside the model"),
-    "deepspeed": ((None,), "pp, dp and ep of OverlapArguments"),
-    "fsdp": ((None, "", [], False), "pp, dp and ep of OverlapArguments"),
-    "parallelism_config": ((None,), "pp, dp and ep of OverlapArguments"),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "parallelism_config"), ((None, "", [], False), "pp, dp and ep of OverlapArguments")
+    ),
     "activation_offloading": ((False,), "recompute of OverlapArguments"),
     "padding_free": ((False,), "False, batches are padded"),
     "auto_find_batch_size": ((False,), "a per_device_train_batch_size that fits"),
     "neftune_noise_alpha": ((None,), "None"),
-    "use_liger_kernel": ((False,), "False"),
-    "eval_use_gather_object": ((False,), "False"),
+    **dict.fromkeys(("use_liger_kernel", "eval_use_gather_object"), ((False,), "False")),
     "save_on_each_node": ((False,), "False, and an output_dir that all ranks see"),
-    "ddp_find_unused_parameters": ((None,), "None, the engine sums gradients"),
-    "ddp_bucket_cap_mb": ((None,), "None, the engine sums gradients"),
-    "ddp_broadcast_buffers": ((None,), "None, the engine sums gradients"),
-    "ddp_static_graph": ((None,), "None, the engine sums gradients"),
+    **dict.fromkeys(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        ((None,), "None, the engine sums gradients"),
+    ),
     "debug": ((None, "", []), "none"),
 }
 """Arguments of Trainer and SFTTrainer that cannot be honoured: their values that change nothing, and what to use."""
@@ -164,17 +160,3 @@ def check_arguments(args: Any, parallel: OverlapArguments) -> None:
         )
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches=True; allowed: False or None, every rank reads its own data")
-
-
-def check_collator(collator: Any) -> None:
-    """Raise ValueError for a collator of transformers that pads with a tokenizer that has no token for it."""
-    from transformers import DataCollatorForLanguageModeling
-
-    tokenizer = getattr(collator, "tokenizer", None)
-    pads = isinstance(collator, DataCollatorForLanguageModeling) or getattr(collator, "padding", False)
-    if pads in (False, "do_not_pad") or getattr(tokenizer, "pad_token", "") is not None:
-        return
-    raise ValueError(
-        f"pad_token=None of the {type(tokenizer).__name__} of a {type(collator).__name__}; "
-        "allowed: a token of the tokenizer (tokenizer.pad_token = tokenizer.eos_token), or a collator that does not pad"
-    )

@@ -29,8 +29,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """File names of weights, as transformers writes them."""
-EXTRA = "_extra_state"
-"""Last part of the name of what a module's ``get_extra_state`` returns."""
 FILE = "model-{:05d}-of-{:05d}.safetensors"
 """File of a stage, by its number from 1, and the number of stages."""
 PART = ".adapter-part-{:05d}.safetensors"
@@ -82,8 +80,7 @@ class Conversion:
 
     def convert(self, name: str, sources: Sequence[_Source]) -> Mapping[str, Tensor]:
         """Read the sources, which must be in order, and return the model's tensors that are made from them."""
-        pattern = sources[0].pattern
-        if pattern is None:
+        if (pattern := sources[0].pattern) is None:
             return {name: sources[0].tensor[sources[0].rows]}
         rule: Any = deepcopy(next(rule for rule in self._converters if pattern in rule.source_patterns))
         for source in sources:
@@ -92,7 +89,7 @@ class Conversion:
         return {label: value[0] if isinstance(value, list) else value for label, value in made.items()}
 
     def get_parameter(self, name: str) -> Tensor:
-        """Return a parameter of the model, whose size a rule asks for."""
+        """Return a parameter whose size a rule asks for."""
         return self._names[name]
 
     def remember(self) -> None:
@@ -105,10 +102,7 @@ class Conversion:
 
 @dataclass(eq=False)
 class _Slot:
-    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it.
-
-    Of a second factor of LoRA, ``experts`` is this rank's number of experts; of others it is 0.
-    """
+    """A tensor of a stage: its names in the model, the modules that hold it, and this rank's part of it."""
 
     names: list[str]
     elsewhere: list[str]  # its names in the stage that ties it, too
@@ -117,16 +111,11 @@ class _Slot:
     group: dist.ProcessGroup | None  # of the ranks that share it
     rank: int  # in this group
     ranks: int
-    experts: int
+    experts: int  # of this rank in a second factor of LoRA; of other tensors 0
 
     @property
-    def value(self) -> Tensor:
-        return _held(*self.holders[0])
-
-    @property
-    def is_extra(self) -> bool:
-        """Whether a module's own code makes and takes it; it may have any shape."""
-        return self.holders[0][1] == EXTRA
+    def value(self) -> Any:
+        return getattr(*self.holders[0])
 
     def cut(self, value: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor; of LoRA's second factors the columns of its experts."""
@@ -148,9 +137,6 @@ class _Slot:
     @torch.no_grad()
     def fill(self, value: Tensor, device: torch.device, source: str = "") -> None:
         """Set the values; ``source`` says in an error's message where they come from."""
-        if self.is_extra:
-            self.put(value)
-            return
         old = self.value
         if value.shape != old.shape:
             raise ValueError(f"{source} of shape {list(value.shape)} for this rank; allowed: {list(old.shape)}")
@@ -166,14 +152,7 @@ class _Slot:
     def put(self, value: Tensor) -> None:
         """Replace the tensor in all modules that hold it."""
         for module, label in self.holders:
-            if label == EXTRA:
-                module.set_extra_state(value)
-            else:
-                setattr(module, label, value)
-
-
-def _held(module: nn.Module, label: str) -> Any:
-    return module.get_extra_state() if label == EXTRA else getattr(module, label)
+            setattr(module, label, value)
 
 
 def _slots(stage: LanguageModelStage) -> list[_Slot]:
@@ -185,20 +164,18 @@ def _slots(stage: LanguageModelStage) -> list[_Slot]:
         if isinstance(module, Experts) and module.group is not None
         for label, _ in module.named_parameters()
     }
-    slots: dict[int | str, _Slot] = {}
-    for name in stage.state_dict():
+    slots: dict[int, _Slot] = {}
+    for name, value in stage.state_dict(keep_vars=True).items():
         path, _, label = name.rpartition(".")
-        value = _held(modules[path], label)
-        if not isinstance(value, Tensor):  # an extra state that no file of weights can hold
+        if not hasattr(modules[path], label):  # what a module's get_extra_state returns
             continue
-        key = name if label == EXTRA else id(value)  # an extra state may be made anew each time
-        if key not in slots:
+        if id(value) not in slots:
             elsewhere = [other for other, parameter in stage.tied.items() if parameter is value and other != name]
             owner, experts = shared.get(name), stage.columns.get(name, 0)
             at = (None, 0, 1) if owner is None else (owner.group, owner.exchange.rank, owner.exchange.ranks)
-            slots[key] = _Slot([], elsewhere, [], stage.tied, *at, experts)
-        slots[key].names.append(name)
-        slots[key].holders.append((modules[path], label))
+            slots[id(value)] = _Slot([], elsewhere, [], stage.tied, *at, experts)
+        slots[id(value)].names.append(name)
+        slots[id(value)].holders.append((modules[path], label))
     return list(slots.values())
 
 
@@ -208,17 +185,15 @@ def _slots(stage: LanguageModelStage) -> list[_Slot]:
 def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage], device: torch.device) -> None:
     """Fill stages from a folder in safetensors' format; tensors that are on the meta device come to ``device``.
 
-    Only tensors of these stages are read, and only this rank's part of the experts. If the checkpoint has another
-    layout than the model, transformers' conversion is applied to the part; if that is not possible, the tensors are
-    read whole, converted, and cut. Adapters keep their tensors; LoRA's factors that are on the meta device begin as
-    PEFT's new ones.
+    Only this rank's part is read. If the checkpoint has another layout than the model, transformers' conversion is
+    applied to the part; if that is not possible, the tensors are read whole, converted, and cut. Adapters keep their
+    tensors; LoRA's factors that are on the meta device begin as PEFT's new ones.
     """
     from safetensors import safe_open
     from transformers.core_model_loading import dot_natural_key
 
     # 1. Find the keys that this rank needs.
     wanted: dict[str, list[_Slot]] = {}  # several slots have one name if the rank holds both ends of a tie
-    slots: list[_Slot] = []
     added: dict[str, _Slot] = {}
     for slot in (slot for stage in stages for slot in _slots(stage)):
         named = [name for own in (*slot.elsewhere, *slot.names) if (name := name_in_base(model, own)) is not None]
@@ -226,7 +201,6 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
             added[slot.names[0]] = slot
             continue
         slot.names = named
-        slots.append(slot)
         for name in named:
             wanted.setdefault(name, []).append(slot)
     files, conversion = _files(folder), Conversion(model)
@@ -248,7 +222,7 @@ def load_stages(folder: Path, model: Any, stages: Collection[LanguageModelStage]
                     if id(slot) not in filled or name == slot.names[0]:
                         slot.fill(value, device, f"{folder} has {name}")
                         filled.add(id(slot))
-    missing = [slot.names[0] for slot in slots if id(slot) not in filled and not slot.is_extra]
+    missing = [slot.names[0] for slots in wanted.values() for slot in slots if id(slot) not in filled]
     if missing:
         raise ValueError(f"{folder} has nothing for {missing[0]}; allowed: a folder with every tensor of the model")
     conversion.remember()
@@ -261,8 +235,7 @@ def _read(
     conversion: Conversion, first: str, sources: Sequence[_Source], wanted: Mapping[str, Sequence[_Slot]]
 ) -> Mapping[str, Tensor]:
     """Return this rank's part of the model's tensors that are made from the sources."""
-    parts = _parts(sources, wanted[first][0])
-    if parts is not None:
+    if (parts := _parts(sources, wanted[first][0])) is not None:
         # Convert without data first: if the shapes are right, this rank's part of the sources is enough.
         empty = [part._replace(tensor=torch.empty(part.tensor.get_shape(), device="meta")) for part in parts]
         made = conversion.convert(first, empty)
@@ -273,18 +246,13 @@ def _read(
 
 
 def _parts(sources: Sequence[_Source], slot: _Slot) -> list[_Source] | None:
-    """Return this rank's part of the sources: its experts' tensors, or its rows of tensors with all experts.
-
-    None if the experts are not shared, or if the sources cannot be divided like this.
-    """
+    """Return this rank's part of the sources, by expert or by rows; None if they are not shared or divide otherwise."""
     if slot.ranks == 1:
         return None
-    by_pattern: dict[str | None, list[_Source]] = {}
-    for source in sources:
-        by_pattern.setdefault(source.pattern, []).append(source)
     parts: list[_Source] = []
     rows = slot.value.shape[0]
-    for alike in by_pattern.values():
+    for pattern in dict.fromkeys(source.pattern for source in sources):
+        alike = [source for source in sources if source.pattern == pattern]
         if len(alike) > 1:
             share, rest = divmod(len(alike), slot.ranks)
             if rest:
@@ -365,8 +333,7 @@ def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
     """Return ``_init_weights`` of the innermost model around a module: models may hold other models."""
     while name:
         name = name.rpartition(".")[0]
-        own = getattr(model.get_submodule(name), "_init_weights", None)
-        if own is not None:
+        if (own := getattr(model.get_submodule(name), "_init_weights", None)) is not None:
             return own
     return lambda module: None
 
@@ -377,11 +344,9 @@ def _initializer(model: Any, name: str) -> Callable[[nn.Module], None]:
 def save_part(
     folder: Path, number: int, stages: int, stage: LanguageModelStage, model: Any, *, adapters: bool, writes: bool
 ) -> None:
-    """Write a stage's file in the layout of the model's checkpoints. Collective over ranks that share experts.
+    """Write a stage's file in the layout of the model's checkpoints, if this rank ``writes``.
 
-    Args:
-        adapters: Whether to write the part of the adapters alone, for :func:`join_adapter`.
-        writes: Whether this rank writes the file.
+    Collective over ranks that share experts. With ``adapters`` their part alone is written, for :func:`join_adapter`.
     """
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
@@ -413,9 +378,7 @@ def join_adapter(folder: Path, stages: int, model: Any) -> None:
     from safetensors.torch import load_file
 
     parts = [folder / PART.format(number) for number in range(stages)]
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
-        tensors |= load_file(part)
+    tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
     type(model).save_pretrained(model, str(folder), state_dict=tensors)  # as above
     for part in parts:
         part.unlink()

@@ -1,8 +1,4 @@
-"""A model's own experts: finding them, and sharing them between ranks.
-
-- :func:`find` returns a causal LM's experts and the decoder layers that hold them, without knowing its architecture.
-- :func:`adopt` makes an experts module one of the engine's; each rank then holds a part of its weights.
-"""
+"""A model's own experts: finding them and the layers that hold them, and sharing them between ranks."""
 
 from __future__ import annotations
 
@@ -37,12 +33,7 @@ class Found(NamedTuple):
 
 
 def find(model: nn.Module) -> Found:
-    """Return the decoder layers and the experts of a causal LM.
-
-    Raises:
-        ValueError: The model is an encoder-decoder, quantised, dense, or was split before; or its experts or layers
-            are not recognised. The message compares the search with the result.
-    """
+    """Return the decoder layers and the experts of a causal LM, without knowing its architecture."""
     _refuse(model)
     adapters.check_method(model)
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
@@ -108,7 +99,7 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _arguments(module: nn.Module) -> list[str]:
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    _, *parameters = inspect.signature(type(module).forward).parameters.values()
     return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
@@ -222,7 +213,15 @@ class OwnExperts(Experts):
             for name, several in added.items()
         )
         with replaced(weights):
-            return self._by_own_forward(own, rows, counts)
+            if not self.takes_sorted:
+                return self.own_class.forward(own, rows, *_one_expert_a_row(rows, counts)).reshape(rows.shape)
+            result: Tensor = self.own_class.forward(own, rows, *([list(counts)] if len(self.own_names) == 2 else []))
+        if result.dim() != 2 or len(result) != len(rows):
+            raise ValueError(
+                f"{self.own_class.__name__} returns {list(result.shape)} for sorted rows {list(rows.shape)}; "
+                "allowed: a row for each"
+            )
+        return result
 
     def _product(
         self, rows: Tensor, weight: Tensor, counts: Sequence[int], added: Sequence[adapters.Addition]
@@ -232,17 +231,6 @@ class OwnExperts(Experts):
             inner = GroupedMM.apply(rows, one.down, counts) * one.scaling
             result = result + GroupedMM.apply(inner, one.up, counts)
         return result
-
-    def _by_own_forward(self, own: Any, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        if self.takes_sorted:
-            result = self.own_class.forward(own, rows, *([list(counts)] if len(self.own_names) == 2 else []))
-            if result.dim() != 2 or len(result) != len(rows):
-                raise ValueError(
-                    f"{self.own_class.__name__} returns {list(result.shape)} for sorted rows {list(rows.shape)}; "
-                    "allowed: a row for each"
-                )
-            return result
-        return self.own_class.forward(own, rows, *_one_expert_a_row(rows, counts)).reshape(rows.shape)
 
 
 def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -256,19 +244,14 @@ def _one_expert_a_row(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tens
 def adopt(
     model: nn.Module, module: nn.Module, count: int, group: dist.ProcessGroup | None, name: str, *, grouped: bool
 ) -> None:
-    """Make an experts module one of the engine's, and keep this rank's part of its weights.
+    """Make a module of ``count`` experts one of the engine's, and keep this rank's part of its weights.
 
     LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine.
 
     Args:
-        count: Number of experts in the module.
         group: Ranks that share the experts; None for this rank alone.
         grouped: Whether to compute with grouped products if the weights have the usual layout: ``gate_up_proj
             [E, 2·I, H]`` and ``down_proj [E, H, I]``.
-
-    Raises:
-        ValueError: The experts have an adapter other than LoRA of stacked parameters; their number is not divisible by
-            the ranks; or a parameter has no part for each expert.
     """
     if (other := adapters.other_adapter(model, name)) is not None:
         raise ValueError(

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 from torch import Tensor, nn
+
+
+def _refuse(parameter: Any) -> NoReturn:
+    raise ValueError(
+        f"{parameter.name_in_model} of the whole model, of which this rank has no gradient, in an optimizer; allowed: "
+        "parameters() or named_parameters() of what split_model returns (self.stages of a trainer), after any "
+        "load_pretrained"
+    )
 
 
 class Elsewhere(nn.Parameter):
@@ -13,40 +23,20 @@ class Elsewhere(nn.Parameter):
 
     name_in_model = "a parameter"  # of a copy
     is_leaf = False  # PEFT asks, too, before it changes requires_grad
-
-    @property
-    def retains_grad(self) -> bool:  # type: ignore[override]
-        """Refuse an optimizer."""
-        raise self._refusal()
-
-    def _refusal(self) -> ValueError:
-        return ValueError(
-            f"{self.name_in_model} of the whole model, of which this rank has no gradient, in an optimizer; allowed: "
-            "parameters() or named_parameters() of what split_model returns (self.stages of a trainer), after any "
-            "load_pretrained"
-        )
+    retains_grad: Any = property(_refuse)
 
 
 class Replaced(Elsewhere):
     """A parameter that no module has any more: an optimizer that was made before asks in vain for its gradient."""
 
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Refuse a step of an optimizer."""
-        raise self._refusal()
+    grad: Any = property(_refuse)
 
 
 def in_place_of(old: nn.Parameter, value: Tensor, name: str, *, both: bool = False) -> nn.Parameter:
     """Return a parameter with these values, and with what a user has put on the old one.
 
-    These are attributes, and gradient hooks: the parameters share them, so a hook's handle removes it from both.
-
-    Args:
-        name: Name of the old parameter, for messages.
-        both: Whether the old one stays, too.
-
-    Raises:
-        ValueError: The old one has a gradient hook, which expects gradients of its shape, and the values have another.
+    These are attributes, and gradient hooks: the parameters share them, so a hook's handle removes it from both. With
+    ``both`` the old one stays, too; ``name`` is its name for messages.
     """
     hooks = old._backward_hooks, old._post_accumulate_grad_hooks
     if any(hooks) and value.shape != old.shape:

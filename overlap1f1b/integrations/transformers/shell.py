@@ -34,7 +34,6 @@ class Call(NamedTuple):
 
     @property
     def leaves(self) -> list[Any]:
-        """The values in the arguments."""
         return tree_leaves((self.args, self.kwargs))
 
     def filled(self, values: Mapping[Returned, Tensor | None]) -> Call:
@@ -48,12 +47,7 @@ class Shell:
     """A model around its layers: runs the model's own forward with stand-ins for the layers.
 
     So on every stage the model's own code computes masks, rotary embeddings and other arguments of a layer, and also
-    norm, head and loss. A first run, on a few tokens, shows what it calls.
-
-    Raises:
-        ValueError: The layers are not a chain; a parameter outside the layers belongs to no module that is called; a
-            layer gets another argument that depends on parameters; or the config asks for hidden states or attentions
-            of layers.
+    norm, head and loss. A first run, on a few tokens, shows what it calls, and refuses layers that are no chain.
 
     Attributes:
         config: The model's configuration; of a model that also takes images, of its text.
@@ -92,13 +86,14 @@ class Shell:
         def note(name: str, module: nn.Module, _: Any) -> None:
             phases[walk.ended].setdefault(name, module)
 
-        handles = [module.register_forward_pre_hook(partial(note, name)) for name, module in outside.items()]
         held = dict(self.model.named_parameters())
         # Adapters may have values where the model has none.
         device = torch.device("meta") if any(p.is_meta for p in held.values()) else next(iter(held.values())).device
         alike = {name: p.to(device) for name, p in held.items() if p.device != device}
         try:
             with ExitStack() as around:
+                for name, module in outside.items():
+                    around.callback(module.register_forward_pre_hook(partial(note, name)).remove)
                 around.enter_context(torch.random.fork_rng(devices=[]))
                 around.enter_context(torch.enable_grad())
                 # The stand-ins compute no router logits, from which the model would compute a loss.
@@ -112,9 +107,6 @@ class Shell:
             if walk.refused:
                 raise
             raise self._failure(error, device) from error
-        finally:
-            for handle in handles:
-                handle.remove()
         if not walk.ended:
             raise ValueError(
                 f"{self.owner_name} calls {len(walk.calls)} of its {len(self.layers)} layers; allowed: all"
@@ -202,9 +194,6 @@ class Shell:
             given: All arguments of the model, by name.
             hidden: Hidden states ``[B, S, H]`` of the last layer.
             routed: Router logits of the layers in order, if the model asks for them.
-
-        Raises:
-            ValueError: Hidden states or attentions of layers are asked for.
         """
         self._check_outputs(given)
         own = self.owner.forward
@@ -244,6 +233,9 @@ class Shell:
     def _without_embedding(self, like: Tensor) -> Iterator[Replacement]:
         """Yield forwards of the modules before the layers that compute nothing; an embedding's has the right shape."""
 
+        def same(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return x
+
         def embedded(module: nn.Embedding) -> Any:
             return lambda ids: torch.zeros(
                 *ids.shape, module.embedding_dim, dtype=module.weight.dtype, device=like.device
@@ -252,7 +244,7 @@ class Shell:
         for module in self.before.values():
             inside = module.modules() if is_adapter(module) else (module,)
             embedding = next((part for part in inside if isinstance(part, nn.Embedding)), None)
-            yield vars(module), "forward", _same if embedding is None else embedded(embedding)
+            yield vars(module), "forward", same if embedding is None else embedded(embedding)
 
 
 MOST_RETURNED = 3
@@ -327,7 +319,3 @@ class _StandIn(nn.Module):
         hidden = walk.visit(number, args, dict(kwargs))
         more = [Returned(number, index) for index in range(1, walk.shell.returned)]
         return (hidden, *more) if more else hidden
-
-
-def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x

@@ -31,21 +31,12 @@ from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.together import Together
 
-IGNORED = -100
-"""Label of a token that is ignored in the loss, as in transformers."""
 OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 """Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""
 
 
 class SplitModel(dict[int, LanguageModelStage]):
-    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`.
-
-    Args:
-        model: The causal LM that was split.
-        stages: The stages of this rank.
-        placement: The rank of each stage.
-        mesh: The mesh that the model was split over.
-    """
+    """The stages of this rank by their number, for an :class:`~overlap1f1b.Engine`; ``model`` is what was split."""
 
     def __init__(
         self, model: Any, stages: Mapping[int, LanguageModelStage], placement: Placement, mesh: DeviceMesh | None
@@ -56,10 +47,9 @@ class SplitModel(dict[int, LanguageModelStage]):
     def loss_fn(self, loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the model's own loss of a microbatch: the loss of ``forward(labels=target)`` with auxiliary losses.
 
-        It is the mean over the tokens whose next token has a label other than −100. A microbatch without any has no
-        such mean: its loss is zero with gradients of zero, auxiliary losses included, and it counts as one microbatch
-        in the step's mean. Give the engine :meth:`count_tokens`, too, for the mean over the step's tokens. To use
-        another loss, write a function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
+        It is the mean over the tokens whose next token has a label other than −100; zero with gradients of zero,
+        auxiliary losses included, if a microbatch has none. Give the engine :meth:`count_tokens`, too, for the mean
+        over the step's tokens. Another loss is a function ``(own_loss, logits [B, S, V], labels [B, S]) → scalar``.
 
         Raises:
             ValueError: The model classifies, so its labels are not next tokens.
@@ -78,7 +68,7 @@ class SplitModel(dict[int, LanguageModelStage]):
                 f"{type(base).__name__}, whose labels are not next tokens; allowed: a causal LM, or a loss_fn of your "
                 "own without count_tokens"
             )
-        return (labels[..., 1:] != IGNORED).sum()
+        return (labels[..., 1:] != -100).sum()
 
     @property
     def routers(self) -> list[nn.Module]:
@@ -94,11 +84,6 @@ class SplitModel(dict[int, LanguageModelStage]):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank."""
         return (parameter for _, parameter in self.named_parameters())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this rank's parameters, as a module's ``zero_grad``."""
-        for stage in self.values():
-            stage.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the model's state dict."""
@@ -159,15 +144,6 @@ class SplitModel(dict[int, LanguageModelStage]):
         load = load_adapters if (Path(folder) / CONFIG).exists() else load_stages
         load(Path(folder), self.model, self.values(), device)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict that :meth:`state_dict` of the same rank returned.
-
-        Raises:
-            RuntimeError: The names or shapes differ.
-        """
-        for stage in self.values():
-            stage.load_state_dict({name: state[name] for name in stage.state_dict() if name in state})
-
     def train(self, mode: bool = True) -> SplitModel:
         """Set the model to training, or to evaluation."""
         self.model.train(mode)
@@ -179,11 +155,7 @@ class SplitModel(dict[int, LanguageModelStage]):
 
 
 class Part(nn.Module):
-    """The stages of this rank in one module, with the parameter names of the whole model.
-
-    Attributes:
-        split: The stages, for an engine.
-    """
+    """The stages of this rank in one module, by the names of the whole model; ``split`` is for an engine."""
 
     split: SplitModel
 
@@ -234,11 +206,8 @@ def split_model(
     Layers and modules inside them may be compiled in place (``layer.compile()``).
 
     Every rank passes the whole model with the same weights, or on the meta device to fill it afterwards
-    (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. The
-    model's classes stay unchanged. Each layer gets the arguments that the model's own forward gives it: every stage
-    computes masks and rotary embeddings with the model's code from the step's inputs, which stages pass on. Norm, head
-    and loss also run in the model's own forward. So does the routers' auxiliary loss over the layers of all stages
-    (``config.output_router_logits``); stages pass on its logits.
+    (:meth:`SplitModel.load_pretrained`). The rank keeps its part; the memory of other layers and experts is freed. Each
+    layer gets the arguments that the model's own forward gives it, which also computes the loss.
 
     Args:
         model: A causal LM with experts, as it was built or loaded.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
-from overlap1f1b.engine.graph.edges import nodes_behind
 from overlap1f1b.engine.run.microbatch import OptionalTensors
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Returned, Shell
@@ -43,8 +42,7 @@ class StageRange:
     def begin(self, given: OptionalTensors, microbatch: Microbatch, hidden: Tensor | None) -> tuple[Tensor, list[Call]]:
         """Return the hidden states before a layer, and the calls of the layers, which the stage's blocks share.
 
-        Without ``hidden`` run the embedding. The blocks share only the calls: a recomputation needs hidden states with
-        a graph of their own.
+        Without ``hidden`` run the embedding. A recomputation needs hidden states with a graph of their own.
         """
         if hidden is None or self not in microbatch.memo:
             first, microbatch.memo[self] = self.shell.begin(self.named(given), self.end - 1, hidden)
@@ -55,9 +53,8 @@ class StageRange:
 class LossOfModel:
     """A ``loss_fn`` that calls the model by itself: the last layer hands it the rest of the model.
 
-    Args:
-        compute: ``(inputs of the model by name, finish) → scalar``; ``finish(arguments by name)`` runs the model's own
-            forward after its last layer, with any arguments beside the inputs, and returns what the model returns.
+    ``compute`` maps the inputs of the model by name and ``finish`` to a scalar; ``finish(arguments by name)`` runs the
+    model's own forward after its last layer, with any arguments beside the inputs, and returns what the model returns.
     """
 
     def __init__(self, compute: Callable[[Mapping[str, Tensor], Callable[[Mapping[str, Any]], Any]], Tensor]) -> None:
@@ -76,9 +73,6 @@ class Layer(MicrobatchBlock):
     The first block of the model takes only the model's inputs. The last returns ``(loss, logits [B, S, V])`` if there
     is a target, else ``(logits,)``; with a :class:`LossOfModel` its loss alone. Between stages, router logits are one
     tensor ``[layers, T, E]``.
-
-    Attributes:
-        beside: The modules of the model around its layers that this block calls.
     """
 
     def __init__(self, part: StageRange, number: int) -> None:
@@ -87,12 +81,12 @@ class Layer(MicrobatchBlock):
         self.input_names = part.inputs
         self.part, self.number, self.layer = part, number, shell.layers[number]
         self.is_last = number == len(shell.layers) - 1
+        # The modules of the model around its layers that this block calls.
         self.beside = nn.ModuleList(shell.before.values() if number == 0 else ())
         self.beside.extend(shell.after.values() if self.is_last else ())
         if getattr(shell.config, "output_router_logits", False):
             for router, index in shell.routers(number):
                 router.register_forward_hook(partial(_record, index))
-        self._checked = False
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the decoder layer: the model's own forward around it runs with stand-ins for layers."""
@@ -132,50 +126,26 @@ class Layer(MicrobatchBlock):
         routed = (*routed, *here)
         # 3. The outputs for the next layer or stage, or the model's own.
         if self.number < part.end - 1:
-            return self._checked_outputs(hidden, *given, *passed, *routed)
+            return (hidden, *given, *passed, *routed)
         microbatch.memo.pop(part, None)
         if not self.is_last:
-            return self._checked_outputs(hidden, *given, *passed, *([torch.stack(routed)] if routed else []))
+            return (hidden, *given, *passed, *([torch.stack(routed)] if routed else []))
         if isinstance(microbatch.loss_fn, LossOfModel):
             named = part.named(given)
-            return self._checked_outputs(
-                microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed))
-            )
+            return (microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed)),)
         labels = microbatch.target[0] if microbatch.target else None
         output = part.shell.finish(part.named(given) | ({} if labels is None else {"labels": labels}), hidden, routed)
-        return self._checked_outputs(*(() if labels is None else (output.loss,)), output.logits)
-
-    def _checked_outputs(self, *outputs: Tensor | None) -> OptionalTensors:
-        """Check once that no output depends on another block's parameters: their gradients would be lost."""
-        if not self._checked and torch.is_grad_enabled():
-            own = {id(p) for p in self.parameters()}
-            for node in nodes_behind(t.grad_fn for t in outputs if t is not None and t.grad_fn is not None):
-                leaf = getattr(node, "variable", None)
-                if isinstance(leaf, nn.Parameter) and id(leaf) not in own:
-                    raise ValueError(
-                        f"layer {self.number} ({type(self.layer).__name__}) depends on a parameter "
-                        f"{list(leaf.shape)} of another layer, not only through hidden states; allowed: a chain"
-                    )
-            self._checked = True
-        return outputs
+        return (*(() if labels is None else (output.loss,)), output.logits)
 
 
 class LanguageModelStage(nn.Module):
-    """The part of a causal LM that one stage holds; its parameters have the same names as in the model.
-
-    Attributes:
-        part: The layers of the stage.
-        blocks: The modules that the engine plays.
-        kept: The model's modules that the stage holds, by their names in the model.
-        tied: Parameters that another stage also holds, by their names there.
-        columns: Number of this rank's experts in second factors of LoRA ``[out, r·E]``, by name.
-    """
+    """The part of a causal LM that one stage holds; its parameters have the same names as in the model."""
 
     part: StageRange
-    blocks: list[Layer]
-    kept: dict[str, nn.Module]
-    tied: dict[str, nn.Parameter]
-    columns: dict[str, int]
+    blocks: list[Layer]  # the modules that the engine plays
+    kept: dict[str, nn.Module]  # the model's modules that the stage holds, by their names in the model
+    tied: dict[str, nn.Parameter]  # that another stage also holds, by their names there
+    columns: dict[str, int]  # number of this rank's experts in second factors of LoRA [out, r·E], by name
 
     def __init__(self, part: StageRange, tied: dict[str, nn.Parameter]) -> None:
         super().__init__()

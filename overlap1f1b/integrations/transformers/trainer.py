@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,28 @@ from overlap1f1b.engine.agreement import compare_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.engine.run.replaced import replaced
-from overlap1f1b.integrations.transformers.accelerator import ShardedAccelerator, unnumbered
-from overlap1f1b.integrations.transformers.ahead import Ahead, Batch, Step
+from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.arguments import (
     OverlapArguments,
     check_arguments,
-    check_collator,
     with_checkpointing,
 )
-from overlap1f1b.integrations.transformers.built import BuiltModel
-from overlap1f1b.integrations.transformers.rest import RestOfModel
-from overlap1f1b.integrations.transformers.split import SplitModel
+from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
+from overlap1f1b.integrations.transformers.standins import (
+    Ahead,
+    Batch,
+    RestOfModel,
+    ShardedAccelerator,
+    Step,
+    unnumbered,
+)
+from overlap1f1b.schedule import Program
 
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
+INPUTS = ("input_ids", "attention_mask", "position_ids")
+"""Columns of a batch that layers read; others than these are for the loss."""
 _OF_TRAINING = {"loss", "learning_rate"}  # entries of Trainer's line on optimizer steps
 
 logger = logging.get_logger(__name__)
@@ -61,9 +69,7 @@ class Overlapped(Trainer):
     keep their meaning; an argument that cannot be honoured is refused.
 
     Args:
-        args: Trainer's arguments, by position.
         overlap_args: Ranks, schedule and recomputation; by default all ranks share the experts.
-        kwargs: Trainer's arguments, by name.
 
     Raises:
         ValueError: An argument cannot be honoured, the sizes do not fit the ranks, the schedule is unknown or does not
@@ -74,24 +80,22 @@ class Overlapped(Trainer):
     _model_built: BuiltModel | None = None
     _ahead: Ahead | None = None
     _mesh: DeviceMesh | None = None
+    _computing = _evaluating = False  # whether a loss is computed, and whether an evaluation runs
+    _finishing = False  # whether the model that a loss has got runs
 
     def __init__(self, *args: Any, overlap_args: OverlapArguments | None = None, **kwargs: Any) -> None:
         self.overlap_args = overlap_args or OverlapArguments()
         self._collected: list[Batch] = []
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
-        self._computing = False
-        self._finishing = False  # whether the model that a loss has got runs
         self._said: dict[str, float] = {}  # logged while a loss was computed
         self._met = False  # whether the line that is being logged is on all ranks
-        self._evaluating = False
         super().__init__(*args, **kwargs)
         if (made := self.optimizer or self.lr_scheduler) is not None:
             raise ValueError(
                 f"optimizers with a {type(made).__name__} of the whole model; "
                 "allowed: optimizer_cls_and_kwargs, or create_optimizer and create_scheduler of a subclass"
             )
-        check_collator(self.data_collator)
         if self.overlap_args.pp > 1:
             self.callback_handler.callbacks.insert(0, _LogsOfLastStage(self))
         self._built()
@@ -102,7 +106,6 @@ class Overlapped(Trainer):
         self.args, self.overlap_args = args, parallel = with_checkpointing(self.args, self.overlap_args)
         check_arguments(args, parallel)
         sizes = parallel.sizes(args.world_size)
-        parallel.program(args.gradient_accumulation_steps)
         super().create_accelerator_and_postprocess()
         if args.world_size > 1:
             self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
@@ -149,7 +152,6 @@ class Overlapped(Trainer):
         return self._model_built
 
     def _refuse_part(self, *_: Any) -> None:
-        """Refuse a loss that calls the trainer's own model, of which a rank has a part."""
         mesh = self.engine.mesh
         if not self._finishing and mesh.size("pp") * mesh.size("ep") > 1:
             raise ValueError(
@@ -253,10 +255,14 @@ class Overlapped(Trainer):
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
         names = built.names
         for batch in batches.values():
-            if not isinstance(batch, Mapping):  # as trainers have it that sample their own rows
-                raise self._batch(f"type {type(batch).__name__}")
-            if batch.get(names[0]) is None:  # as losses have it that join columns of their own
-                raise self._batch(", ".join(map(str, batch)) or "nothing")
+            # Trainers that sample their own rows have lists, losses that join columns have names of their own.
+            named = isinstance(batch, Mapping)
+            if not named or batch.get(names[0]) is None:
+                found = ", ".join(map(str, batch)) if named else f"type {type(batch).__name__}"
+                raise ValueError(
+                    f"{type(self).__name__}, a {self._mixed().__name__}, has a batch of {found or 'nothing'}; "
+                    "allowed: trainers whose batches have input_ids by name"
+                )
         if compare_batches({"batches": list(batches.values())}, built.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
@@ -276,10 +282,6 @@ class Overlapped(Trainer):
 
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
 
-    def _batch(self, found: str) -> ValueError:
-        who = f"{type(self).__name__}, a {self._mixed().__name__}"
-        return ValueError(f"{who}, has a batch of {found}; allowed: trainers whose batches have input_ids by name")
-
     def _loss(
         self, batch: Batch | None, compute: Callable[[RestOfModel, Batch], Tensor], named: Named, finish: Finish
     ) -> Tensor:
@@ -289,24 +291,19 @@ class Overlapped(Trainer):
         built = self._built()
 
         def finished(arguments: Named) -> Any:
-            self._finishing = True
-            try:
-                with self.accelerator.autocast():
-                    output = finish(arguments)
-            finally:
-                self._finishing = False
+            with replaced([(vars(self), "_finishing", True)]), self.accelerator.autocast():
+                output = finish(arguments)
             return output if self.accelerator.mixed_precision == "no" else convert_to_fp32(output)
 
         rest = RestOfModel(built.given, built.names, batch, finished, type(self).__name__)
         # No longer than the loss: callbacks copy and save the model, with what hangs on it. Losses also call its body.
         owner = next(iter(built.stages.values())).part.shell.owner
         refusals = [module.register_forward_pre_hook(self._refuse_part) for module in (built.given, owner)]
-        self._computing = True
+        plain = torch.autocast(self.args.device.type, enabled=False)  # Trainer's model alone has it
         try:
-            with torch.autocast(self.args.device.type, enabled=False):  # Trainer's model alone has it
+            with replaced([(vars(self), "_computing", True)]), plain:
                 return compute(rest, dict(batch))
         finally:
-            self._computing = False
             for refusal in refusals:
                 refusal.remove()
 
@@ -357,26 +354,17 @@ class Overlapped(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate as Trainer does, and log the metrics on all ranks."""
-        before, self._evaluating = self._evaluating, True
-        try:
+        with replaced([(vars(self), "_evaluating", True)]):
             return super().evaluate(*args, **kwargs)
-        finally:
-            self._evaluating = before
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does; as many batches as a step has microbatches pass the pipeline together."""
-        self._ahead = Ahead(dataloader, self._built().ahead, whole=self.accelerator.num_processes == 1)
-        try:
-            return super().evaluation_loop(self._ahead, *args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            self._ahead = None
+        ahead: Any = Ahead(dataloader, self._built().ahead, whole=self.accelerator.num_processes == 1)
+        with replaced([(vars(self), "_ahead", ahead)]):
+            return super().evaluation_loop(ahead, *args, **kwargs)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Batch,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> Step:
         """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels.
 
@@ -438,16 +426,15 @@ class Overlapped(Trainer):
             torch.save(self.args, folder / "training_args.bin")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer, folder = _of_torch(self.optimizer), Path(output_dir) / CHECKPOINT
+        folder, kept = Path(output_dir) / CHECKPOINT, self._kept()
         # The weights are in the folder around it.
-        save_checkpoint(
-            self.engine, folder, self.state.global_step, optimizer, state=self._states(), keep=1, model="none"
-        )
+        save_checkpoint(self.engine, folder, self.state.global_step, **kept, keep=1, model="none")
 
-    def _states(self) -> dict[str, Any]:
-        """Return what the engine's checkpoint has beside the optimizer."""
+    def _kept(self) -> dict[str, Any]:
+        """Return what the engine's checkpoint holds."""
         # Trainer keeps random numbers itself: it restores them when it has skipped the batches that were read before.
-        return {"scheduler": self.lr_scheduler, "random": None}
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's
+        return {"optimizer": optimizer, "state": {"scheduler": self.lr_scheduler, "random": None}}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.stages.load_pretrained(resume_from_checkpoint)
@@ -476,15 +463,11 @@ class Overlapped(Trainer):
                 )
             logger.warning(f"{folder} has weights alone: optimizer and learning rate begin anew")
             return
-        load_checkpoint(self.engine, folder / CHECKPOINT, _of_torch(self.optimizer), state=self._states())
+        load_checkpoint(self.engine, folder / CHECKPOINT, **self._kept())
 
 
 class OverlapTrainer(Overlapped):
-    """transformers' Trainer for a mixture of experts, its exchanges hidden behind compute: see :class:`Overlapped`.
-
-    >>> trainer = OverlapTrainer(model, args, train_dataset=data, overlap_args=OverlapArguments(pp=2, ep=2))
-    >>> trainer.train()
-    """
+    """transformers' Trainer for a mixture of experts, its exchanges hidden behind compute: see :class:`Overlapped`."""
 
 
 class _LogsOfLastStage(TrainerCallback):
@@ -503,13 +486,63 @@ class _LogsOfLastStage(TrainerCallback):
             state.log_history[-1] |= theirs
 
 
+class BuiltModel:
+    """This rank's part of a trainer's model, the model ``given``, and the engine that plays it.
+
+    Attributes:
+        parameters: Number of the whole model's parameters without embeddings.
+        names: Inputs of the model that its layers read.
+        module: Module of this rank's parameters, by their names in the whole model.
+        loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
+        pipe: The pipe whose microbatches end there.
+        ahead: Batches of an evaluation that are played together.
+
+    Args:
+        keeps: Whether the last layer, which runs the code of the loss, keeps its activations under any ``recompute``.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        program: Program,
+        mesh: DeviceMesh | None,
+        parallel: OverlapArguments,
+        device: torch.device,
+        *,
+        keeps: bool,
+    ) -> None:
+        if getattr(model, "is_distributed_loading_by_transformers", False):
+            raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
+        self.given = model
+        self.parameters = model.num_parameters(exclude_embeddings=True)
+        known = signature(type(base_of(model)).forward).parameters  # PEFT's model passes most on by **kwargs
+        self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)
+        self.stages = split_model(model, program, mesh, inputs=self.names)
+        for stage in self.stages.values():
+            stage.blocks[-1].keeps = keeps and stage.blocks[-1].is_last
+        if any(p.is_meta for p in self.stages.parameters()):
+            if parallel.pretrained is None:
+                raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")
+            self.stages.load_pretrained(parallel.pretrained, device)
+        if parallel.adapter is not None:
+            self.stages.load_pretrained(parallel.adapter, device)
+        unfilled = [name for name, p in self.stages.named_parameters() if p.is_meta]
+        if unfilled:
+            raise ValueError(
+                f"{unfilled[0]} has no values on the meta device; allowed: adapter= a folder of the adapter, or LoRA "
+                "that begins without its base (init_lora_weights=True or gaussian)"
+            )
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        self.module = Part(self.stages)
+        placement, last = program.placement, program.placement.stages - 1
+        self.loss_rank = placement.replicas(last)[0]
+        self.pipe = next(pipe for pipe, stage in placement.places(self.loss_rank) if stage == last)
+        self.ahead = len(program.microbatches_of(self.pipe))
+        self.engine = Engine(self.stages, program, mesh=mesh, options=parallel.options)
+
+
 def _first(value: Tensor) -> Tensor:
     """Return the first token of an input [B, S] or of a mask [B, H, S, S], or the first row of another."""
     if value.dim() == 4:
         return value[:1, :, :1, :1]
     return value[:1, :1] if value.dim() == 2 else value[:1]
-
-
-def _of_torch(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside accelerate's."""
-    return getattr(optimizer, "optimizer", optimizer)

@@ -29,13 +29,17 @@ class Sequential(Schedule):
         return one_by_one(microbatches, Placement.loop(ranks, self.chunks))
 
 
-def one_by_one(microbatches: int, placement: Placement) -> Program:
-    """Return ``sequential`` over a placement: one microbatch after another, whatever its pipe."""
+def one_by_one(microbatches: int, placement: Placement, *, split: bool = False) -> Program:
+    """Return ``sequential`` over a placement: one microbatch after another, whatever its pipe.
+
+    With ``split`` weight gradients follow all input gradients of their microbatch.
+    """
+    backward = (Kind.I, Kind.W) if split else (Kind.B,)
     rows = [
         [
             Action(kind, stage, m, pipe)
             for m in range(microbatches)
-            for kind in (Kind.F, Kind.B)
+            for kind in (Kind.F, *backward)
             for pipe, stage in placement.places(rank)[:: 1 if kind is Kind.F else -1]
             if m in placement.microbatches(pipe, microbatches)
         ]

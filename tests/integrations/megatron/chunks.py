@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions, split_blocks
@@ -83,21 +82,13 @@ def loss_func(target: Tensor, output: Tensor, non_loss_data: bool = False) -> An
     return loss, {"loss": loss.detach().clone()}
 
 
-def sum_func(target: Tensor, output: Tensor) -> Any:
-    kept = target.flatten() % 3 != 0  # every microbatch has another number of tokens
-    loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")[kept].sum()
-    return loss, kept.sum(), {"loss": loss.detach().clone()}
-
-
 def forward_step(data_iterator: Iterator[Item], model: nn.Module, function: Callable[..., Any] = loss_func) -> Any:
     tokens, target = next(data_iterator)
     return model(tokens), partial(function, target)
 
 
-def items(microbatches: int, *, sequence: int = 7, varied: bool = False, seed: int = 5) -> list[Item]:
-    lengths = [sequence + (m % 3 if varied else 0) for m in range(microbatches)]
-    drawn = [models.batch(1, sequence=length, seed=seed + m) for m, length in enumerate(lengths)]
-    return list(drawn)
+def items(microbatches: int, *, sequence: int = 7, seed: int = 5) -> list[Item]:
+    return [models.batch(1, sequence=sequence, seed=seed + m) for m in range(microbatches)]
 
 
 def plain(parts: list[Part], data: list[Item], scale: float = 1.0) -> list[Tensor]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,6 @@ from tests.integrations.megatron.chunks import (
     build,
     call,
     combined,
-    forward_step,
     items,
     plain,
     with_config,
@@ -105,74 +102,6 @@ def test_gradients_may_go_round_a_layer(kind: type[Part]) -> None:
     call(function, [cut], data)
     plain([reference], data)
     assert models.equal(models.gradients(cut), models.gradients(reference)) == []
-
-
-class Fused(torch.autograd.Function):
-    """A linear layer whose backward adds to the main gradient of its weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), (x,) = grads, ctx.saved_tensors
-        ctx.weight.main_grad.add_(grad.flatten(0, -2).t() @ x.flatten(0, -2))
-        return grad @ ctx.weight, None
-
-
-class InPlace(torch.autograd.Function):
-    """A cross entropy whose backward changes what its forward has saved."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor) -> Tensor:
-        probabilities = logits.softmax(-1)
-        ctx.save_for_backward(probabilities, target)
-        return -probabilities.gather(-1, target[..., None]).log().mean()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (grad,), (probabilities, target) = grads, ctx.saved_tensors
-        probabilities.scatter_add_(-1, target[..., None], -torch.ones_like(target[..., None], dtype=torch.float32))
-        return probabilities.mul_(grad / target.numel()), None
-
-
-class FusedHead(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(models.H, models.V, bias=False)
-        self.weight.main_grad = torch.zeros_like(self.weight)  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Fused.apply(x, self.weight)
-
-
-def in_place_loss(target: Tensor, output: Tensor) -> Any:
-    loss = InPlace.apply(output, target)
-    return loss, {"loss": loss.detach().clone()}
-
-
-def fused_part(layers: int) -> Part:
-    modules = list(models.build(layers=layers))
-    torch.manual_seed(2)
-    modules[-1] = FusedHead()
-    if layers == 1:
-        del modules[2]  # the dense block
-    return Part(modules, None, first=True, last=True)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_head_and_loss_are_walked_once(layers: int) -> None:
-    function = combined()
-    part, reference = fused_part(layers), fused_part(layers)
-    data = items(4)
-    for tokens, target in data:
-        (in_place_loss(target, reference(tokens))[0] / len(data)).backward()
-    call(function, [part], data, forward_step_func=partial(forward_step, function=in_place_loss))
-    assert models.equal(models.gradients(part), models.gradients(reference)) == []
-    assert float(reference.head.weight.main_grad.norm()) > 0
-    assert torch.equal(part.head.weight.main_grad, reference.head.weight.main_grad)
 
 
 class Checkpointed(nn.Module):

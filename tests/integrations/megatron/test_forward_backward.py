@@ -165,16 +165,6 @@ def test_one_rank(schedule: str, microbatches: int) -> None:
             assert models.equal(grads_of(part), grads_of(other)) == []
 
 
-def test_nodes_are_measured_where_no_costs_are_given() -> None:
-    function = get_forward_backward_func(schedule="combined_1f1b_schedule_for_no_pipelining")
-    parts, reference = build(1), build(1)
-    for step in range(4):
-        data = items(3, seed=step)
-        plain(reference, data)
-        call(function, parts, data)
-        assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
-
-
 def test_the_choice_is_megatrons() -> None:
     assert get_forward_backward_func().__name__ == "forward_backward_no_pipelining"
     assert get_forward_backward_func(1, 2).__name__ == "forward_backward_no_pipelining"
@@ -192,20 +182,6 @@ def test_overlap_flag_plays_the_combined_program() -> None:
         call(function, [part], items(3))
     programs = [prepared.engine.program.name for prepared in function._engines.values()]
     assert programs == ["combined_1f1b+1", "sequential"]
-
-
-def test_one_engine_plays_any_number_of_microbatches() -> None:
-    function, parts, reference = with_config()[0], build(1), build(1)
-    for number in (3, 1, 4):
-        for model in (*parts, *reference):
-            model.zero_grad()
-        data = items(number, seed=number)
-        plain(reference, data)
-        losses = call(function, parts, data)
-        assert losses == call(function, parts, data, forward_only=True)
-        assert models.equal(grads_of(parts[0]), grads_of(reference[0])) == []
-    (prepared,) = function._engines.values()
-    assert prepared.engine.tuner.steps == 3
 
 
 def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
@@ -310,31 +286,6 @@ def test_timers_are_started_and_stopped() -> None:
     function, part, _ = with_config(timers=timers, barrier_with_L1_time=False)
     call(function, [part], items(2))
     assert seen == [("forward-backward", False), "forward-backward"]
-
-
-def _varied(rank: int, size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    config = SimpleNamespace(variable_seq_lengths=True)
-    function = get_forward_backward_func(
-        pg_collection=ProcessGroups(pp=mesh.get_group("pp")), options=EngineOptions(costs=COSTS, timeout=30)
-    )
-    parts, reference = build(2, config=config), build(2)
-    problems = []
-    for step in range(3):
-        data = items(5, sequence=7 + step, varied=True, seed=step)
-        losses = plain(reference, data)
-        reports = call(function, [parts[rank]], data)
-        for report, loss in zip(reports, losses if rank else [], strict=True):
-            torch.testing.assert_close(report["loss"], loss)
-        for name, grad in grads_of(parts[rank]).items():
-            expected = grads_of(reference[rank])[name]
-            if not torch.allclose(grad, expected, rtol=1e-4, atol=1e-6):
-                problems.append(name)
-    return problems
-
-
-def test_variable_sequence_lengths(ranks2: Ranks) -> None:
-    assert ranks2.run(_varied) == [[]] * 2
 
 
 class Translator(nn.Module):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.integrations.megatron.chunks import (
     forward_step,
     items,
     plain,
-    sum_func,
     with_config,
 )
 from tests.ranks import over
@@ -39,33 +37,6 @@ def test_grad_scale_func_scales_gradients_and_no_report() -> None:
     losses = plain([reference], data, scale=8.0)
     assert [report["loss"] for report in call(function, [part], data)] == losses
     assert models.equal(models.gradients(part), models.gradients(reference)) == []
-
-
-@pytest.mark.parametrize("per_token", [False, True])
-def test_loss_by_tokens(per_token: bool) -> None:
-    told: list[Any] = []
-
-    def finalize(chunks: list[nn.Module], tokens: Tensor | None, **more: Any) -> None:
-        told.append((chunks, tokens, sorted(more)))
-
-    function, part, _ = with_config(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize)
-    (reference,) = build(1)
-    data = items(5)
-    counts = []
-    for tokens, target in data:
-        loss, count, _ = sum_func(target, reference(tokens))
-        (loss if per_token else loss / count / len(data)).backward()
-        counts.append(int(count))
-    reports = call(function, [part], data, forward_step_func=partial(forward_step, function=sum_func))
-    assert len(reports) == 5
-    assert models.equal(models.gradients(part), models.gradients(reference)) == []
-    ((chunks, tokens, more),) = told
-    assert chunks == [part]
-    assert tokens is None if not per_token else int(tokens) == sum(counts)
-    assert len(set(counts)) > 1
-    assert more == ["force_all_reduce", "pg_collection"]
-    call(function, [part], data, forward_step_func=partial(forward_step, function=sum_func), forward_only=True)
-    assert len(told) == 1
 
 
 @over(2)

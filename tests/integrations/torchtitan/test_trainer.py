@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from overlap1f1b.integrations.torchtitan import Overlapped
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Plain
 from tests.integrations.torchtitan.test_pipelining import assert_close, equal
@@ -54,11 +52,3 @@ def test_tensor_parallelism(titan2: Ranks, folder: str) -> None:
         assert equal(by_us["loss"], expected["loss"], 1e-6)
         assert_close(by_us["norm"], expected["norm"])
         assert by_us["cut"] == [0]
-
-
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    config = SimpleNamespace(
-        parallelism=SimpleNamespace(pipeline_parallel_microbatch_size=3), training=SimpleNamespace(local_batch_size=8)
-    )
-    with pytest.raises(ValueError, match=r"local_batch_size=8 with .*microbatch_size=3; allowed: a multiple of 3"):
-        Overlapped(config)

@@ -50,14 +50,9 @@ def ours_of(given: dict[str, Any]) -> dict[str, Any]:
 def _train(
     rank: int, *, by: str = "torchtitan", options: dict[str, Any] | None = None, writes: bool = False, **case: Any
 ) -> dict[str, Any]:
-    """Train, or write a checkpoint of the first weights.
+    """Train ``by`` "torchtitan", "pipelining_fn" with ``options``, or "mixin"; or write the first weights.
 
-    Args:
-        rank: Number of this rank.
-        by: "torchtitan", "pipelining_fn", or "mixin".
-        options: Of ``pipelining_fn``.
-        writes: Whether to write the last weights.
-        case: See :func:`config_of`.
+    With ``writes`` the last weights are written, too; for ``case`` see :func:`config_of`.
     """
     from torchtitan.trainer import Trainer
 
@@ -126,19 +121,11 @@ def config_of(
 
     Args:
         folder: Folder of the checkpoints; ``run`` is this run's folder in it.
-        family: One of ``FAMILIES``.
         seed: Whether to write the first weights instead.
-        batch: Sequences of a rank and call; ``micro`` of a microbatch.
-        total: Sequences of a step of the optimizer over all ranks; -1 for one call.
-        dtype: Type of parameters in forwards and backwards.
+        batch: Sequences of a rank and call; ``micro`` of a microbatch; ``total`` of a step, -1 for one call.
         chunked: Whether the loss calls the head by parts.
-        checkpointing: "", "full" or "selective".
-        validates: Whether to validate after each step.
         saves: Whether each step writes a checkpoint of everything, the last one included.
         resumes: Name of a run with such checkpoints, to go on after its second step.
-        pp: Pipeline ranks.
-        ep: Ranks that share experts.
-        tp: Ranks of a tensor group.
         schedule: torchtitan's name; ``backend`` is its ``spmd_backend``.
     """
     from torchtitan.components.checkpointer import CheckpointManager

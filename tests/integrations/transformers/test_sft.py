@@ -31,23 +31,11 @@ class OverlapSFTTrainer(Overlapped, SFTTrainer):
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a trainer of rows, whose first part is a prompt.
+    """A run of a trainer of rows, whose first part is a prompt; without a layout of SFTTrainer itself.
 
-    Args:
-        folder: Of what it saves.
-        model: One of ``tiny.MODELS``.
-        loss: ``loss_type`` of SFTTrainer.
-        accumulation: Microbatches of a step on each rank.
-        rows: Of an evaluation's batch.
-        even: Whether all rows have equally many tokens, and the router no loss. SFTTrainer's accuracies are means over
-            microbatches and the router's loss is added up over ranks, so only then several ranks give what one process
-            gives; otherwise they give what SFTTrainer gives over as many ranks with data.
-        lora: Whether adapters are trained.
-        checkpoints: Whether SFTConfig keeps its default ``gradient_checkpointing=True``, with a layout.
-        layout: None for SFTTrainer itself.
-        saves: Whether to save in the middle.
-        resume: A checkpoint to go on from.
-        options: Of SFTConfig besides.
+    If rows are ``even``, all have equally many tokens, and the router has no loss: only then several ranks give what
+    one process gives, since SFTTrainer's accuracies are means over microbatches. Otherwise they give what SFTTrainer
+    gives over as many ranks with data. With ``checkpoints`` SFTConfig keeps its ``gradient_checkpointing=True``.
     """
 
     folder: Path
@@ -223,13 +211,6 @@ class OverlapDPOTrainer(Overlapped, DPOTrainer):
 
 def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None) -> Any:
     """Train by preferences; return the log."""
-    with launched(rank, size):
-        trainer = of_preferences(folder, layout)
-        trainer.train()
-        return list(trainer.state.log_history)
-
-
-def of_preferences(folder: Path, layout: OverlapArguments | None) -> Any:
     from datasets import Dataset
 
     generator = torch.Generator().manual_seed(5)
@@ -237,19 +218,22 @@ def of_preferences(folder: Path, layout: OverlapArguments | None) -> Any:
     parts = {"prompt": (0, 3), "chosen": (3, 5), "rejected": (5, 9)}
     texts = {name: [" ".join(map(str, row[begin:end])) for row in rows] for name, (begin, end) in parts.items()}
     data = Dataset.from_dict(texts)
-    args = DPOConfig(
-        str(folder),
-        gradient_accumulation_steps=1 if layout is not None and layout.ep == 2 else 2,
-        max_steps=3,
-        save_strategy="no",
-        **COMMON,
-        router_aux_loss_coef=0.0,
-    )
-    more: dict[str, Any] = {"ref_model": tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)}
-    more |= {} if layout is None else {"overlap_args": layout}
-    kind = DPOTrainer if layout is None else OverlapDPOTrainer
-    model = tiny.build("qwen3_moe", num_hidden_layers=2)
-    return kind(model, args=args, processing_class=words(), train_dataset=data, **more)
+    accumulation = 1 if layout is not None and layout.ep == 2 else 2
+    with launched(rank, size):
+        args = DPOConfig(str(folder), gradient_accumulation_steps=accumulation, max_steps=3, **ALIGNED)
+        return aligned(DPOTrainer if layout is None else OverlapDPOTrainer, args, data, layout)
+
+
+ALIGNED: dict[str, Any] = {**COMMON, "save_strategy": "no", "router_aux_loss_coef": 0.0}
+
+
+def aligned(kind: Any, args: Any, data: Any, layout: OverlapArguments | None) -> list[dict[str, float]]:
+    """Train beside a reference model; return the log."""
+    more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
+    model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (3, 4))
+    trainer = kind(model, ref_model=reference, args=args, processing_class=words(), train_dataset=data, **more)
+    trainer.train()
+    return list(trainer.state.log_history)
 
 
 @pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
@@ -278,22 +262,9 @@ def judging(rank: int, size: int, folder: Path, layout: OverlapArguments | None)
         }
     )
     with launched(rank, size):
-        args = KTOConfig(
-            str(folder),
-            loss_type="apo_zero_unpaired",
-            gradient_accumulation_steps=2,
-            max_steps=2,
-            save_strategy="no",
-            **COMMON,
-            router_aux_loss_coef=0.0,
-        )
-        more: dict[str, Any] = {"processing_class": words(), "train_dataset": data}
-        more |= {"args": args, "ref_model": tiny.build("qwen3_moe", seed=4, num_hidden_layers=2)}
-        more |= {} if layout is None else {"overlap_args": layout}
-        model = tiny.build("qwen3_moe", num_hidden_layers=2)
-        trainer = (KTOTrainer if layout is None else OverlapKTOTrainer)(model, **more)
-        trainer.train()
-        return list(trainer.state.log_history)
+        given = {"loss_type": "apo_zero_unpaired", "gradient_accumulation_steps": 2, "max_steps": 2}
+        args = KTOConfig(str(folder), **given, **ALIGNED)
+        return aligned(KTOTrainer if layout is None else OverlapKTOTrainer, args, data, layout)
 
 
 def test_judgements(ranks2: Ranks, tmp_path: Path) -> None:

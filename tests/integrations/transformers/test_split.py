@@ -65,8 +65,9 @@ def on_one_rank(build: Callable[[], Any], schedule: str, overlap: Overlap, sever
     return problems + ["losses"] * (list(result.losses) != losses)
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
-@pytest.mark.parametrize(("schedule", "overlap"), PLAYED)
+@pytest.mark.parametrize(
+    ("name", "schedule", "overlap"), [(n, *PLAYED[at]) for n, at in zip(tiny.MODELS, (1, 0, 2, 1), strict=True)]
+)
 def test_one_rank_is_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
     """Of several stages sums over router logits have another order."""
     options = {"output_router_logits": True} if name != "deepseek_v3" else {}
@@ -204,8 +205,7 @@ def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("name", tiny.MODELS)
-@pytest.mark.parametrize("case", _inputs(1))
+@pytest.mark.parametrize(("name", "case"), zip(tiny.MODELS, _inputs(1), strict=True))
 def test_masks_and_positions(name: str, case: str) -> None:
     tokens, labels = tiny.batch(6)
     more = _inputs(6)[case]
@@ -216,8 +216,7 @@ def test_masks_and_positions(name: str, case: str) -> None:
     whole = tiny.build(name, **options)
     losses, expected = tiny.own_gradients(whole, {"input_ids": tokens, **more}, labels, 3)
     without, _ = tiny.own_gradients(whole, {"input_ids": tokens}, labels, 3)
-    unseen = case == "padded right" and name == "deepseek_v3"  # later tokens, which do not count, and no router loss
-    assert unseen or losses[1:] != without[1:]
+    assert losses[1:] != without[1:]
     program = build_schedule("interleaved_1f1b", ranks=1, microbatches=3, chunks=2)
     stages = split_model(tiny.build(name, **options), program, inputs=["input_ids", *more], grouped=True)
     result = tiny.engine(stages, program).step((tokens, *more.values()), target=labels)
@@ -276,8 +275,6 @@ def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
     result = engine.step(tokens, target=labels)
     torch.testing.assert_close(result.loss, loss.detach())
     assert problems_of(stages, tiny.gradients(plain), 1e-5) == []
-    stages.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
     stages.eval()
     assert not any(module.training for module in model.modules())
 
@@ -373,31 +370,6 @@ class _OneOf:
 
     def get_coordinate(self) -> list[int]:
         return [self.rank]
-
-
-def test_a_model_on_the_meta_device() -> None:
-    with torch.device("meta"):
-        model = tiny.build("deepseek_v3")
-    stages = split_model(model, build_schedule("sequential", microbatches=1))
-    shapes = {name: p.shape for name, p in tiny.build("deepseek_v3").named_parameters()}
-    assert {name: p.shape for name, p in stages.named_parameters()} == shapes
-    assert all(p.is_meta for p in stages.parameters())
-
-
-def _meta(rank: int, size: int) -> dict[str, list[int]]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    with torch.device("meta"):
-        model = tiny.build("mixtral")
-    stages = split_model(model, build_schedule("sequential", microbatches=1), mesh)
-    assert all(p.is_meta for p in stages.parameters())
-    return {name: list(p.shape) for name, p in stages.named_parameters() if ".experts." in name}
-
-
-def test_experts_are_sliced_on_the_meta_device(ranks2: Ranks) -> None:
-    first, second = ranks2.run(_meta)
-    assert first == second
-    assert first["model.layers.0.mlp.experts.gate_up_proj"] == [2, 48, 32]
-    assert first["model.layers.3.mlp.experts.down_proj"] == [2, 32, 24]
 
 
 def _not_divisible(rank: int, size: int) -> str:

@@ -124,10 +124,6 @@ def test_over_two_stages(ranks2: Ranks, dynamic: bool) -> None:
     assert ranks2.run(_pipeline, dynamic, own) == [[]] * 2
 
 
-def test_over_two_stages_of_two_expert_ranks(ranks4: Ranks) -> None:
-    assert ranks4.run(_pipeline, False, {LEFT_OUT[1]: own_of(LEFT_OUT[1])}) == [[]] * 4
-
-
 def _changing(rank: int, size: int) -> str:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     program = build_schedule("1f1b", ranks=size, microbatches=MICROBATCHES)

@@ -404,26 +404,6 @@ def test_a_new_model_for_every_training(tmp_path: Path) -> None:
     assert trainer.engine is not engine
 
 
-def _with_more_batches(rank: int, size: int, spec: Spec) -> list[dict[str, float]]:
-    """Train with as many microbatches as given, with more of them, and with fewer again."""
-    with launched(rank, size):
-        trainer = spec.build()
-        lines = []
-        for accumulation in (4, 6, 5):
-            trainer.args.gradient_accumulation_steps = accumulation
-            trainer.train()
-            lines += history(trainer)
-        return lines
-
-
-def test_a_training_with_more_batches_a_step(ranks2: Ranks, tmp_path: Path) -> None:
-    _, sizes, _ = LAYOUTS["pp 2, dualpipev"]
-    spec = Spec(tmp_path, steps=2, layout=sizes, layers=4)
-    expected = _with_more_batches(0, 1, replace(spec, kind=transformers.Trainer, layout=None))
-    for found in ranks2.run(_with_more_batches, spec):
-        close(found, expected)
-
-
 class WithModes(torch.optim.SGD):
     """An optimizer with a mode, as those without a schedule; keeps the mode of each step."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.integrations.megatron.weights import delayed_of
+from overlap1f1b.integrations.megatron.layers import delayed_of
 from tests.integrations.megatron.core import models, shim, transformer_engine
 from tests.integrations.megatron.core.cases import CASES
 from tests.ranks import Ranks

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine.graph.autograd import WeightQueue
 from overlap1f1b.engine.run.replaced import replaced
-from overlap1f1b.integrations.megatron import get_forward_backward_func, weights
+from overlap1f1b.integrations.megatron import get_forward_backward_func, layers
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.moe import GroupedExperts
 from tests.integrations.megatron.core import models, shim
@@ -109,14 +109,14 @@ def test_our_experts_in_megatrons_layers(megatron: Callable[[int], Ranks]) -> No
 
 def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = SimpleNamespace()
-    monkeypatch.setitem(sys.modules, weights.MODULE, module)
+    monkeypatch.setitem(sys.modules, layers.LINEARS, module)
     module.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=shim.add_weight_gradient)
     weight: Any = nn.Parameter(torch.randn(2, 3))
     weight.main_grad = torch.zeros(2, 3)
     layer = SimpleNamespace(weight=weight, _forward_impl=None)
     stage: Any = SimpleNamespace(queue=WeightQueue(), anchor=torch.empty(0, requires_grad=True))
     rows, grad = torch.randn(5, 4, 7)[..., :3], torch.randn(2).expand(5, 4, 2)  # of a slice, and of a sum
-    with replaced(weights.leaving([layer], lambda: stage)):
+    with replaced([layers.leaving(layer, lambda: stage)]):
         forward: Any = layer._forward_impl
         forward(rows, weight, gradient_accumulation_fusion=True).backward(grad)
     stage.queue.compute()

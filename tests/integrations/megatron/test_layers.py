@@ -38,7 +38,7 @@ def test_overlapped_shared_experts_compute_on_the_stream_of_the_step(
 ) -> None:
     """Weight gradients are computed on this stream, whether or not several ranks share the routed experts."""
     model = Model()
-    chunk, step = Chunk(model, stage=0, last=True, exchanges=exchanges), SimpleNamespace()
+    chunk, step = Chunk(model, 0, last=True, exchanges=exchanges), SimpleNamespace()
     with chunk.stepping(step):
         assert model.overlapped.stream == "their own"
     gpu = SimpleNamespace(current_stream=lambda device: SimpleNamespace(of=device))

@@ -1,34 +1,37 @@
-"""torchtitan's ``pipelining_fn``: it cuts the model as torchtitan does, and has the engine play the schedule."""
+"""torchtitan's pipeline schedule, played by the engine: torchtitan cuts the model and calls the schedule."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from types import MappingProxyType
+from dataclasses import fields, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine.run.microbatch import Microbatch
+from overlap1f1b.engine.run.model import MicrobatchBlock
+from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.integrations import torch_pipelining
 from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher, exchange_by_rows
-from overlap1f1b.integrations.torchtitan.schedule import Schedule
 from overlap1f1b.schedule import Program, build_schedule
 
-SCHEDULES: Mapping[str, str] = MappingProxyType(
-    {
-        "1F1B": "combined_1f1b",
-        "Interleaved1F1B": "combined_1f1b",
-        "GPipe": "afab",
-        "LoopedBFS": "afab",
-        "InterleavedZeroBubble": "zb_h1",
-        "ZBVZeroBubble": "zb_v",
-        "DualPipeV": "dualpipev",
-    }
-)
+__all__ = ["SCHEDULES", "Overlapped", "Schedule", "pipelining_fn"]
+
+SCHEDULES = {
+    "1F1B": "combined_1f1b",
+    "Interleaved1F1B": "combined_1f1b",
+    "GPipe": "afab",
+    "LoopedBFS": "afab",
+    "InterleavedZeroBubble": "zb_h1",
+    "ZBVZeroBubble": "zb_v",
+    "DualPipeV": "dualpipev",
+}
 """The program in place of each of torchtitan's schedules, with the same stages on each rank."""
 
 
@@ -72,8 +75,8 @@ def pipelining_fn(
         the last.
 
     Raises:
-        ValueError: A setting of torchtitan's that the engine cannot carry out, an unknown schedule, or a number of
-            microbatches that does not fit it.
+        ValueError: A setting of torchtitan's that the engine cannot carry out, an unknown schedule, a batch that does
+            not divide into microbatches, or a number of these that does not fit the schedule.
     """
     _check(parallel_dims, training, parallelism, compile_config)
     check_dispatcher(dispatcher)
@@ -122,6 +125,7 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
     """Raise ValueError for settings that the engine would ignore or break."""
     cp, tp, ep, backend = parallel_dims.cp, parallel_dims.tp, parallel_dims.ep, parallelism.spmd_backend
     compiled = list(compile_config.components) if compile_config.enable else []
+    batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
     refused = {
         f"parallelism.context_parallel_degree={cp}; allowed: 1": cp > 1,
         f"parallelism.expert_parallel_degree={ep} with tensor_parallel_degree={tp}; allowed: 1, or a multiple of it": (
@@ -135,6 +139,8 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
         "training.enable_cpu_offload=True; allowed: False (parameters stay gathered during a step)": (
             training.enable_cpu_offload
         ),
+        f"training.local_batch_size={batch} with parallelism.pipeline_parallel_microbatch_size={size}; allowed: a "
+        f"multiple of {size}": batch % size,
     }
     if found := next((text for text, holds in refused.items() if holds), None):
         raise ValueError(found)
@@ -143,7 +149,6 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
 def _program_of(
     training: Any, parallelism: Any, schedule: str | None, extra_warmup: int | None, chunks: int
 ) -> Program:
-    """Return the program of ``chunks`` stages a rank; refuse an unknown schedule."""
     named = {name.lower(): name for name in SCHEDULES}
     asked = parallelism.pipeline_parallel_schedule
     if asked.lower() not in named:
@@ -177,3 +182,78 @@ def _mesh(parallel_dims: Any) -> DeviceMesh | None:
         return None
     ranks = torch.as_tensor(world.mesh).view(*several.values())
     return DeviceMesh(world.device_type, ranks, mesh_dim_names=tuple(several))
+
+
+class Schedule(torch_pipelining.Schedule):
+    """A pipeline schedule as torchtitan calls it, played by an engine; made by :func:`pipelining_fn`.
+
+    Its ``loss_fn`` is torchtitan's, ``(prediction, labels, **loss_kwargs) → (loss, metrics)``.
+    """
+
+    def step(self, *args: Any, return_outputs: bool = False, **given: Any) -> Any:
+        """Play the microbatches, as of torch; outputs are returned only where they are asked for."""
+        # Keep the head's weights gathered, and the norm's: the loss of one open microbatch would free them for all.
+        head = self._head  # what replaces it is no FSDPModule
+        with replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
+            return super().step(*args, return_outputs=return_outputs, **given)
+
+    def _blocks(self) -> dict[int, list[nn.Module]]:
+        stages, head = super()._blocks(), self._head
+        if head is not None and self._last in self._parts:
+            self._parts[self._last].whole = (head,)
+            stages[self._last].append(LossWithHead())
+        return stages
+
+    def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
+        if "positions" in kwargs and self._trains and self._last == 0:
+            # On one pipeline rank torchtitan's trainer gives them to the loss.
+            loss_kwargs = {"positions": kwargs["positions"], **loss_kwargs}
+        return super()._loss(loss_kwargs, kwargs, *given)[0]
+
+    @cached_property
+    def _head(self) -> nn.Module | None:
+        """The head that the loss calls by itself, and whose backward it runs, as torchtitan's chunked loss."""
+        head = getattr(self.loss_fn, "lm_head", None)
+        return head if isinstance(head, nn.Module) else None
+
+
+class LossWithHead(MicrobatchBlock):
+    """The block of a loss that calls the model's head by itself: behind the part, it runs once."""
+
+    keeps = True
+
+    def forward(self, *outputs: Tensor, microbatch: Microbatch | None = None) -> tuple[Tensor, ...]:
+        """Return what the loss is given."""
+        return outputs
+
+
+class Overlapped:
+    """Let the engine play the steps of a torchtitan ``Trainer`` over any number of pipeline ranks, one included.
+
+    >>> from torchtitan.trainer import Trainer
+    >>> class OverlapTrainer(Overlapped, Trainer):
+    ...     pass
+    >>> trainer = OverlapTrainer(config)  # any Trainer.Config
+    >>> trainer.train()
+
+    torchtitan's own trainer asks for a schedule over several pipeline ranks alone, and on one runs its microbatches one
+    after the other. A model whose ``pipelining_fn`` is torchtitan's gets ours, cut as its own cuts it; for options give
+    the model ours.
+
+    Raises:
+        ValueError: As of :func:`pipelining_fn`.
+    """
+
+    def __init__(self, config: Any) -> None:
+        spec, cut = config.model_spec, config.model_spec.pipelining_fn
+        if getattr(cut, "func", cut) is not pipelining_fn:  # ours, perhaps with options by partial
+            config = replace(config, model_spec=replace(spec, pipelining_fn=partial(pipelining_fn, split=cut)))
+        made: Any = super().__init__
+        made(config)
+
+    def init_distributed(self) -> Any:
+        """Return torchtitan's mesh, under which its trainer calls a schedule on one pipeline rank, too."""
+        inherited: Any = super()
+        dims = inherited.init_distributed()
+        scheduled = type(type(dims).__name__, (type(dims),), {"pp_enabled": property(lambda self: True)})
+        return scheduled(**{field.name: getattr(dims, field.name) for field in fields(dims)})

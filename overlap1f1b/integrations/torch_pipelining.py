@@ -1,4 +1,4 @@
-"""A pipeline schedule that is called as torch's, and played by an engine."""
+"""Schedules of torch.distributed.pipelining, played by the engine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.schedule import Placement, Program, actions_of, build_schedule, parse_slot
 from overlap1f1b.schedule.program import program_of
 from overlap1f1b.transport.exchange import Exchange
+
+__all__ = ["Schedule", "overlapped"]
 
 
 def overlapped(
@@ -90,13 +92,10 @@ def _program_of(schedule: Any, chunks: int) -> Program:
 class Schedule:
     """A pipeline schedule that is called as torch's, played by an engine; made by :func:`overlapped`.
 
-    The engine is made at the first call, when the parts have their weights.
+    ``make_engine`` is called at the first call, when the ``parts``, the modules of this rank's stages, have weights.
 
     Args:
-        parts: Modules of the stages that this rank holds, by the number of their stage.
-        program: Schedule of the step.
         loss_fn: ``(output, target, **loss_kwargs) → scalar`` of one microbatch; None plays forwards alone.
-        make_engine: Makes the engine over the stages of this rank.
         like: torch's schedule, which says how batches are split, outputs joined and gradients scaled; None for its
             defaults, without a scale.
 

@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import overlap1f1b as o1
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.verify import VerificationError
-from overlap1f1b.integrations.torch_pipelining import overlapped, schedule
+from overlap1f1b.integrations import torch_pipelining
+from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import own_exchange
@@ -299,8 +300,13 @@ def test_microbatches_in_lists(alone: None) -> None:
     assert torch.equal(torch.stack(losses), torch.stack(expected.losses))
     with pytest.raises(ValueError, match=r"^a whole batch, and lists of microbatches; allowed: one of them"):
         ours.step(inputs, **lists)
-    with pytest.raises(ValueError, match=r"^no arg_mbs on a rank that needs them; allowed: a list of 4"):
-        ours.step(**lists)
+    for changed, message in (
+        ({}, "no arg_mbs on a rank that needs them; allowed: a list of 4"),
+        ({"arg_mbs": [(inputs,)] * 4, "target_mbs": None}, "no target_mbs on a rank that needs them; allowed: a list"),
+        ({"kwarg_mbs": [{}] * 3}, "kwarg_mbs of 3 microbatches; allowed: 4"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            ours.step(**{**lists, **changed})
 
 
 def test_a_schedule_without_a_loss_plays_forwards(alone: None) -> None:
@@ -338,7 +344,7 @@ def test_what_is_refused(alone: None) -> None:
 
 
 def test_the_example_runs() -> None:
-    assert doctest.testmod(schedule).failed == 0
+    assert doctest.testmod(torch_pipelining).failed == 0
     assert o1.integrations.torch_pipelining.overlapped is overlapped
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = o1.integrations.nothing
