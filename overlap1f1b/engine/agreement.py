@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,8 +70,17 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
         for name, where, p, expert in parameters_of(stages)
     ]
     held += [(f"tied parameter {name}", p, False) for name, p in ties.items()]
-    parts = [(place, part.detach()) for place, part in _parts(held, mesh) if not part.is_meta]
-    return _places(stages) | {f"the sum of bits of {place}": f"{int(sum_of_bits(part)):x}" for place, part in parts}
+    facts = _places(stages)
+    for place, p, expert in held:
+        sliced, own = tensor_dimension(p, mesh, expert=expert) is not None, p.detach()
+        if isinstance(own, DTensor):
+            if own.device_mesh.mesh.flatten().tolist() != mesh.along("tp"):
+                continue
+            sliced, own = not all(placement.is_replicate() for placement in own.placements), own.to_local()
+        if not own.is_meta:
+            part = f"part {mesh.rank('tp')} of " if sliced else ""
+            facts[f"the sum of bits of {part}{place}"] = f"{int(sum_of_bits(own)):x}"
+    return facts
 
 
 def _places(stages: Mapping[int, Stage]) -> Facts:
@@ -89,39 +98,25 @@ def _places(stages: Mapping[int, Stage]) -> Facts:
     return facts | {f"the number of trained parameters of {where}": count for where, count in seen.items()}
 
 
-def _parts(held: Iterable[tuple[str, nn.Parameter, bool]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    for place, parameter, expert in held:
-        part = f"part {mesh.rank('tp')} of {place}"
-        if not isinstance(parameter, DTensor):
-            yield place if tensor_dimension(parameter, mesh, expert=expert) is None else part, parameter
-        elif parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
-            whole = all(placement.is_replicate() for placement in parameter.placements)
-            yield place if whole else part, parameter.to_local()
+def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
+    """Compare the batches of a step over ranks; return those that differ, in any bit, between ranks of a pipeline.
 
+    A batch without tensors is equal to any. All ranks must call this.
 
-def shared_batch(name: str, given: Any, mesh: Mesh) -> Facts:
-    """Return a sum over the bits of a batch's tensors, which must be the same on all ranks of a tensor group."""
-    every = list(_tensors_in(given))
-    if mesh.group("tp") is None or not every:
-        return {}
-    at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
-    return {f"the sum of bits of {name} on {at}": "+".join(f"{int(sum_of_bits(part)):x}" for part in every)}
-
-
-def different_batches(given: Mapping[str, Any], mesh: Mesh) -> list[str]:
-    """Return the names of batches whose tensors differ, in any bit, between ranks of a pipeline that have some.
-
-    All ranks of the pipeline must call this.
+    Raises:
+        ValueError: Ranks of a tensor group have different tensors of a batch that they need.
     """
-    if mesh.group("pp") is None:
+    if mesh.group("tp") is None and mesh.group("pp") is None:
         return []
-    ranks = mesh.gathered(
-        "pp",
-        {
-            name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
-            for name, batch in given.items()
-        },
-    )
+    sums = {
+        name: [(part.shape, int(sum_of_bits(part, ordered=True))) for part in _tensors_in(batch)]
+        for name, batch in given.items()
+    }
+    if mesh.group("tp") is not None:
+        at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
+        texts = {name: "+".join(f"{bits:x}" for _, bits in sums[name]) for name in needed if sums[name]}
+        mesh.agree({f"the sum of bits of {name} on {at}": text for name, text in texts.items()})
+    ranks = mesh.gathered("pp", sums)
     return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 
 
@@ -166,7 +161,11 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
         for name, where, p, expert in parameters_of(stages)
         if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh, expert=expert)
     }
-    grads = {place: _sampled(grad) for place, p in copies.items() if (grad := _gradient(p)) is not None}
+    grads = {
+        place: _sampled(grad)
+        for place, p in copies.items()
+        if (grad := main_grad(p) if p.grad is None else p.grad) is not None
+    }
     rows = {
         (number, call): first.double().cpu()
         for number, stage in stages.items()
@@ -184,7 +183,11 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
 
 
 def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
-    sampled = {place: _with_zeros([found.get(place) for found in grads]) for place in copies}
+    none = torch.zeros(0, device="cpu")
+    sampled: dict[str, Tensor] = {}  # [ranks, entries], with zeros for ranks that have no gradient
+    for place in copies:
+        known = next((found[place] for found in grads if place in found), none)
+        sampled[place] = torch.stack([found.get(place, torch.zeros_like(known)) for found in grads])
     largest = max(map(_longest, sampled.values()), default=0.0)
     for place, each in sampled.items():
         apart, norm = _longest(each - each[0]), _longest(each)
@@ -194,10 +197,6 @@ def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping
                 f"{apart / norm:.1%}; allowed: the same tokens and random numbers on each, or a DTensor whose gradient "
                 "has placements Partial where each has other tokens"
             )
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    return main_grad(parameter) if parameter.grad is None else parameter.grad
 
 
 def _is_copied(tensor: nn.Parameter, mesh: Mesh, *, expert: bool) -> bool:
@@ -214,12 +213,6 @@ def _sampled(tensor: Tensor) -> Tensor:
     flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     last, count = max(0, flat.numel() - 1), min(64, flat.numel())
     return flat[torch.linspace(0, last, count, dtype=torch.float64, device="cpu").long()].double().cpu()
-
-
-def _with_zeros(grads: Sequence[Tensor | None]) -> Tensor:
-    """Return ``[ranks, entries]``, with zeros for ranks that have no gradient."""
-    known = next((grad for grad in grads if grad is not None), torch.zeros(0, device="cpu"))
-    return torch.stack([torch.zeros_like(known) if grad is None else grad for grad in grads])
 
 
 def _longest(vectors: Tensor) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 from overlap1f1b.engine.play.player import MicrobatchKey
 from overlap1f1b.engine.run.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.schedule import Placement, Program
+from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh
 
 MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
@@ -114,60 +114,51 @@ class Feed(NamedTuple):
     aux_scale: float | None
 
 
-class Loss(NamedTuple):
-    """Computation of a step's loss from its microbatches.
-
-    Args:
-        function: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.
-        count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
-        loss_scale: Factor of all gradients.
-    """
-
-    function: LossFunction | None
-    count_tokens: Callable[..., int | Tensor] | None
-    loss_scale: float
-
-
 def feed_batch(
     stages: Mapping[int, Stage],
     program: Program,
     mesh: Mesh,
-    loss: Loss,
     inputs: Batch | None,
     target: Batch | None,
     *,
-    return_outputs: bool,
+    loss_fn: LossFunction | None,
+    count_tokens: Callable[..., int | Tensor] | None = None,
+    loss_scale: float = 1.0,
+    return_outputs: bool = False,
 ) -> Feed:
     """Return the feed of a batch. With ``count_tokens`` all ranks of the mesh must call this.
 
     Args:
+        loss_fn: ``(*outputs, *targets) → scalar`` of one microbatch; None on ranks without the last stage.
+        count_tokens: Number of tokens that a microbatch's target counts for; None for a mean over microbatches.
+        loss_scale: Factor of all gradients.
         return_outputs: Whether outputs are kept beside the loss.
 
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
-    if not isinstance(loss.loss_scale, Real) or not isfinite(loss.loss_scale):
-        raise ValueError(f"loss_scale={loss.loss_scale!r}; allowed: a finite number")
+    if not isinstance(loss_scale, Real) or not isfinite(loss_scale):
+        raise ValueError(f"loss_scale={loss_scale!r}; allowed: a finite number")
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
-    if last in stages and loss.function is None:
+    if last in stages and loss_fn is None:
         raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")
     target_of = split_batch(target, count, "target") if last in stages else _nothing
-    shares = _shares(program, mesh, loss, target_of)
+    shares = _shares(program, mesh, count_tokens, target_of)
 
     def given(stage: int, microbatch: int) -> dict[str, Any]:
         arguments: dict[str, Any] = {"inputs": part(microbatch)} if stage == 0 else {}
         if stage == last:
             arguments |= {
                 "target": target_of(microbatch),
-                "loss_fn": loss.function if shares[microbatch] else _of_no_token,
-                "loss_grad": shares[microbatch] * loss.loss_scale,
+                "loss_fn": loss_fn if shares[microbatch] else _of_no_token,
+                "loss_grad": shares[microbatch] * loss_scale,
                 "return_outputs": return_outputs,
             }
         return arguments
 
-    return Feed(given, shares, loss.loss_scale / (count * mesh.token_ranks))
+    return Feed(given, shares, loss_scale / (count * mesh.token_ranks))
 
 
 def _nothing(index: int) -> Tensors:
@@ -180,14 +171,18 @@ def _of_no_token(*given: Tensor) -> Tensor:
     return sum(zeros, torch.zeros((), device=given[0].device))
 
 
-def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int], Tensors]) -> dict[int, float]:
-    """Return the share of each microbatch in the mean loss over all ranks."""
+def _shares(
+    program: Program,
+    mesh: Mesh,
+    count_tokens: Callable[..., int | Tensor] | None,
+    target_of: Callable[[int], Tensors],
+) -> dict[int, float]:
     count, placement = program.microbatches, program.placement
-    if loss.count_tokens is None:
+    if count_tokens is None:
         return dict.fromkeys(range(count), 1.0 / (count * mesh.data_ranks))
     pipes = [pipe for pipe, stage in placement.places(mesh.rank("pp")) if stage == placement.stages - 1]
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
-    counted = [loss.count_tokens(*target_of(index)) for index in here]
+    counted = [count_tokens(*target_of(index)) for index in here]
     # Tensors are read together: each read may wait for a device.
     unread = [count.reshape(()) for count in counted if isinstance(count, Tensor)]
     read = iter(torch.stack(unread).tolist() if unread else ())
@@ -201,24 +196,23 @@ def _shares(program: Program, mesh: Mesh, loss: Loss, target_of: Callable[[int],
 _GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
 
 
-def check_feed(feed: Feed, program: Program, rank: int) -> None:
-    """Raise ValueError if a feed is another object, or lacks the share of a microbatch that ends on this rank."""
-    if not isinstance(feed, Feed):
-        raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
-    placement = program.placement
-    for pipe, stage in placement.places(rank):
-        missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
-        if stage == placement.stages - 1 and missing:
-            raise ValueError(
-                f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
-            )
-
-
 class Microbatches(dict[MicrobatchKey, Microbatch]):
-    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played."""
+    """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
 
-    def __init__(self, stages: Mapping[int, Stage], placement: Placement, feed: Feed, *, grad: bool) -> None:
-        self._stages, self._count, self._feed, self._grad = stages, placement.stages, feed, grad
+    Raises:
+        ValueError: The feed is another object, or lacks the share of a microbatch that ends on this rank.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], program: Program, rank: int, feed: Feed, *, grad: bool) -> None:
+        if not isinstance(feed, Feed):
+            raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
+        self._stages, self._count, self._feed, self._grad = stages, program.placement.stages, feed, grad
+        for pipe, stage in program.placement.places(rank):
+            missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
+            if stage == self._count - 1 and missing:
+                raise ValueError(
+                    f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
+                )
         self._seed = int(torch.randint(2**62, (), device="cpu")) if grad else 0
 
     def __missing__(self, key: MicrobatchKey) -> Microbatch:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, SupportsFloat, get_args
 
 import torch
@@ -75,56 +74,39 @@ class Capacity:
         self, play_nodes: Callable[[Plan], PlayedStep], parameters: Iterable[nn.Parameter]
     ) -> Callable[[Plan], PlayedStep]:
         """Return a function that plays a step; if rows found no room, it undoes it, and plays exact sizes or raises."""
-        held = list(parameters)
-
-        def play(plan: Plan) -> PlayedStep:
-            with self._undoing(held) as undo:
-                played, lost = play_nodes(plan), self._lost_rows()
-                if lost is None:
-                    return played
-                if self.overflow == "raise":
-                    raise CapacityOverflowError(lost)
-                undo()
-                with self._exact():
-                    return play_nodes(plan)
-
-        return play
-
-    @contextmanager
-    def _undoing(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
-        """Add the body's gradients to earlier ones if it succeeds; else leave these as they were.
-
-        Yield a function that undoes the step, so that the same microbatches draw the same random numbers again.
-        """
-        self._dropped.clear()
-        held, aside, random = dict.fromkeys(parameters), GradientsAside(), torch.get_rng_state()
-        aside.take(held)
-
-        def undo() -> None:
-            drop_gradients()
-            torch.set_rng_state(random)
+        held = dict.fromkeys(parameters)
 
         def drop_gradients() -> None:
             for parameter in held:
                 parameter.grad = None
 
-        try:
-            yield undo
-        except BaseException:
-            drop_gradients()
-            raise
-        finally:
-            aside.add_back()
+        def play(plan: Plan) -> PlayedStep:
+            self._dropped.clear()
+            aside, random = GradientsAside(), torch.get_rng_state()
+            aside.take(held)
+            try:
+                played, mine = play_nodes(plan), self._lost_here()
+                lost = (
+                    next(filter(None, self.mesh.every(mine).values())) if self.mesh.sums(mine is not None)[0] else None
+                )
+                if lost is not None and self.overflow == "raise":
+                    raise CapacityOverflowError(lost)
+                if lost is not None:
+                    drop_gradients()
+                    torch.set_rng_state(random)  # the same microbatches draw the same numbers again
+                    with replaced((vars(stage), "capacity", None) for stage in self.stages):
+                        played = play_nodes(plan)
+                return played
+            except BaseException:
+                drop_gradients()
+                raise
+            finally:
+                aside.add_back()
 
-    def _lost_rows(self) -> str | None:
-        """Return a text about the first call of experts that lost rows, the same on all ranks; None if none did."""
-        mine = self._lost_here()
-        if not self.mesh.sums(mine is not None)[0]:
-            return None
-        return next(filter(None, self.mesh.every(mine).values()))
+        return play
 
     def _lost_here(self) -> str | None:
-        """Return the text of this rank; waits for the device once."""
+        """Return a text about the first call of experts here that lost rows, or None; waits for the device once."""
         every, self._dropped = self._dropped, []
         if not every:
             return None
@@ -139,7 +121,3 @@ class Capacity:
                     f"{lost[worst]} of {chosen[worst]}"
                 )
         return None
-
-    def _exact(self) -> AbstractContextManager[None]:
-        """Send exact sizes in the body."""
-        return replaced((vars(stage), "capacity", None) for stage in self.stages)

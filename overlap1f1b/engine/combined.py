@@ -78,14 +78,15 @@ def combined_forward_backward_step(
         raise ValueError(f"microbatch {forward.index} has run forward before; allowed: a new one")
     if any(microbatch is not None and microbatch.grad for microbatch in (forward, backward)):
         check_gradients_possible()
-    members = {number: m for number, m in ((_BACKWARD, backward), (_FORWARD, forward)) if m is not None}
+    # The older one comes first.
+    members = {number: m for number, m in enumerate((backward, forward)) if m is not None}
     stages = list({microbatch.stage: None for microbatch in members.values()})
     if any(stage.exchange is not stages[0].exchange for stage in stages):
         raise ValueError("the microbatches are of stages with different exchanges; allowed: one exchange")
     if len({stage.number for stage in stages}) < len(stages):
         raise ValueError(f"the microbatches are of two stages of number {stages[0].number}; allowed: one number each")
     actions = [
-        Action(Kind.F if number == _FORWARD else Kind.B, stages.index(microbatch.stage), number)
+        Action(Kind.F if microbatch is forward else Kind.B, stages.index(microbatch.stage), number)
         for number, microbatch in members.items()
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap)
@@ -99,9 +100,6 @@ def combined_forward_backward_step(
             {(action.stage, action.microbatch): members[action.microbatch] for action in actions},
         )
     return (forward.output if forward else None), (backward.input_grad if backward else None)
-
-
-_BACKWARD, _FORWARD = 0, 1  # the older microbatch comes first
 
 
 def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap) -> Sequence[Node]:

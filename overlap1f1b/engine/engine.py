@@ -17,28 +17,26 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine.agreement import (
     check_tensor_group,
+    compare_batches,
     described,
-    different_batches,
-    shared_batch,
     structure,
     values,
 )
-from overlap1f1b.engine.batch import Batch, Feed, Loss, Microbatches, check_feed, feed_batch
+from overlap1f1b.engine.batch import Batch, Feed, Microbatches, feed_batch
 from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
 from overlap1f1b.engine.checkpoint.background import Saving
 from overlap1f1b.engine.graph.segment import check_gradients_possible
 from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.device import carved_out
 from overlap1f1b.engine.play.measure import BackToBack
 from overlap1f1b.engine.play.memory import ByteCount
-from overlap1f1b.engine.play.player import Player
+from overlap1f1b.engine.play.player import Player, carved_out
 from overlap1f1b.engine.reduce.clip import check_norm, clip
 from overlap1f1b.engine.reduce.fsdp import Gathers, ShardedReducer, gathered_in
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.reduce.tensor import TensorGradients
 from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
-from overlap1f1b.engine.result import PlayedStep, StepResult, mean_loss, result_of
+from overlap1f1b.engine.result import PlayedStep, StepResult, result_of
 from overlap1f1b.engine.run.attributes import places_of
 from overlap1f1b.engine.run.graphs import Graphs
 from overlap1f1b.engine.run.microbatch import LossFunction
@@ -53,7 +51,7 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
-from overlap1f1b.transport.devices import Watch, watch_of
+from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
@@ -113,7 +111,11 @@ class Engine:
         exchange: Exchange | None = None,
     ) -> None:
         options = EngineOptions() if options is None else options
-        _check_kinds(program, options, exchange, loss_fn)
+        check_kind("program", program, Program)
+        check_kind("options", options, EngineOptions)
+        check_kind("exchange", exchange, Exchange, None)
+        if loss_fn is not None and not callable(loss_fn):
+            raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")
         self.loss_fn, self.options, self.model, self._children = loss_fn, options, model, _children_of(model)
         self._connect(program, mesh, exchange)
         self.verification.tables = partial(_tables_of, loss_fn)
@@ -159,14 +161,12 @@ class Engine:
                     placement,
                     self.mesh,
                     self.exchange,
-                    options.block_weights,
+                    options,
                     reduce_dense=dense is not None,
                     reduce_experts=experts is not None,
-                    recompute=options.modes[0],
-                    parts=options.numbers_of_parts[0],
                 )
-            if stages is None and options.memory is not None and len(self._replicas) == 1:  # others play other plans
-                self.sharding.divide(self.stages)
+                if options.memory is not None and len(self._replicas) == 1:  # others play other plans
+                    self.sharding.divide(self.stages)
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
@@ -199,7 +199,17 @@ class Engine:
             self._trained = {number: stage.trained(self.sharding.holders) for number, stage in self.stages.items()}
             self._communicators.warm_up()
             # 5. The player, what decides about its plans, and their comparison with a plain loop.
-            self.player = self._new_player(program, watch)
+            # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a
+            # tensor or context group run collectives inside blocks, so they keep one order.
+            self.player = Player(
+                self.failures,
+                exchange=self.exchange,
+                boundary=self.boundary,
+                reductions=self.reductions,
+                gathers=self._gathers,
+                watch=watch,
+                fills=not (program.splits(rank) or program.search_seconds > 0 or self.mesh.inner),
+            )
             if stages is None:
                 self.tuner = Tuner(
                     program,
@@ -211,9 +221,7 @@ class Engine:
                     counts_block=not self.exchange.background and options.capacity is None,
                 )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.tuner.graphs = (
-                options.graphs and watch is not None and self.mesh.group("tp") is None and self.mesh.group("cp") is None
-            )
+            self.tuner.graphs = options.graphs and watch is not None and not self.mesh.inner
             for stage in self.stages.values() if self.tuner.graphs else ():
                 stage.graphs = Graphs(stage, stage.blocks, device)
             ep = self.mesh.exchanging
@@ -222,20 +230,6 @@ class Engine:
                 stage.agree = partial(self.mesh.agree, over=("dp", "ep", "cp", "tp"))  # a dropped engine ends at once
                 # Blocks may exchange rows by themselves: the first step shows where.
                 stage.foreign.ranks = [] if ep is None else dist.get_process_group_ranks(ep)
-
-    def _new_player(self, program: Program, watch: Watch | None) -> Player:
-        # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a tensor
-        # or context group run collectives inside blocks, so they keep one order.
-        placed = program.splits(self.rank) or program.search_seconds > 0
-        return Player(
-            self.failures,
-            exchange=self.exchange,
-            boundary=self.boundary,
-            reductions=self.reductions,
-            gathers=self._gathers,
-            watch=watch,
-            fills=not placed and self.mesh.group("tp") is None and self.mesh.group("cp") is None,
-        )
 
     def _new_reductions(self, dense: Group | None, experts: Group | None) -> list[Reduction]:
         """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
@@ -286,11 +280,10 @@ class Engine:
             RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
         """
         if not self.tuner.steps and self._compares:
-            first, last = 0 in self.stages, self.program.placement.stages - 1 in self.stages
+            ends = {"inputs": 0, "target": self.program.placement.stages - 1}
+            needed = [name for name, stage in ends.items() if stage in self.stages]
             with self.guarded(lambda: "before its first step"):
-                facts = shared_batch("inputs", inputs if first else None, self.mesh)
-                self.mesh.agree(facts | shared_batch("target", target if last else None, self.mesh))
-                other = different_batches({"inputs": inputs, "target": target}, self.mesh)
+                other = compare_batches({"inputs": inputs, "target": target}, self.mesh, needed)
             if other:
                 warnings.warn(
                     f"ranks of one pipeline were given different {' and '.join(other)}: targets may belong to other "
@@ -321,12 +314,18 @@ class Engine:
     def _feed_maker(
         self, inputs: Batch | None, target: Batch | None, program: Program, loss_scale: float, return_outputs: bool
     ) -> Callable[[], Feed]:
-        loss = Loss(self.loss_fn, self.options.count_tokens, loss_scale)
-
-        def make_feed() -> Feed:
-            return feed_batch(self.stages, program, self.mesh, loss, inputs, target, return_outputs=return_outputs)
-
-        return make_feed
+        return partial(
+            feed_batch,
+            self.stages,
+            program,
+            self.mesh,
+            inputs,
+            target,
+            loss_fn=self.loss_fn,
+            count_tokens=self.options.count_tokens,
+            loss_scale=loss_scale,
+            return_outputs=return_outputs,
+        )
 
     def play(
         self,
@@ -357,10 +356,9 @@ class Engine:
             if undo is None or not self._left(error):
                 raise
         undo()
-        undo.global_random()
         if self.mesh.several:
             self._reconnect()
-        self.tuner.leave(self.tuner.plan)
+        self.tuner.leave()
         return self.play(make_feed, grad=grad, loss_scale=loss_scale)
 
     def _left(self, error: RuntimeError) -> bool:
@@ -382,10 +380,8 @@ class Engine:
             lane.close()
         self.boundary.close()
         self._connect(self.program, self.mesh.devices, stages=self.stages)
-        for name in ("around", "compute", "recorder"):
-            setattr(self.player, name, getattr(old, name))
-        for lane in self.lanes:
-            lane.recorder = old.recorder
+        self.player.around, self.player.compute = old.around, old.compute
+        self.observe(old.recorder)
         self.verification.tables = tables
         self.tuner.rejoin(self.mesh, self.player, self.boundary)
 
@@ -395,7 +391,9 @@ class Engine:
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
             play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
-        if not grad:
+        if grad:
+            play_nodes = self.player.recorded(play_nodes)
+        else:
             return self._play_forwards(play_nodes, microbatches or self.microbatches)
         if not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
@@ -418,17 +416,15 @@ class Engine:
                 self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
                 self.player.counting(count, notes=notes),
             ):
-                if tuner.must_verify(plan):
-                    played = self._play_verified(plan, play_nodes)
-                else:
-                    with self.player.recorded_step():
-                        played = play_nodes(plan)
+                played = self._play_compared(plan, play_nodes)
             # 3. All ranks have scaled alike.
             if differ()[1]:  # a gradient scaler of its own on some rank
                 self.mesh.agree({"loss_scale": loss_scale})
             if first and self._compares:
                 check_tensor_group(self.stages, self.mesh)
-            self._name_unfit()
+            for stage in self.stages.values():
+                for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
+                    warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
             # 4. What the step has shown decides how the next ones are played.
             tuner.learn(plan, played.result, count if notes else None)
         return played
@@ -454,7 +450,7 @@ class Engine:
         if not self.tuner.steps:
             self._check_devices()
         feed, nodes, placement = make_feed(), plan.ranks[self.rank], plan.program.placement
-        check_feed(feed, plan.program, self.rank)
+        microbatches = Microbatches(self.stages, plan.program, self.rank, feed, grad=grad)
         for stage in self.stages.values():
             if stage.graphs is not None:
                 stage.graphs.active = grad and self.tuner.replays and plan is self.tuner.plan
@@ -464,7 +460,6 @@ class Engine:
         reductions = self.reductions if grad else []
         for reduction in reductions:
             reduction.begin(plan.ranks[self._replicas[0]])
-        microbatches = Microbatches(self.stages, placement, feed, grad=grad)
         self.boundary.begin(nodes, plan.program.microbatches, remember=grad)
         # 2. Play the nodes, with the modules' calls of experts and linear layers replaced.
         # Backwards run on this thread: handing each to autograd's thread of the device costs more than launching it.
@@ -492,28 +487,24 @@ class Engine:
         with self.guarded(lambda: self._at(plan)):
             differ = self._agree(plan)
             with self.sharding.gathered(gathered_in(plan.ranks[self.rank])):
-                played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+                played = self._play_compared(plan, play_nodes)
             differ(here=True)
         return played
 
-    def _play_verified(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        """Play a step of a plan that was not played before, and compare it with a plain loop."""
+    def _play_compared(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
+        """Play a step of a plan; if it was not played before, compare it with a plain loop."""
+        if not self.tuner.must_verify(plan):
+            return play_nodes(plan)
         try:
-            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.lanes)
+            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.observe)
         except VerificationError as error:
             if not self.tuner.replays or plan is not self.tuner.plan:
                 raise
             self.tuner.graphs = False
             warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
-            played = self._play_verified(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+            return self._play_compared(plan, play_nodes)
         self.tuner.note_verified(plan)
         return played
-
-    def _name_unfit(self) -> None:
-        """Warn, once, of blocks that run without device graphs."""
-        for stage in self.stages.values():
-            for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
-                warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
 
     @contextlib.contextmanager
     def _one_after_another(self) -> Iterator[None]:
@@ -574,7 +565,11 @@ class Engine:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches of the next step. Another may be set between steps, on all ranks alike."""
+        """Number of microbatches of the next step. Another may be set between steps, on all ranks alike.
+
+        Raises:
+            ValueError: One that is set is impossible for the program.
+        """
         return self.tuner.microbatches
 
     @microbatches.setter
@@ -613,7 +608,12 @@ class Engine:
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
         with self.guarded(lambda: "in mean_loss"):
-            return mean_loss(result, self.mesh)
+            losses = (
+                torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
+            )
+            mine = sum(loss * share for loss, share in zip(losses, result.shares, strict=True))
+            total, share = self.mesh.sums(mine, sum(result.shares))
+            return total / share
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
@@ -721,6 +721,12 @@ class Engine:
         """All lanes on which this rank's transfers and sums travel."""
         return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
 
+    def observe(self, recorder: Any) -> None:
+        """Let a :class:`~overlap1f1b.engine.record.recorder.Recorder` follow the steps, or with None nobody."""
+        self.player.recorder = recorder
+        for lane in self.lanes:
+            lane.recorder = recorder
+
     def __enter__(self) -> Engine:
         return self
 
@@ -745,11 +751,3 @@ def _check_trains(program: Program) -> None:
     program.check()
     if program.forward_only:
         raise ValueError(f"program {program.name!r} has no backward; allowed: one that trains; evaluate() needs none")
-
-
-def _check_kinds(program: object, options: object, exchange: object, loss_fn: object) -> None:
-    check_kind("program", program, Program)
-    check_kind("options", options, EngineOptions)
-    check_kind("exchange", exchange, Exchange, None)
-    if loss_fn is not None and not callable(loss_fn):
-        raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")

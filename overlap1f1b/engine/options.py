@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from itertools import product
 from typing import Any, Literal, SupportsFloat, get_args
 
 from torch import Tensor
@@ -137,14 +138,10 @@ class EngineOptions:
         return timedelta(seconds=float(self.timeout))
 
     @property
-    def modes(self) -> tuple[Recompute, ...]:
-        """Modes of recomputation whose costs are measured, in their order."""
-        return get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
-
-    @property
-    def numbers_of_parts(self) -> tuple[int, ...]:
-        """Numbers of parts of a call of experts whose costs are measured, in their order."""
-        return AUTO_PARTS if self.parts == "auto" else (self.parts,)
+    def settings(self) -> list[tuple[Recompute, int]]:
+        """Modes of recomputation, and numbers of parts, whose costs are measured, in their order."""
+        modes = get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
+        return list(product(modes, AUTO_PARTS if self.parts == "auto" else (self.parts,)))
 
     @property
     def facts(self) -> dict[str, object]:

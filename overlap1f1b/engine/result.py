@@ -16,7 +16,6 @@ from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.microbatch import Microbatch, OptionalTensors, one
 from overlap1f1b.plan import Span
 from overlap1f1b.simulation import Timeline
-from overlap1f1b.transport.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,3 @@ def result_of(ended: Sequence[Microbatch], shares: Sequence[float], player: Play
     kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
     peaks = player.peak_activations, player.peak_held, player.peak_bytes
     return StepResult(losses, tuple(shares), kept, player.measured(), *peaks)
-
-
-def mean_loss(result: StepResult, mesh: Mesh) -> float:
-    """Return the loss of a step over all ranks. All of them must call this."""
-    losses = torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
-    mine = sum(loss * share for loss, share in zip(losses, result.shares, strict=True))
-    total, share = mesh.sums(mine, sum(result.shares))
-    return total / share

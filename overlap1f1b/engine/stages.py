@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.engine.options import EngineOptions
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.model import blocks_of, device_of
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts
-from overlap1f1b.plan import Recompute, StageShape
+from overlap1f1b.plan import StageShape
 from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.exchange import Exchange
@@ -90,12 +91,10 @@ def stages_of(
     placement: Placement,
     mesh: Mesh,
     exchange: Exchange,
-    block_weights: Sequence[float] | None,
+    options: EngineOptions,
     *,
     reduce_dense: bool,
     reduce_experts: bool,
-    recompute: Recompute = "none",
-    parts: int = 1,
 ) -> tuple[dict[int, Stage], Sharding]:
     """Return the stages of this rank by their number, and what FSDP2 holds of them.
 
@@ -109,7 +108,7 @@ def stages_of(
         raise ValueError(f"stages {held} on rank {rank}; allowed: each stage once on a rank")
     first = dict.fromkeys(held, 0)
     if isinstance(model, Mapping):
-        if block_weights is not None:
+        if options.block_weights is not None:
             raise ValueError("block_weights of stages that are given; allowed: of the blocks of a whole model")
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
@@ -121,7 +120,7 @@ def stages_of(
         every = blocks_of(model)
         if not every:
             raise ValueError("a model without blocks; allowed: an nn.Sequential or a list of at least one module")
-        split = split_blocks(every, placement.stages, block_weights)
+        split = split_blocks(every, placement.stages, options.block_weights)
         _refuse_shared(split)
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
@@ -131,9 +130,6 @@ def stages_of(
             tops = [model]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
     _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
-    options: dict[str, Any] = {
-        "reduce_dense": reduce_dense, "reduce_experts": reduce_experts, "recompute": recompute, "parts": parts
-    }  # fmt: skip
     sharding = Sharding(
         *tops,
         ranks=mesh.ranks(pp=range(placement.ranks), over=DIMENSIONS),
@@ -142,9 +138,21 @@ def stages_of(
     )
     with sharding.gathered():
         # A stage without parameters computes where the rank's others do.
-        options["device"] = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
+        recompute, parts = options.settings[0]
+        device = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
         stages = {
-            stage: Stage(blocks, exchange, number=stage, first=first[stage], sliced=sharding.sliced, **options)
+            stage: Stage(
+                blocks,
+                exchange,
+                number=stage,
+                first=first[stage],
+                sliced=sharding.sliced,
+                reduce_dense=reduce_dense,
+                reduce_experts=reduce_experts,
+                recompute=recompute,
+                parts=parts,
+                device=device,
+            )
             for stage, blocks in held_blocks.items()
         }
     for stage in stages.values():
@@ -201,11 +209,3 @@ def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:
         if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.flatten().tolist() == mesh.along("tp"):
             return parameter.device_mesh
     return mesh.devices["tp"] if mesh.devices is not None and mesh.group("tp") is not None else None
-
-
-def cut_alike(shapes: Sequence[StageShape], other: Sequence[StageShape]) -> tuple[StageShape, ...]:
-    """Return shapes whose blocks are cut at the exchanges that the blocks of others make by themselves."""
-    return tuple(
-        tuple(block.cut(theirs.exchanges) for block, theirs in zip(stage, its, strict=False))
-        for stage, its in zip(shapes, other, strict=False)
-    )

@@ -19,13 +19,13 @@ from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.result import StepResult
 from overlap1f1b.engine.run.stage import Stage
-from overlap1f1b.engine.stages import all_shapes, cut_alike
+from overlap1f1b.engine.stages import all_shapes
 from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
 from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import Dimension, Mesh
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 T = TypeVar("T")
 
@@ -97,14 +97,8 @@ class Tuner:
     that is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch,
     so they hold for any number: the first step with another number has a plan for them, and none is serial.
 
-    Args:
-        program: Schedule of the first step; with ``search_seconds`` another order is found when there are costs.
-        stages: Of this rank.
-        mesh: Ranks that must have the same plan.
-        options: Of the engine.
-        player: Plays the plans, and has timed what the host launched on a device.
-        boundary: Has timed the transfers between stages.
-        counts_block: Whether the host waits for counts.
+    ``program`` is the schedule of the first step. Player and boundary have timed what the host launched on a device,
+    and the transfers between stages. ``counts_block`` says whether the host waits for counts.
 
     Attributes:
         steps: Number of steps so far.
@@ -145,11 +139,11 @@ class Tuner:
         self.graphs = self.counts_next = False
         self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
-        self.parts, *more = options.numbers_of_parts
-        self._more_parts = more if any(block.expert_calls for stage in self.shapes for block in stage) else []
-        self._of_parts: dict[int, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
-        self._mode, *self._more_modes = options.modes
-        self._of_modes: dict[Recompute, tuple[NodeCosts, tuple[StageShape, ...]]] = {}  # what was measured
+        self._setting, *more = options.settings
+        self.parts = self._setting[1]
+        cuts = any(block.expert_calls for stage in self.shapes for block in stage)
+        self._more = [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
+        self._measured: dict[tuple[Recompute, int], tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
         self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
         self._counts = options.memory is not None or player.watch is not None
@@ -186,11 +180,7 @@ class Tuner:
 
     @property
     def microbatches(self) -> int:
-        """Number of microbatches of the next step.
-
-        Raises:
-            ValueError: One that is set is impossible for the program.
-        """
+        """Number of microbatches of the next step."""
         return self._now.program.microbatches
 
     @microbatches.setter
@@ -228,24 +218,17 @@ class Tuner:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the next step.
-
-        One that is set before the first step decides whether blocks are cut at the exchanges that they make by
-        themselves; if they are, it is played from the second step on.
-
-        Raises:
-            ValueError: One that is set is for another program or other blocks.
-        """
+        """Plan of the next step; see :attr:`Engine.plan`."""
         if self.state is State.TRYING:
             return self._now.turns[len(self._now.seconds) % len(self._now.turns)]
         return self._plan_now()
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        if self.looks and plan.shapes != self.shapes and plan.shapes == cut_alike(self.shapes, plan.shapes):
+        if self.looks and plan.shapes != self.shapes:
             self._cut_plan = plan
-            return
-        self._set(plan, self._now)
+        else:
+            self._set(plan, self._now)
 
     def _set(self, plan: Plan, of: Numbered) -> None:
         if plan.program != of.program or plan.shapes != self.shapes:
@@ -274,18 +257,14 @@ class Tuner:
 
     def evaluation_of(self, microbatches: int) -> Plan:
         """Return the plan of the forwards alone."""
-        before, self._now = self._now, self._numbered(microbatches)
-        try:
-            if self._now.evaluation is None:
-                # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
-                # them from other collectives.
-                shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-                program = forwards_of(self.program if self._now.plan is None else self._now.plan.program)
-                costs = self._costs or NodeCosts()
-                self._now.evaluation = self._compiled(program, shapes, costs, self.overlap)
-            return self._now.evaluation
-        finally:
-            self._now = before
+        now = self._numbered(microbatches)
+        if now.evaluation is None:
+            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+            # them from other collectives.
+            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+            program = forwards_of(now.program if now.plan is None else now.plan.program)
+            now.evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
+        return now.evaluation
 
     @property
     def notes(self) -> bool:
@@ -325,7 +304,7 @@ class Tuner:
     @property
     def parts_choice(self) -> str:
         """Number of parts, and the predicted steps by which it was chosen."""
-        if self._more_parts or len(self.predicted) < 2:
+        if len(self.predicted) < 2:
             return str(self.parts)
         steps = ", ".join(f"{parts}: {1e3 * step:.0f} ms" for parts, step in self.predicted.items())
         return f"{self.parts} (predicted step by number of parts: {steps})"
@@ -403,19 +382,15 @@ class Tuner:
         room = math.inf if limit is None else float(limit - count.before)
         whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
         fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
-
-        def tightest(dimension: Dimension, every: list[_Counted]) -> _Counted:
-            if dimension != "pp":
-                return min(every, key=itemgetter(0, 1))
-            rooms = {rank: room for one in every for rank, room in one[2].items()}
-            return 0.0, 0.0, rooms, {key: of for one in every for key, of in one[3].items()}
-
-        mine: _Counted = fit, -whole, {self.mesh.rank("pp"): room}, held
-        _, _, rooms, self._held = self._agreed_outside(self.mesh.combined(mine, tightest))
-        self._rooms = tuple(rooms[rank] for rank in sorted(rooms)) if limit is not None else ()
+        every, mine = self.mesh.every((fit, -whole, room, held)), list[tuple[float, Mapping[CostKey, Held]]]()
+        for at in range(self.mesh.size("pp")):
+            ranks = self.mesh.ranks(pp=[at], over=DIMENSIONS)
+            mine.append(min((every[rank] for rank in ranks), key=itemgetter(0, 1))[2:])
+        tightest = self._agreed_outside(mine)
+        self._held = {key: of for _, held in tightest for key, of in held.items()}
+        self._rooms = tuple(room for room, _ in tightest) if limit is not None else ()
 
     def _adopt_exchanges(self) -> None:
-        """Cut blocks at the exchanges that they have made by themselves."""
         self.looks = False
         shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
         for stage in self.stages.values():
@@ -442,44 +417,36 @@ class Tuner:
                 transfers=self._boundary.timed(),
             )
         )
-        costs = replace(measured, bytes=self._held)
-        self._of_parts[self.parts] = self._of_modes[self._mode] = costs, self.shapes
-        if self._more_modes:
-            self._mode = self._more_modes.pop(0)
-            self._drop([[self._mode] * len(blocks) for blocks in self.shapes])
+        self._measured[self._setting] = replace(measured, bytes=self._held), self.shapes
+        if self._more:
+            self._setting = mode, parts = self._more.pop(0)
+            self._use([[mode] * len(blocks) for blocks in self.shapes], parts)
             self.costs = None
             return
-        if len(self._of_modes) > 1:
-            self._adopt(*self._with_recompute())
-            return
-        if self._more_parts:
-            self._cut_into(self._more_parts.pop(0))
-            self.costs = None
-            return
-        found = {parts: self._fastest(shapes, costs) for parts, (costs, shapes) in self._of_parts.items()}
+        several = len({mode for mode, _ in self._measured}) > 1
+        self._adopt(*(self._with_recompute() if several else self._with_parts()))
+        self._measured.clear()
+
+    def _use(self, modes: Sequence[Sequence[Recompute]], parts: int) -> None:
+        """From the next step on, recompute the blocks of each stage as these modes say, and cut calls of experts."""
+        for number, stage in self.stages.items():
+            stage.drop(modes[number])
+            if parts != self.parts:
+                stage.cut_into(parts)
+        self.parts, self._warm, self._held = parts, 1, {}
+        self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+
+    def _with_parts(self) -> tuple[NodeCosts, list[Plan]]:
+        """Choose into how many parts calls of experts are cut; return costs, and the plans for them."""
+        found = {parts: self._fastest(shapes, costs) for (_, parts), (costs, shapes) in self._measured.items()}
         self.predicted = {parts: plans[0].predicted for parts, plans in found.items()}
         best, *more = found
         for parts in more:
             if self.predicted[parts] < (1 - LEAST_GAIN) * self.predicted[best]:
                 best = parts
-        self._cut_into(best)
-        self._adopt(self._of_parts[best][0], found[best])
-        self._of_parts.clear()
-
-    def _cut_into(self, parts: int) -> None:
-        """Cut calls of experts into another number of parts from the next step on."""
-        if parts != self.parts:
-            for stage in self.stages.values():
-                stage.cut_into(parts)
-            self.parts, self._warm, self._held = parts, 1, {}
-            self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
-
-    def _drop(self, modes: Sequence[Sequence[Recompute]]) -> None:
-        """Compute activations of the blocks of each stage again as these modes say from the next step on."""
-        for number, stage in self.stages.items():
-            stage.drop(modes[number])
-        self._warm, self._held = 1, {}
-        self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+        if best != self.parts:
+            self._use([[block.recompute for block in blocks] for blocks in self.shapes], best)
+        return self._measured[self._setting[0], best][0], found[best]
 
     def _with_recompute(self) -> tuple[NodeCosts, list[Plan]]:
         """Choose what each block computes again; return costs, and the plans for them.
@@ -488,12 +455,12 @@ class Tuner:
             ValueError: No plan keeps within the limit.
         """
         found: list[tuple[NodeCosts, list[Plan]]] = []
-        for costs, shapes in planning.choices(self._of_modes):
+        for costs, shapes in planning.choices({mode: found for (mode, _), found in self._measured.items()}):
             plans = self._fitting(shapes, costs)
             if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
                 found.append((costs, plans))
         costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
-        self._drop([[block.recompute for block in blocks] for blocks in plans[0].shapes])
+        self._use([[block.recompute for block in blocks] for blocks in plans[0].shapes], self.parts)
         return costs, plans
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
@@ -513,9 +480,10 @@ class Tuner:
             now.tried = sorted(map(Tried, now.turns, times), key=lambda one: one.seconds)
             now.keep(now.tried[0].plan)
 
-    def leave(self, plan: Plan) -> None:
+    def leave(self) -> None:
         """Try a plan no more, for which some rank had too little memory; without another play as while measuring."""
-        others = [other for other in self._now.turns if other is not plan]
+        left = self.plan
+        others = [other for other in self._now.turns if other is not left]
         self._now.keep(others[0] if others else self._measured_plan())
         self._now.turns, self._now.seconds = others, []
 
@@ -618,10 +586,6 @@ class Tuner:
         planning.check(plan)
         planning.check_rendezvous(plan)
         return plan
-
-
-_Counted = tuple[float, float, dict[Any, Any], dict[Any, Any]]
-"""Microbatches that fit, bytes of one (negative), room of each pipeline rank, and what its nodes hold."""
 
 
 def lighter(program: Program) -> Iterator[Program]:

@@ -54,18 +54,16 @@ class Undo:
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
 
-    def __call__(self) -> None:
-        """Put everything back but the numbers of Python's and NumPy's own generators."""
+    def __call__(self, *, global_random: bool = True) -> None:
+        """Put everything back, with ``global_random`` the states of Python's and NumPy's own generators, too."""
         with torch.no_grad():
             for restore in self._restores:
                 restore()
         for variable, value in self._context.items():
             variable.set(value)
-
-    def global_random(self) -> None:
-        """Put back the states of Python's and NumPy's own generators."""
-        random.setstate(self._python)
-        if self._numpy is not None:
+        if global_random:
+            random.setstate(self._python)
+        if global_random and self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
@@ -125,8 +123,10 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
         return None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, Tensor):
-        return _tensor_of(value, seen)
+    if isinstance(value, Tensor) and not value.requires_grad and is_plain(value):
+        seen.add(id(value))
+        tensor = local_part(value)
+        return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
     if is_table(value):
         seen.add(id(value))
         return _entries_of(value, seen)
@@ -135,14 +135,6 @@ def _contents_of(value: Any, seen: set[int]) -> Restore | None:
         before = list(value)
         return partial(_refill, value, before, _contents_of_all(before, seen))
     return None
-
-
-def _tensor_of(value: Tensor, seen: set[int]) -> Restore | None:
-    if value.requires_grad or not is_plain(value):
-        return None
-    seen.add(id(value))
-    tensor = local_part(value)
-    return partial(_copy_back, tensor, tensor.clone(), sum_of_bits(tensor, ordered=True))
 
 
 def _copy_back(tensor: Tensor, copy: Tensor, bits: Tensor) -> None:

@@ -7,11 +7,10 @@ not look, and finds another microbatch's there, is noticed on the user's own mod
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +20,13 @@ from overlap1f1b.engine.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.reduce.fsdp import Sharding
 from overlap1f1b.engine.result import PlayedStep
+from overlap1f1b.engine.run.attributes import places
+from overlap1f1b.engine.run.buffers import version_of
+from overlap1f1b.engine.run.microbatch import Microbatch
 from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.undo import Undo
-from overlap1f1b.engine.witness import Witness
 from overlap1f1b.plan import Node, Plan
 from overlap1f1b.schedule import Kind
-from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import Mesh
 
 ROUNDING = 1e-6
@@ -42,30 +42,21 @@ ALLOWED = (
     "o1.carried(block, holder), overlap='serial' with schedule 'sequential', or verify=False"
 )
 
+_MOST = 4  # places that a message names
+
 PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
+Difference = tuple[tuple[float, ...], str]
+"""The first difference that a rank has found: its place in the loop, and a text."""
 
 
 class VerificationError(RuntimeError):
     """A step differs from a plain loop over its microbatches; gradients are as before it."""
 
 
-class Difference(NamedTuple):
-    """The first difference that a rank has found: its place in the loop, and a text."""
-
-    when: tuple[float, ...]
-    text: str
-
-
 class Verification:
     """Compares a step with a plain loop.
-
-    Args:
-        stages: The stages of this rank.
-        mesh: Ranks that play together; all of them compare.
-        player: Plays the nodes.
-        sharding: FSDP2 around modules of the stages.
 
     Attributes:
         tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
@@ -75,7 +66,7 @@ class Verification:
         self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
         self.tables: Tables = tuple
 
-    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, lanes: Sequence[Lane]) -> PlayedStep:
+    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, observe: Callable[[Any], None]) -> PlayedStep:
         """Play a step of a plan for the first time; return it if it is equal to the loop's.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
@@ -85,7 +76,7 @@ class Verification:
             plan: Plan of the step.
             twin: Plan of one microbatch after another.
             play_nodes: Plays the batch by a plan.
-            lanes: All lanes, which a recorder observes.
+            observe: Lets a recorder follow, or nobody.
 
         Raises:
             VerificationError: It differs, or two loops differ.
@@ -94,27 +85,33 @@ class Verification:
         weights = self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
-            with self._unobserved(lanes):
+            """Play without a recorder, and without what stands around nodes."""
+            recorder, around = self._player.recorder, self._player.around
+            observe(None)
+            self._player.around = None
+            try:
                 return play_nodes(order)
+            finally:
+                observe(recorder)
+                self._player.around = around
 
-        def play() -> PlayedStep:
-            with nullcontext() if plan.program.forward_only else self._player.recorded_step():
-                return play_nodes(plan)
-
-        def anew(what: Callable[[], PlayedStep]) -> PlayedStep:
+        def play(*, rehearses: bool = False) -> PlayedStep:
             undo()
-            undo.global_random()
-            return what()
+            return rehearse(plan) if rehearses else play_nodes(plan)
 
         serial = _bits(self._outcome(rehearse(twin)))
-        self._refuse_changed(weights, undo)
-        played = anew(lambda: rehearse(plan)) if summed_outside else anew(play)
-        if self._differs(_bits(self._outcome(played)), serial):
+        mine = next((name for name, bits in self._weights().items() if bits != weights[name]), None)
+        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
+            undo()
+            raise VerificationError(
+                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
+                "it; allowed: verify=False, on a model that no step has changed"
+            )
+        played = play(rehearses=summed_outside)
+        differs = self._mesh.sums(_bits(self._outcome(played)) != serial)[0]
+        if differs:
             self._judge(plan, twin, rehearse, undo, serial)
-            played = anew(play)
-        elif summed_outside:
-            played = anew(play)
-        return played
+        return play() if differs or summed_outside else played
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
@@ -126,20 +123,6 @@ class Verification:
                 yield f"the {attribute} of {name}", parameter, attribute
         for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
             yield f"{attribute} {number} of FSDP2", owner, attribute
-
-    @contextmanager
-    def _unobserved(self, lanes: Sequence[Lane]) -> Iterator[None]:
-        """Play without a recorder, and without what stands around nodes."""
-        player, recorder, around = self._player, self._player.recorder, self._player.around
-        player.recorder = player.around = None
-        for lane in lanes:
-            lane.recorder = None
-        try:
-            yield
-        finally:
-            player.recorder, player.around = recorder, around
-            for lane in lanes:
-                lane.recorder = recorder
 
     def undo(self) -> Undo:
         """Return what takes a step back that is played from now on."""
@@ -169,29 +152,15 @@ class Verification:
         for number, stage in self._stages.items():
             for block, where in zip(stage.blocks, stage.names, strict=True):
                 for name, buffer in block.named_buffers():
-                    if not is_plain(local_part(buffer)):
-                        continue
-                    yield f"the buffer {name} of {where} of stage {number}", buffer
+                    if is_plain(local_part(buffer)):
+                        yield f"the buffer {name} of {where} of stage {number}", buffer
         for at, loss in enumerate(played.result.losses):
             yield f"loss {at}", loss
-
-    def _differs(self, one: Mapping[str, int], other: Mapping[str, int]) -> bool:
-        return bool(self._mesh.sums(one != other)[0])
 
     def _weights(self) -> dict[str, int]:
         """Return the bits of all parameters, by name."""
         held = ((f"{name} of {where}", parameter) for name, where, parameter, _ in parameters_of(self._stages))
         return _bits((name, parameter) for name, parameter in held if is_plain(local_part(parameter)))
-
-    def _refuse_changed(self, before: Mapping[str, int], undo: Undo) -> None:
-        """Raise if a step has changed parameters: that cannot be taken back."""
-        mine = next((name for name, bits in self._weights().items() if bits != before[name]), None)
-        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
-            undo()
-            raise VerificationError(
-                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
-                "it; allowed: verify=False, on a model that no step has changed"
-            )
 
     def _judge(self, plan: Plan, twin: Plan, rehearse: PlayNodes, undo: Undo, before: Mapping[str, int]) -> None:
         """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
@@ -203,7 +172,6 @@ class Verification:
         """
         # 1. Two loops, the second with other numbers of Python's and NumPy's generators; then the plan's order.
         undo()
-        undo.global_random()
         copies, seen = list[dict[str, Tensor]](), list[Witness]()
         for order in (twin, twin, plan):
             with Witness(self._stages, self._player) as witness:
@@ -211,34 +179,37 @@ class Verification:
                     {name: local_part(tensor).to("cpu", copy=True) for name, tensor in self._outcome(rehearse(order))}
                 )
             seen.append(witness)
-            undo()
-        undo.global_random()
+            undo(global_random=order is plan)
         # 2. Loops may differ; then a step may differ as much.
         spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
         of_loop, by = self._largest(spread), self._largest(apart)
         noisy = all(by <= NOISE * spread.get(name, 0.0) + ROUNDING for name, by in apart.items())
         if of_loop > RANDOM:
-            raise VerificationError(self._first(_of_loop(spread)))
+            name = max(spread, key=spread.__getitem__, default="")
+            largest = spread.get(name, 0.0)
+            raise self._error(
+                (-largest,),
+                f"two plain loops over one batch differ, {name} by {largest:.2g} of its largest entry; allowed: random "
+                "numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
+            )
         # Where all that nodes hand on is equal, only sums have another order, as of a weight with several gradients.
-        first = self._first_node(twin, seen[0], seen[2])
+        nodes, bits, other = enumerate(twin.ranks[self._mesh.rank("pp")]), seen[0].bits, seen[2].bits
+        first = next(((at, node) for at, node in nodes if bits.get(node) != other.get(node)), None)
         rounded = all(by <= (ROUNDING if "grad of " in name else 0.0) for name, by in apart.items())
         resummed = not self._mesh.sums(first is not None or not rounded)[0]
-        warmed = self._differs(_bits(iter(copies[0].items())), before)  # as where blocks were compiled in that step
+        # The loop before them may differ from both, as where blocks were compiled in it.
+        warmed = self._mesh.sums(_bits(iter(copies[0].items())) != before)[0]
         if (by or warmed) and (resummed or (of_loop and not self._mesh.sums(not noisy)[0])):
             return
         # 3. The first difference on any rank.
-        raise VerificationError(self._first(self._difference(plan, first, apart, seen[2])))
+        raise self._error(*self._difference(plan, first, apart, seen[2]))
 
     def _largest(self, apart: Mapping[str, float]) -> float:
         return max(self._mesh.every(max(apart.values(), default=0.0)).values())
 
-    def _first(self, mine: Difference) -> str:
-        return min(self._mesh.every(mine).values()).text
-
-    def _first_node(self, twin: Plan, loop: Witness, found: Witness) -> tuple[int, Node] | None:
-        """Return the first node of the loop that has handed on something else, with its position."""
-        nodes = enumerate(twin.ranks[self._mesh.rank("pp")])
-        return next(((at, node) for at, node in nodes if loop.bits.get(node) != found.bits.get(node)), None)
+    def _error(self, when: tuple[float, ...], text: str) -> VerificationError:
+        """Return the error of the rank whose difference comes first. All ranks must call this."""
+        return VerificationError(min(self._mesh.every((when, text)).values())[1])
 
     def _difference(
         self, plan: Plan, first: tuple[int, Node] | None, apart: Mapping[str, float], found: Witness
@@ -255,16 +226,7 @@ class Verification:
         changed = found.changed()
         meanwhile = f"; changed by another microbatch meanwhile: {changed}" if changed else ""
         what = f"{plan.program.name} with overlap {plan.order}"
-        return Difference(when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}")
-
-
-def _of_loop(spread: Mapping[str, float]) -> Difference:
-    name = max(spread, key=spread.__getitem__, default="")
-    return Difference(
-        (-spread.get(name, 0.0),),
-        f"two plain loops over one batch differ, {name} by {spread.get(name, 0.0):.2g} of its largest entry; allowed: "
-        "random numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
-    )
+        return when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}"
 
 
 def _bits(outcome: Outcome) -> dict[str, int]:
@@ -298,3 +260,92 @@ def _wide(tensor: Tensor | None) -> Tensor | None:
 
 def _largest(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
+
+
+class Witness:
+    """Notes, inside its context, what every compute node hands on, and what others change between a microbatch's nodes.
+
+    Attributes:
+        bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
+    """
+
+    def __init__(self, stages: Mapping[int, Stage], player: Player) -> None:
+        self._stages, self._player = stages, player
+        self.bits: dict[Node, int] = {}
+        self._sums: dict[Node, Tensor] = {}
+        self._left: dict[tuple[int, int], dict[str, _Value]] = {}  # by a microbatch in the places that it has changed
+        self._changed: dict[str, None] = {}  # by another microbatch meanwhile
+
+    def __enter__(self) -> Witness:
+        self._compute, self._player.compute = self._player.compute, self._watched
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._player.compute = self._compute
+        self.bits = {node: int(bits) for node, bits in self._sums.items()}
+        self._sums, self._left = {}, {}
+
+    def changed(self) -> str:
+        """Return the places that microbatches have changed under each other as text, the first ones first."""
+        names = list(self._changed)
+        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+        return ", ".join(names[:_MOST]) + more
+
+    def _watched(self, node: Node, microbatch: Microbatch, received: Mapping[Any, Any]) -> None:
+        if node.kind is not Kind.F:
+            self._compute(node, microbatch, received)
+        else:
+            left = self._left.setdefault((node.stage, node.microbatch), {})
+            before = self._values(node)
+            for name, value in left.items():
+                if name in before and not before[name].is_as(value):
+                    self._changed[name] = None
+            self._compute(node, microbatch, received)
+            for name, value in self._values(node).items():
+                if name in left or name not in before or not before[name].is_as(value):
+                    left[name] = value
+        sums = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
+        if sums:
+            self._sums[node] = torch.stack(sums).sum()
+
+    def _values(self, node: Node) -> dict[str, _Value]:
+        """Return the values of all places that are not carried, of the blocks of a stage."""
+        stage = self._stages[node.stage]
+        known = {key for state in stage.attributes for key in state.known}  # blocks share classes and files
+        return {
+            name: _Value(value)
+            for block, where in zip(stage.blocks, stage.names, strict=True)
+            for name, value in places(block, where, known)
+        }
+
+
+class _Value:
+    """A value, with what else tells whether it has changed: what a container holds, and how often tensors have."""
+
+    __slots__ = ("parts", "versions")
+
+    def __init__(self, value: Any) -> None:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | deque) else ()
+        self.parts = (value, *inside)
+        self.versions = [version_of(part) for part in self.parts if isinstance(part, Tensor)]
+
+    def is_as(self, other: _Value) -> bool:
+        """Return whether nothing has changed."""
+        if len(self.parts) != len(other.parts) or self.versions != other.versions:
+            return False
+        plain = int, float, str, bytes
+        pairs = zip(self.parts, other.parts, strict=True)
+        return all(a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b) for a, b in pairs)
+
+
+def _handed_on(node: Node, microbatch: Microbatch) -> Iterator[Tensor]:
+    """Yield what a compute node has left for the next one: rows to send, activations, or gradients."""
+    if node.kind is Kind.W or microbatch.finished:
+        return
+    run = microbatch.runs.get(node.block)
+    for sent in () if run is None else run.sent.values():
+        rows = sent.rows if isinstance(sent.rows, tuple | list) else (sent.rows,)
+        yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
+    forward = (microbatch.activations, microbatch.outputs)
+    for tensors in forward if node.kind is Kind.F else (microbatch.output_grads, microbatch.input_grads):
+        yield from (tensor for tensor in tensors or () if tensor is not None)

@@ -55,7 +55,7 @@ TOKENS = {
 }
 AFTER = {
     "mean_loss": {
-        "engine/result.py mean_loss": "all losses together; where the last stage is",
+        "engine/engine.py Engine.mean_loss": "all losses together; where the last stage is",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
     "clip_gradients": {
@@ -164,5 +164,5 @@ def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None
             assert places["step"].pop(arrives) == dispatches  # on a CPU alone numbers of tokens travel with the counts
             expected["step"] += Counter(dict.fromkeys(CAPACITY, 1)) + Counter(dict.fromkeys(TOKENS, 1))
         if rank < LAYOUT.ep:  # the first stage
-            del expected["mean_loss"]["engine/result.py mean_loss"], expected["step"]["engine/batch.py _shares"]
+            del expected["mean_loss"]["engine/engine.py Engine.mean_loss"], expected["step"]["engine/batch.py _shares"]
         assert places == expected

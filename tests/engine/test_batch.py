@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, Feed, Stage
-from overlap1f1b.engine.batch import Loss, Microbatches, feed_batch, split_batch
+from overlap1f1b.engine.batch import Microbatches, feed_batch, split_batch
 from overlap1f1b.engine.run.microbatch import is_absent
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.mesh import Mesh
@@ -72,9 +72,8 @@ def test_shares_are_of_microbatches_or_of_tokens() -> None:
     stages, program = {0: Stage([nn.Linear(2, 2)])}, build_schedule("sequential", microbatches=3)
 
     def feed(count: Any) -> Feed:
-        return feed_batch(
-            stages, program, Mesh(None), Loss(models.loss_fn, count, 2.0), X, X[:, :1], return_outputs=False
-        )
+        options: dict[str, Any] = {"loss_fn": models.loss_fn, "count_tokens": count, "loss_scale": 2.0}
+        return feed_batch(stages, program, Mesh(None), X, X[:, :1], **options)
 
     even = feed(None)
     assert even.shares == dict.fromkeys(range(3), 1 / 3)
@@ -95,7 +94,7 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         asked.append((stage, microbatch))
         return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
-    made = Microbatches(stages, program.placement, Feed(given, {}, None), grad=True)
+    made = Microbatches(stages, program, 0, Feed(given, {0: 0.5, 1: 0.5}, None), grad=True)
     assert not made
     first, second = made[0, 1], made[1, 1]
     assert (first.after, second.before, first.before) == (second, first, None)

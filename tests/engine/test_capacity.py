@@ -121,9 +121,7 @@ def test_an_overflow_plays_the_step_again() -> None:
     assert torch.equal(torch.stack(evaluated[0]), torch.stack(evaluated[1]))
 
 
-def test_refuses_what_is_no_capacity() -> None:
-    with pytest.raises(ValueError, match=r"capacity=0\.0; allowed: more than 0"):
-        _engine(0.0)
+def test_another_overflow_is_refused() -> None:
     with pytest.raises(ValueError, match="overflow='drop'; allowed: 'raise', 'rerun'"):
         _engine(1.0, "drop")  # type: ignore[arg-type]
 
@@ -169,15 +167,6 @@ def test_two_ranks(rank: int, size: int) -> list[str]:
         problems.append("nothing raised")
     except CapacityOverflowError as error:
         if "11 rows and 14 choices to each rank" not in str(error):
-            problems.append(str(error))
-    engine = make(model, PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=2.0)
-    try:
-        engine.step(data[0][:, rank:], target=data[1][:, rank:])
-        problems.append("unequal tokens went through")
-    except ValueError as error:
-        if "capacity=2 with [14, 12] tokens on the ranks that share the experts; allowed: equally many" not in str(
-            error
-        ):
             problems.append(str(error))
     return problems
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.options import parse_memory
 from overlap1f1b.engine.play.memory import ByteCount
-from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, lighter
+from overlap1f1b.engine.tuner import LEAST_WARMUP_GAIN, SPARE, State, Tuner, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, Node, NodeCosts, Op, Recompute, cost_key, fastest
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
@@ -196,8 +196,12 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     assert count.peak <= room
     assert engine.plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05)
     assert not models.equal(found, wanted)
+    del found  # within the limit, too
     modes = {block.recompute for blocks in engine.shapes for block in blocks}
     assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
+    before, engine.costs = engine.shapes, None  # measured anew, for what was chosen
+    with patch.object(Tuner, "_with_recompute", side_effect=AssertionError("chosen again")):
+        assert settled(engine, data).shapes == before
     with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
         EngineOptions(recompute="auto")
 
@@ -229,7 +233,8 @@ def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
     """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; by random costs."""
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
     tuner = make([nn.Linear(4, 4), nn.Linear(4, 4)], program, memory="1TB", recompute="auto").tuner
-    tuner._of_modes = measured = drawn(Random(seed), blocks=2)
+    measured = drawn(Random(seed), blocks=2)
+    tuner._measured = {(mode, 1): found for mode, found in measured.items()}
     costs, shapes = measured["none"]
     (plain,) = fastest(build_schedule("sequential", microbatches=4), shapes, costs, "serial")[0].peak_bytes
     with patch("overlap1f1b.plan.compiler.LARGE", 0):

@@ -20,7 +20,7 @@ from overlap1f1b.transport.groups import Groups
 from tests import models
 from tests.engine.test_memory import _held
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, over
+from tests.ranks import over
 
 
 def fresh(mesh: DeviceMesh, number: int) -> tuple[list[torch.Tensor], float]:
@@ -37,7 +37,9 @@ def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int
     return engine.mean_loss(engine.evaluate(inputs, target=target, microbatches=number))
 
 
-def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
+@pytest.mark.parametrize(("steps", "most"), [(16, 4), pytest.param(100, 9, marks=pytest.mark.wide)])
+@over(4, timeout=280)
+def test_any_number_is_played_by_one_engine(rank: int, size: int, steps: int, most: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
     expected = {number: fresh(mesh, number) for number in range(1, most + 1)}
     model = models.build(mesh.get_group("ep"))
@@ -104,11 +106,6 @@ def any_number(
     if len(seen) < most or held[2:] > early[2:] or held[0] > early[0]:
         problems.append(f"{seen} were played; tensors, bytes, threads, files: first {early}, then {held}")
     return problems
-
-
-@pytest.mark.parametrize(("steps", "most"), [(16, 4), pytest.param(100, 9, marks=pytest.mark.wide)])
-def test_any_number_is_played_by_one_engine(ranks4: Ranks, steps: int, most: int) -> None:
-    assert ranks4.run(_any, steps, most, timeout=280) == [[]] * 4
 
 
 def test_costs_hold_for_an_unseen_number() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -111,17 +112,19 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
 
 
 @over(2)
-def test_ranks_that_choose_other_numbers_of_experts_are_refused(rank: int, size: int) -> list[str]:
-    """Their rows have other widths, by which gloo would abort the process."""
+def test_ranks_whose_rows_have_other_widths_are_refused(rank: int, size: int) -> list[str]:
+    """By which gloo would abort the process: other numbers of experts a token, and other precisions."""
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
-    for capacity in (None, 2.0):
-        moe = MoE(16, 8, RouterConfig(8, 1 + 3 * rank), group=mesh.get_group("ep"))
+    for chosen, precision, capacity, said in (
+        (1 + 3 * rank, None, None, ("is 1 experts a token", "4 experts")),
+        (1 + 3 * rank, None, 2.0, ("is 1 experts a token", "4 experts")),
+        (2, "fp8" if rank else None, None, ("8 bits",)),
+    ):
+        moe = MoE(16, 16, RouterConfig(8, chosen), precision=precision, group=mesh.get_group("ep"))  # type: ignore[arg-type]
         program = build_schedule("combined_1f1b", microbatches=2)
         engine = make(nn.Sequential(nn.Linear(16, 16), moe), program, mesh=mesh, capacity=capacity, timeout=20)
         x = torch.randn(8, 16)
-        try:
+        with pytest.raises(ValueError, match="experts a token") as caught:
             engine.step(x, target=x)
-            problems.append(f"capacity={capacity}: not refused")
-        except ValueError as error:
-            problems += [] if "is 1 experts a token" in str(error) and "4 experts" in str(error) else [str(error)]
+        problems += [] if all(part in str(caught.value) for part in said) else [str(caught.value)]
     return problems

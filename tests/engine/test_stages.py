@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, Microbatch, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, EngineOptions, Microbatch, Stage, combined_forward_backward_step, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
@@ -122,7 +122,7 @@ def test_weights_that_do_not_fit_are_named() -> None:
 def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
     model = {0: [nn.ReLU()], 1: [nn.Linear(2, 2, device="meta")]}
     none = {"reduce_dense": False, "reduce_experts": False}
-    stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), None, **none)
+    stages, _ = stages_of(model, Placement.loop(1, chunks=2), Mesh(None), LocalExchange(), EngineOptions(), **none)
     assert [stage.device.type for stage in stages.values()] == ["meta", "meta"]
 
 
@@ -130,7 +130,7 @@ def test_a_stage_without_parameters_is_on_the_device_of_the_others() -> None:
 def test_a_block_that_is_replaced_after_its_engine_is_made_is_refused(as_list: bool) -> None:
     model = models.build()
     blocks: Any = list(model) if as_list else model
-    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2), loss_fn=models.loss_fn)
+    engine = make(blocks, build_schedule("combined_1f1b", microbatches=2))
     inputs, target = models.batch(2)
     engine.step(inputs, target=target)
     blocks[1] = models.build()[1]

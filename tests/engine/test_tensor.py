@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine.agreement import _sampled
-from overlap1f1b.engine.batch import Loss, feed_batch
+from overlap1f1b.engine.batch import feed_batch
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import build_schedule
 from tests import models
@@ -193,8 +193,8 @@ def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, An
     return problems
 
 
-CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
-    ("tp", 3, {"layers": 1}),
+CASES: list[Any] = [
+    pytest.param("tp", 3, {"layers": 1}, marks=pytest.mark.wide),
     ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
     ("cp", "pairs", {}),
     ("ep x tp", 3, {"layers": 1}),
@@ -207,8 +207,8 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
     ("FSDP2 x tp with sequences", 3, {"layers": 1}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
     ("ep x cp", "pairs", {"recompute": "attention", "parts": 2, "counted": True}),
-    ("pp x cp in a ring", "pairs", {}),
-    ("cp x tp", 3, {}),
+    pytest.param("pp x cp in a ring", "pairs", {}, marks=pytest.mark.wide),
+    pytest.param("cp x tp", 3, {}, marks=pytest.mark.wide),
     ("cp x tp in a ring", "pairs", {"counted": True}),
 ]
 """Layouts that are not here stand in tests of measured plans and checkpoints."""
@@ -391,8 +391,7 @@ def _auxiliary(rank: int, size: int) -> list[float]:
     found = []
     for shared in (("ep",), ("ep", "tp")):
         with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
-            loss = Loss(models.loss_fn, None, 1.0)
-            feed = feed_batch(engine.stages, engine.program, engine.mesh, loss, *data_of(None, 0), return_outputs=False)
+            feed = feed_batch(engine.stages, engine.program, engine.mesh, *data_of(None, 0), loss_fn=models.loss_fn)
             found.append(float(feed.aux_scale or 0.0))
     return found
 

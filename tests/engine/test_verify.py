@@ -192,11 +192,6 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
         engine.step(inputs, target=target)
 
 
-def test_other_values_are_refused() -> None:
-    with pytest.raises(ValueError, match="verify='no'; allowed: True or False"):
-        make(models.build(), build_schedule("1f1b", microbatches=2), verify="no")  # type: ignore[arg-type]
-
-
 def test_what_stands_around_nodes_meets_the_step_alone() -> None:
     """Who sums gradients outside the engine, as Megatron-Core's wrapper, sees the nodes of one step."""
     inputs, target = models.batch(4)

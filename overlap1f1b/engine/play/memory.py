@@ -108,10 +108,13 @@ class ByteCount(TorchDispatchMode):
 
     def note(self, node: Node) -> None:
         """Note what a node has changed since the last one: it has ended, or its transfer has started."""
+        self._level = self._add(node, self._level)
+
+    def _add(self, node: Node, since: int) -> int:
         now, most = self.read()
         kept, top, _ = self._noted.get(node, Held())
-        self._noted[node] = Held(kept + now - self._level, max(top, kept + most - self._level))
-        self._level = now
+        self._noted[node] = Held(kept + now - since, max(top, kept + most - since))
+        return now
 
     def came(self, node: Node, received: Mapping[Place, Any]) -> None:
         """Note what the exchanges before a node have brought, which another thread has allocated, as held by them."""
@@ -124,10 +127,7 @@ class ByteCount(TorchDispatchMode):
         """Note what the body allocates as held by a transfer, not by the node that waits for it."""
         before, _ = self.read()
         yield
-        now, most = self.read()
-        kept, top, _ = self._noted.get(node, Held())
-        self._noted[node] = Held(kept + now - before, max(top, kept + most - before))
-        self._level += now - before
+        self._level += self._add(node, before) - before
 
     def by_node(self) -> dict[CostKey, Held]:
         """Return what nodes hold: of each the median over microbatches; what the first holds more is counted apart."""

@@ -5,76 +5,63 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 
 from overlap1f1b.engine.graph.autograd import accumulate
-from overlap1f1b.engine.play.device import StepTimes
-from overlap1f1b.engine.play.filler import Filler
 from overlap1f1b.engine.play.memory import ByteCount
 from overlap1f1b.engine.reduce.fsdp import Gathers
 from overlap1f1b.engine.reduce.reduction import Reduction
 from overlap1f1b.engine.run import posting
 from overlap1f1b.engine.run.again import RecomputedRun
 from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, Span
+from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Plan, Resource, Span
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.devices import Watch
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures, LostRankError
-from overlap1f1b.transport.lanes import Flight, Lane, Observer
+from overlap1f1b.transport.lanes import Flight, Lane
 from overlap1f1b.transport.limits import DRAIN_S
 
 MicrobatchKey = tuple[int, int]
 """Numbers of stage and microbatch."""
 
 Around = Callable[[Node], AbstractContextManager[object]]
+T = TypeVar("T")
 Issue = Callable[[Node, Mapping[MicrobatchKey, Microbatch]], None]
 Compute = Callable[[Node, Microbatch, Mapping[Place, Any]], None]
 
 
-class PlayObserver(Observer, Protocol):
-    """Observer of a player: it is told of every node that is played."""
-
-    def step(self) -> AbstractContextManager[None]:
-        """Return the context of a step."""
-
-    def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
-        """Return the function that plays each of these nodes in place of ``issue``."""
-
-    def computing(self, around: Around | None) -> Around:
-        """Return the context of every compute node; the player's own ``around`` goes inside."""
-
-
 class Player:
-    """Runs the plan in order. While a CPU thread waits it may run weight gradients early: see :class:`Filler`.
+    """Runs the plan in order. While a CPU thread waits, it runs weight gradients early; sums stay bit-equal.
 
-    It runs none early while nodes are measured, or if ``around`` or the program itself sets their order.
+    A plan places weight gradients in the gaps that it expects. Where ranks drift apart, other gaps open; a weight
+    gradient needs no other rank, and can run as soon as its backward has left it. None runs early while nodes are
+    measured, or if ``around`` or the program itself sets their order.
 
     Args:
         failures: Where ranks report that they failed; it has the limit of every wait for another rank.
         exchange: Between the ranks that share the experts.
-        boundary: Carries out the ``send`` and ``receive`` nodes.
-        reductions: Carry out the ``reduce`` nodes.
-        gathers: Carry out the ``gather`` and ``release`` nodes.
+        boundary, reductions, gathers: Carry out transfers between stages, sums of gradients, and FSDP2's gathers.
         watch: Clock of a device that computes while the thread goes on.
-        fills: Whether weight gradients may run early.
+        fills: Whether weight gradients may run early on a CPU.
 
     Attributes:
         before_launch: Called before every exchange. While nodes are measured it is a barrier, so that the time of a
             transfer does not contain one rank's wait for another.
         around: Context of every compute node.
         compute: Carries out a compute node with what its exchanges have brought.
-        recorder: Is told of every node.
-        count: Counts the bytes of a step, or None.
+        recorder: A :class:`~overlap1f1b.engine.record.recorder.Recorder`, or None.
         position: Of the current node in the list; None before the first.
         flights: All that the last :meth:`play` sent and received.
+        launches: Times in which the thread launched the nodes of the last :meth:`play` on a device, without waits for
+            counts; seconds of ``time.perf_counter``. Empty on a CPU, where the thread computes.
         begun: Start of the last :meth:`play`, by ``time.perf_counter``.
         peak_activations: Most microbatches of a stage that were alive at once.
         peak_held: The same, counting microbatches that wait for weight gradients alone.
@@ -94,8 +81,7 @@ class Player:
         abort = partial(exchange.abort, ending=True)
 
         def lane(name: str, *, background: bool = exchange.background) -> Lane:
-            stamp = watch and watch.stamp
-            return Lane(name, failures, background=background, stamp=stamp, abort=abort)
+            return Lane(name, failures, background=background, stamp=watch and watch.stamp, abort=abort)
 
         back = lane("combine")
         self.lanes = {
@@ -112,24 +98,28 @@ class Player:
         self.before_launch: Callable[[], None] | None = None
         self.around: Around | None = None
         self.compute: Compute = compute
-        self.recorder: PlayObserver | None = None
-        self.count: ByteCount | None = None
-        self._notes = False
+        self.recorder: Any = None
         self.position: int | None = None
-        self.watch, self._fills = watch, fills and watch is None
+        self.watch, self._fills = watch, fills
+        self._count: ByteCount | None = None
+        self._notes: ByteCount | None = None  # the same while it notes what each node holds
         self._since = 0.0  # when the thread had nothing to await any more for the current node
-        self._times: StepTimes | None = None
         self._around: Around | None = None
-        self._filler: Filler | None = None
+        self._issue_node: Issue | None = None  # while nodes are played
         self._reset()
 
     def _reset(self) -> None:
-        """Forget what was played before."""
+        self.begun = time.perf_counter()
+        self._stamp: Callable[[], Any] = time.perf_counter if self.watch is None else self.watch.stamp
+        self._origin = self.begun if self.watch is None else self._stamp()
         self._computed: list[Node] = []
-        self._clock = array("d")  # begin and end of each of these; of numbers Python collects no garbage
+        # Begin and end of each of these; of numbers Python collects no garbage.
+        self._stamps: Any = array("d") if self.watch is None else []
+        self.launches: list[Span] = []
         self.flights: list[Flight[Any]] = []
         self._sends: deque[Flight[None]] = deque()
-        self.begun = time.perf_counter()
+        self._late: deque[int] = deque()  # positions of weight gradients that may be played before their turn
+        self._early: set[int] = set()  # of those that were
         self._live: set[Microbatch] = set()
         self._held: set[Microbatch] = set()
         self.peak_activations = self.peak_held = 0
@@ -138,23 +128,28 @@ class Player:
     def counting(self, count: ByteCount | None, *, notes: bool) -> Iterator[None]:
         """Count the bytes of the steps in the body, with ``notes`` also what each node holds."""
         with nullcontext() if count is None else count:
-            self.count, self._notes = count, notes
+            self._count, self._notes = count, count if notes else None
             try:
                 yield
             finally:
-                self.count, self._notes = None, False
+                self._count = self._notes = None
 
     @property
     def peak_bytes(self) -> int | None:
         """Most bytes so far in the body of :meth:`counting`; None outside."""
-        if self.count is None:
+        if self._count is None:
             return None
-        self.count.read()
-        return self.count.peak
+        self._count.read()
+        return self._count.peak
 
-    def recorded_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step: it is recorded if there is a recorder."""
-        return nullcontext() if self.recorder is None else self.recorder.step()
+    def recorded(self, step: Callable[[Plan], T]) -> Callable[[Plan], T]:
+        """Return a function that plays a step, and records it if there is a recorder."""
+
+        def recorded(plan: Plan) -> T:
+            with nullcontext() if self.recorder is None else self.recorder.step():
+                return step(plan)
+
+        return recorded
 
     def play(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play the nodes in order.
@@ -163,30 +158,31 @@ class Player:
         """
         # 1. Nothing has been played yet.
         self._reset()
-        self._times = None if self.watch is None else StepTimes(self.watch)
         # 2. Who looks on, and what may run early.
-        issue: Issue = self._issue if self._times is None else self._timed
+        issue: Issue = self._issue if self.watch is None else self._timed
         self._around = _outside_autocast(self.around)
         if self.recorder is not None:
             issue, self._around = self.recorder.issuing(nodes, issue), self.recorder.computing(self._around)
-        fills = self._fills and self.around is None and self.before_launch is None and not self._notes
-        self._filler = filler = self._filling(nodes, microbatches, issue) if fills else None
+        if self._fills and not any((self.watch, self.around, self.before_launch, self._notes)):
+            weights = (at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE)
+            self._late.extend(weights)
+        self._nodes, self._issue_node = nodes, issue
         # 3. Every node in order; then the sends that nobody here waited for.
         try:
             for self.position, node in enumerate(nodes):
                 if self.failures.lost is not None:  # transfers bring nothing any more
                     raise LostRankError(self.failures.lost)
-                if filler is None or self.position not in filler.taken:
+                if self.position not in self._early:
                     issue(node, microbatches)
-                    if self._notes and self.count is not None:
-                        self.count.note(node)
+                    if self._notes is not None:
+                        self._notes.note(node)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
             self._stop(microbatches)
             raise
         finally:
-            self._filler = None  # it refers to the microbatches
+            self._issue_node = None
 
     def _stop(self, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         self.failures.failed = True
@@ -197,17 +193,23 @@ class Player:
         for flight in self.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
 
-    def _filling(self, nodes: Sequence[Node], microbatches: Mapping[MicrobatchKey, Microbatch], issue: Issue) -> Filler:
-        def ready(node: Node) -> bool:
-            microbatch = microbatches.get((node.stage, node.microbatch))
-            return microbatch is not None and (node.op, node.block, node.call) in microbatch.queues
-
-        def play(position: int) -> None:
-            waiting, self.position = self.position, position
-            issue(nodes[position], microbatches)
-            self.position = waiting
-
-        return Filler(nodes, ready, play)
+    def _fill(self, flights: Iterable[Flight[Any]], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Play weight gradients early, in plan order, until the flights have arrived or none is ready."""
+        now, late, issue = self.position, self._late, self._issue_node
+        assert now is not None
+        assert issue is not None
+        for flight in flights:
+            while late and not flight.arrived:
+                if late[0] > now:
+                    node = self._nodes[late[0]]
+                    microbatch = microbatches.get((node.stage, node.microbatch))
+                    if microbatch is None or (node.op, node.block, node.call) not in microbatch.queues:
+                        return
+                    self.position = late[0]
+                    self._early.add(self.position)
+                    issue(node, microbatches)
+                    self.position = now
+                late.popleft()
 
     def _issue(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a transfer; or compute, behind the transfers that bring its input."""
@@ -222,32 +224,31 @@ class Player:
             self.peak_activations = max(self.peak_activations, len(self._live))
             self.peak_held = max(self.peak_held, len(self._held))
         # 2. Wait for the exchange or transfer before it, perhaps with other weight gradients.
-        takes = node.op not in RECOMPUTES and node.kind is not Kind.W
-        received = self._await_input(node, microbatch) if takes else {}
-        if self._notes and self.count is not None:
-            self.count.came(node, received)
+        received: dict[Place, Any] = {}
+        if node.op not in RECOMPUTES and node.kind is not Kind.W:
+            coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
+            if coming or receiving is not None:
+                if self._late:
+                    self._fill((*coming.values(), *(() if receiving is None else (receiving,))), microbatches)
+                received = microbatch.await_input(node.kind, coming)
+        if self._notes is not None:
+            self._notes.came(node, received)
         if self.gathers is not None and (gather := self.gathers.coming(node)) is not None:
-            if self._filler is not None and self.position is not None:
-                self._filler.fill((gather,), self.position)
-            noted = self.count if self._notes else None
-            with nullcontext() if noted is None else noted.held_by(gather.node):
+            self._fill((gather,), microbatches)
+            with nullcontext() if self._notes is None else self._notes.held_by(gather.node):
                 self.gathers.take(node)
         # 3. Compute.
-        start, times = time.perf_counter(), self._times
-        if times is not None and self.before_launch is not None:
-            times.watch.hold()
-        begun = None if times is None else times.watch.stamp()
+        if self.watch is not None and self.before_launch is not None:
+            self.watch.hold()
+        begun = self._stamp()
         if self._around is None:
             self.compute(node, microbatch, received)
         else:
             with self._around(node):
                 self.compute(node, microbatch, received)
-        if times is not None:
-            times.computed(node, begun)
-        else:
-            self._computed.append(node)
-            self._clock.append(start)
-            self._clock.append(time.perf_counter())
+        self._computed.append(node)
+        self._stamps.append(begun)
+        self._stamps.append(self._stamp())
         # 4. Release a microbatch that has ended.
         if microbatch.ended:
             self._live.discard(microbatch)
@@ -255,21 +256,10 @@ class Player:
                 self._held.discard(microbatch)
                 microbatch.finish()
 
-    def _await_input(self, node: Node, microbatch: Microbatch) -> dict[Place, Any]:
-        coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
-        if not coming and receiving is None:
-            return {}
-        if self._filler is not None and self.position is not None:
-            flights = coming.values() if receiving is None else (*coming.values(), receiving)
-            self._filler.fill(flights, self.position)
-        return microbatch.await_input(node.kind, coming)
-
     def _timed(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Play a node, and note when the thread had launched it."""
-        assert self._times is not None
         self._since = time.perf_counter()
         self._issue(node, microbatches)
-        self._times.launches.append(Span(node, self._since, time.perf_counter()))
+        self.launches.append(Span(node, self._since, time.perf_counter()))
 
     def _send_or_receive(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Start a send to a neighbouring stage, or take the receive from one (on a device: start it)."""
@@ -286,7 +276,6 @@ class Player:
         self.flights.append(send)
 
     def _launch_exchange(self, node: Node, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Launch an exchange between the ranks that share the experts."""
         if self.before_launch is not None:
             self.before_launch()
         microbatch = microbatches[node.stage, node.microbatch]
@@ -320,15 +309,8 @@ class Player:
 
     def first_pending(self) -> Node | None:
         """Return the first node that the device has not computed; None if it has computed all."""
-        return None if self._times is None else self._times.first_pending()
-
-    @property
-    def launches(self) -> Sequence[Span]:
-        """Times in which the thread launched the nodes of the last :meth:`play` on a device, without waits for counts.
-
-        Seconds of ``time.perf_counter``. Empty on a CPU, where the thread computes.
-        """
-        return () if self._times is None else self._times.launches
+        ends = () if self.watch is None else zip(self._computed, self._stamps[1::2], strict=True)
+        return next((node for node, ended in ends if not ended.event.query()), None)
 
     def measured(self) -> Callable[[], tuple[Span, ...]]:
         """Return a function that gives the spans of the last :meth:`play`, in seconds from its start.
@@ -336,15 +318,18 @@ class Player:
         It may be called once everything has arrived. On a GPU the spans are the device's, and the first call waits for
         the device.
         """
-        times, flights, begun = self._times, self.flights, self.begun
-        computed, clock = self._computed, self._clock
-        if times is not None:
-            return lambda: times.spans(flights)
+        watch, origin, flights = self.watch, self._origin, self.flights
+        computed, stamps = self._computed, self._stamps
 
         def spans() -> tuple[Span, ...]:
-            nodes = zip(computed, clock[::2], clock[1::2], strict=True)
-            arrived = ((f.node, f.departed_at, f.arrived_at) for f in flights if f.arrived_at)
-            return tuple(Span(node, start - begun, end - begun) for node, start, end in (*nodes, *arrived))
+            nodes = zip(computed, stamps[::2], stamps[1::2], strict=True)
+            if watch is None:
+                arrived = [(f.node, f.departed_at, f.arrived_at) for f in flights if f.arrived_at]
+                return tuple(Span(node, start - origin, end - origin) for node, start, end in (*nodes, *arrived))
+            watch.settle()
+            since, stamped = partial(watch.between, origin), [(f.node, f.begun, f.ended) for f in flights]
+            marked = ((node, start, end) for node, start, end in stamped if start is not None and end is not None)
+            return tuple(Span(node, since(start), since(end)) for node, start, end in (*nodes, *marked))
 
         return spans
 
@@ -384,3 +369,23 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
         run.run_forward(received)
     else:
         run.run_backward(received)
+
+
+@contextmanager
+def carved_out(blocks: int) -> Iterator[None]:
+    """Let torch's products leave multiprocessors alone that ``blocks`` of transfers may hold, where this torch can.
+
+    A grouped product launches one block for each multiprocessor, in clusters of two. Beside a single block of a
+    transfer it runs in two waves, 1.7 times as long; if two are left alone for each such block, 1.07 times (measured
+    on an H200, with 8). Its sums, and those of other products, have the same bits.
+    """
+    put = getattr(torch._C, "_set_sm_carveout_experimental", None) if blocks else None
+    if put is None:
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    put(2 * blocks)
+    try:
+        yield
+    finally:
+        put(before)

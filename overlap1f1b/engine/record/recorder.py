@@ -36,10 +36,10 @@ class TorchRanges:
         return torch._C._profiler._RecordFunctionFast(name)
 
     def range_start(self, name: str) -> Any:
-        """Do nothing: :class:`Profile` adds the ranges that nest in no other."""
+        """Do nothing."""
 
     def range_end(self, handle: Any) -> None:
-        """Do nothing, see :meth:`range_start`."""
+        """Do nothing."""
 
 
 class RecordedSpan(NamedTuple):
@@ -109,17 +109,12 @@ class Recorder:
         self._thread = threading.get_ident()
         self._label = self.writer.range(str(Label(self.rank, self.mesh)))
         self._label.__enter__()
-        self._install(self)
+        self.engine.observe(self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._install(None)
+        self.engine.observe(None)
         self._label.__exit__(*error)
-
-    def _install(self, recorder: Recorder | None) -> None:
-        self.engine.player.recorder = recorder
-        for lane in self.engine.lanes:
-            lane.recorder = recorder
 
     # ------------------------------------------------------------------------------------- called by the engine
 

@@ -81,7 +81,6 @@ def clip(
 
 
 def _power(norm_type: float) -> float:
-    """Return the power of a norm in which parts are joined."""
     return 1.0 if math.isinf(norm_type) else norm_type
 
 

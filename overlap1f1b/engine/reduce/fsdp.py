@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -117,14 +116,7 @@ class Sharding:
                     if isinstance(parameter, DTensor):
                         name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
                         group = held.get(id(parameter))
-                        slicing, split = _sliced_and_split(parameter, group, sharing, tensor)
-                        _check_parameter(parameter.device_mesh, slicing | split, group, module, ranks, name)
-                        if slicing and isinstance(module, nn.Linear | nn.Embedding):
-                            raise ValueError(
-                                f"{name} is split over the ranks that share the experts, as by parallelize_module; "
-                                "allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
-                            )
-                        if slicing:
+                        if _is_sliced(parameter, group, module, name, ranks, sharing, tensor):
                             self.sliced.add(parameter)
         casts = any(held.mp_policy.param_dtype is not None for group in self.groups for held in group.fsdp_params)
         if casts and release(torch.__version__) < _PASSIVE_CASTS:
@@ -262,66 +254,58 @@ class Sharding:
                     held._unsharded_param.grad = None
 
 
-def _sliced_and_split(
-    parameter: DTensor, group: ParameterGroup | None, sharing: Collection[int], tensor: Collection[int]
-) -> tuple[set[int], set[int]]:
-    """Return the dimensions of a DTensor's mesh over which experts are sliced, and those over its tensor group.
+def _is_sliced(
+    parameter: DTensor,
+    group: ParameterGroup | None,
+    module: nn.Module,
+    name: str,
+    ranks: Collection[int],
+    sharing: Collection[int],
+    tensor: Collection[int],
+) -> bool:
+    """Return whether the ranks that share the experts have slices of a DTensor.
 
     Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as "ep_tp",
     tells slices of experts from slices of other layers.
+
+    Raises:
+        ValueError: Neither FSDP2 nor the tensor group, nor the experts, have parts of it over one of its dimensions.
     """
-    mesh = parameter.device_mesh
+    mesh, held, sliced = parameter.device_mesh, set(_ranks_of(group)), False
+    foreign, beyond = list[str](), list[str]()
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    sliced, split = set[int](), set[int]()
-    for at, (name, line, placement) in enumerate(zip(names, lines_of(mesh), parameter.placements, strict=True)):
-        ranks = set(line)
-        if name.split("_")[0] != "ep":
-            if ranks == set(tensor):
-                split.add(at)
-        elif placement.is_shard() and ranks == set(sharing) and not ranks <= set(_ranks_of(group)):
-            sliced.add(at)
-    return sliced, split
-
-
-def _check_parameter(
-    mesh: DeviceMesh,
-    apart: Collection[int],
-    group: ParameterGroup | None,
-    module: nn.Module,
-    ranks: Collection[int],
-    name: str,
-) -> None:
-    """Raise ValueError unless FSDP2 holds a module's DTensor, ``apart`` from some dimensions of its mesh."""
-    # Other ranks have other engines: they would measure other costs and play another plan.
-    foreign = _beyond(mesh, ranks)
-    if not foreign:  # FSDP2 may hold tensors that are sharded over another dimension already
-        foreign = _beyond(mesh, _ranks_of(group), apart)
-        if not foreign:
-            return
-        if group is None and getattr(module, "_is_fsdp_managed_module", False):
-            raise ValueError(
-                f"{name} is sharded by a module around the blocks; "
-                "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
-            )
-    raise ValueError(
-        f"{name} is a DTensor over {foreign}, which is not FSDP2's over the engine's ranks {sorted(ranks)}; "
-        "allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension 'tp', experts over its 'ep'"
-    )
+    for at, (dimension, line, placement) in enumerate(zip(names, lines_of(mesh), parameter.placements, strict=True)):
+        what, over = f"{repr(dimension) if dimension else f'dimension {at}'} of ranks {line}", set(line)
+        of_experts = dimension.split("_")[0] == "ep"
+        if not over <= set(ranks):  # other ranks have other engines: they would measure other costs and plan otherwise
+            foreign.append(what)
+        if of_experts and placement.is_shard() and over == set(sharing) and not over <= held:
+            sliced = True
+        elif not over <= held and (of_experts or over != set(tensor)):
+            beyond.append(what)
+    if not foreign and beyond and group is None and getattr(module, "_is_fsdp_managed_module", False):
+        raise ValueError(
+            f"{name} is sharded by a module around the blocks; "
+            "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
+        )
+    if foreign or beyond:
+        raise ValueError(
+            f"{name} is a DTensor over {', '.join(foreign or beyond)}, which is not FSDP2's over the engine's ranks "
+            f"{sorted(ranks)}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension 'tp', "
+            "experts over its 'ep'"
+        )
+    if sliced and isinstance(module, nn.Linear | nn.Embedding):
+        raise ValueError(
+            f"{name} is split over the ranks that share the experts, as by parallelize_module; "
+            "allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
+        )
+    return sliced
 
 
 def _ranks_of(group: ParameterGroup | None) -> list[int]:
     """Return the ranks that hold shards or copies of a group's parameters; none without a group."""
     ranks: list[int] = [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
     return ranks
-
-
-def _beyond(mesh: DeviceMesh, ranks: Collection[int], slicing: Collection[int] = ()) -> str:
-    """Return the dimensions of a mesh along which this rank has other partners than these, in words, or nothing."""
-    names, found = mesh.mesh_dim_names, []
-    for dimension, line in enumerate(lines_of(mesh)):
-        if dimension not in slicing and not set(line) <= set(ranks):
-            found.append(f"{repr(names[dimension]) if names else f'dimension {dimension}'} of ranks {line}")
-    return ", ".join(found)
 
 
 def _state(module: FSDPModule) -> Any:
@@ -459,8 +443,14 @@ class ShardedReducer(Reduction):
             self._beside.update({held.unsharded_param: held for held in group.fsdp_params if _sums_beside(held)})
             if parameters:
                 self._places.append((group, {place for p in parameters for place in places[p]}))
-            for parameter in parameters:
-                _check_ranks(group, expert_ranks if parameter in experts else ranks, parameter in experts)
+            for expert in {parameter in experts for parameter in parameters}:
+                over, allowed = sorted(_ranks_of(group)), sorted(expert_ranks if expert else ranks)
+                if over != allowed:
+                    names = ", ".join(type(module).__name__ for module in group.modules)
+                    raise ValueError(
+                        f"FSDP2 holds {'experts' if expert else 'parameters outside the experts'} of {names} over "
+                        f"ranks {over}; allowed: {allowed}, whose gradients they sum"
+                    )
         self._order: list[tuple[ParameterGroup, set[BlockKey]]] = []  # of the launches to come, last first
         self._ready: set[BlockKey] = set()
         self._changes = ExitStack()
@@ -584,13 +574,3 @@ def _set(changes: ExitStack, target: Any, name: str, value: object) -> None:
     """Set an attribute until ``changes`` end."""
     changes.callback(setattr, target, name, getattr(target, name))
     setattr(target, name, value)
-
-
-def _check_ranks(group: ParameterGroup, ranks: Sequence[int], expert: bool) -> None:
-    over = sorted(_ranks_of(group))
-    if over != sorted(ranks):
-        what = "experts" if expert else "parameters outside the experts"
-        raise ValueError(
-            f"FSDP2 holds {what} of {', '.join(type(m).__name__ for m in group.modules)} over ranks {over}; allowed: "
-            f"{sorted(ranks)}, whose gradients they sum"
-        )

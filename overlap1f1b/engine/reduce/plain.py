@@ -91,17 +91,11 @@ class Reducer(Reduction):
         return launched
 
     def _all_reduce(self, grads: list[Tensor], group: dist.ProcessGroup) -> Post[list[Tensor]]:
-        device = grads[0].device
-
-        def start() -> Transfer[list[Tensor]]:
-            if devices.of(device) is None:
-                return Transfer(grads, _started(grads, group))
-            if self._stream is None:
-                self._stream = DeviceStream(device, priority=0)
-            # Gradients outlive the job by construction: the flight holds them until finish() waits.
-            return Transfer(grads, mark=self._stream.run(lambda *held: _sum(held, group), *grads))
-
-        return start
+        if devices.of(grads[0].device) is None:
+            return lambda: Transfer(grads, _started(grads, group))
+        stream = self._stream = self._stream or DeviceStream(grads[0].device, priority=0)
+        # Gradients outlive the job by construction: the flight holds them until finish() waits.
+        return lambda: Transfer(grads, mark=stream.run(lambda *held: _sum(held, group), *grads))
 
     def finish(self) -> None:
         assert not self._order, f"no reduction of {self._order} in the plan"

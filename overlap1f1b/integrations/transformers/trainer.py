@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
 from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.agreement import different_batches
+from overlap1f1b.engine.agreement import compare_batches
 from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.engine.run.replaced import replaced
@@ -263,7 +263,7 @@ class Overlapped(Trainer):
                     f"{type(self).__name__}, a {self._mixed().__name__}, has a batch of {found or 'nothing'}; "
                     "allowed: trainers whose batches have input_ids by name"
                 )
-        if different_batches({"batches": list(batches.values())}, built.engine.mesh):
+        if compare_batches({"batches": list(batches.values())}, built.engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"

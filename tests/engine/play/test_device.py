@@ -44,14 +44,7 @@ class Noise:
 def engine(microbatches: int, exchange: Exchange | None, overlap: Overlap, **options: Any) -> Engine:
     name, warmup = ("sequential", {}) if overlap == "serial" else ("combined_1f1b", {"extra_warmup": 1})
     program = build_schedule(name, microbatches=microbatches, **warmup)  # type: ignore[arg-type]
-    return make(
-        models.build(layers=1, dropout=0.1),
-        program,
-        loss_fn=models.loss_fn,
-        overlap=overlap,
-        exchange=exchange,
-        **options,
-    )
+    return make(models.build(layers=1, dropout=0.1), program, overlap=overlap, exchange=exchange, **options)
 
 
 def step(engine: Engine, model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -63,6 +56,16 @@ def step(engine: Engine, model: torch.nn.Module, data: tuple[torch.Tensor, torch
 
 def model_of(engine: Engine) -> torch.nn.Module:
     return torch.nn.Sequential(*engine.stages[0].blocks)
+
+
+HOST = Watch(time.perf_counter, lambda a, b: b - a, lambda: None)
+
+
+def clocked(engine: Engine, watch: Watch = HOST) -> None:
+    """Let an engine take the times of its nodes by another clock, as by a device's."""
+    engine.player.watch = watch
+    for lane in engine.player.lanes.values():
+        lane.stamp = watch.stamp
 
 
 @pytest.mark.slow
@@ -86,10 +89,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     watch = Watch(lambda: 7 * time.perf_counter(), lambda a, b: (b - a) / 7, lambda: settled.append(True))
     exchange = LoopbackExchange(CPU, gbps=1e-3)
     overlapped = engine(2, exchange, 2, costs=COSTS)
-    player = overlapped.player
-    player.watch = watch
-    for lane in player.lanes.values():
-        lane.stamp = watch.stamp
+    clocked(overlapped, watch)
     result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
     assert not settled
     spans = {span.node: span for span in result.overlap.spans if span.node.resource is Resource.COMPUTE}
@@ -104,14 +104,11 @@ def test_launches_are_measured_without_waits_for_counts() -> None:
     overlapped = engine(2, loopback(lambda: 0.0, lambda: 0.05), 2, costs=COSTS)
     data = models.batch(2)
     overlapped.step(data[0], target=data[1])
-    assert overlapped.player.launches == ()
-    player = overlapped.player
-    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
-    for lane in player.lanes.values():
-        lane.stamp = player.watch.stamp
+    assert overlapped.player.launches == []
+    clocked(overlapped)
     begun = time.perf_counter()
     overlapped.step(data[0], target=data[1])
-    launches = player.launches
+    launches = overlapped.player.launches
     assert [span.node for span in launches] == list(overlapped.plan.nodes)
     assert all(begun <= span.start <= span.end <= time.perf_counter() for span in launches)
     rows = [span.end - span.start for span in launches if span.node.op is Op.DISPATCH and span.node.kind is Kind.F]
@@ -188,10 +185,8 @@ def test_products_leave_two_multiprocessors_for_each_block_of_rows(
 
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
-    player, data = overlapped.player, models.batch(2)
-    player.watch, player._fills = Watch(time.perf_counter, lambda a, b: b - a, lambda: None), False
-    for lane in player.lanes.values():
-        lane.stamp = player.watch.stamp
+    clocked(overlapped)
+    data = models.batch(2)
     with Recorder(overlapped, Silent()) as recorder:
         for _ in range(2):
             result = overlapped.step(data[0], target=data[1])

@@ -18,9 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import Node, NodeCosts, Op, Resource, compile
 from overlap1f1b.schedule import Kind, build_schedule
+from overlap1f1b.transport.exchange import build_exchange
 from tests import models
+from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
-from tests.ranks import Ranks
+from tests.plan.tries import all_tries
+from tests.ranks import Ranks, over
 
 
 def engine(model: Any, name: str = "combined_1f1b", microbatches: int = 4) -> Engine:
@@ -135,3 +138,38 @@ def test_the_position_of_a_node_that_fails_is_known() -> None:
     position = next(at for at, node in enumerate(played.plan.ranks[0]) if node.kind is Kind.W)
     assert played.player.position == position
     assert any(f"position {position} of its plan" in note for note in raised.value.__notes__)
+
+
+class Slow(Delayed):
+    """Every exchange is late."""
+
+    def _pause(self) -> None:
+        time.sleep(0.004)
+
+
+@pytest.mark.parametrize("name", ["sequential", "combined_1f1b", "zb_h1", "auto"])
+@over(2)
+def test_late_exchanges_are_waited_for_with_weight_gradients(rank: int, size: int, name: Any) -> list[str]:
+    mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(5, seed=rank, sequence=7)
+    group, reference, problems = mesh.get_group("ep"), None, []
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0.1)  # as if nothing had to be waited for
+    for exchange in (build_exchange(group), Slow(build_exchange(group), seed=rank)):
+        model = models.build(group)
+        program = build_schedule(name, microbatches=5)
+        engine = make(model, program, mesh=mesh, exchange=exchange, costs=costs, timeout=20)
+        with all_tries():  # the plan has weight gradients that are placed late
+            result = engine.step(data[0], target=data[1])
+        planned = [node for node in engine.plan.ranks[0] if node.resource is Resource.COMPUTE]
+        found = [span.node for span in result.overlap.spans if span.node.resource is Resource.COMPUTE]
+        for weight in (True, False):
+            kept = [[node for node in order if (node.kind is Kind.W) is weight] for order in (planned, found)]
+            problems += ["another order"] * (kept[0] != kept[1])
+        placed = program.splits(0) or name == "auto"
+        if isinstance(exchange, Slow) and (found == planned) is not placed:
+            problems.append("nothing was taken early, or what the program or the search has placed")
+        if result.peak_held > engine.plan.peak_held:
+            problems.append(f"{result.peak_held} held, planned {engine.plan.peak_held}")
+        found_gradients = models.gradients(model)
+        problems += models.equal(found_gradients, reference or found_gradients)
+        reference = found_gradients
+    return problems

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 from overlap1f1b import NodeCosts, build_schedule
-from overlap1f1b.engine.record.recorder import Recorder
+from overlap1f1b.engine.record.recorder import Recorder, TorchRanges
 from overlap1f1b.plan import ActionRange, Label, NodeRange, Op, Resource, StepRange, parse_node, parse_range
 from overlap1f1b.schedule import Kind
+from overlap1f1b.transport import devices
 from tests.engines import make
 from tests.models import batch, build, loss_fn
 from tests.ranks import Ranks
@@ -157,3 +159,24 @@ def test_one_rank_exchanges_nothing_and_a_step_that_fails_leaves_no_record_and_n
     starts, ends = ([name for told, name in log.told if told == what] for what in ("start", "end"))
     assert sorted(starts) == sorted(ends)
     assert not [span for step in recorder.steps for span in step.spans if getattr(span.range, "kind", "") == "flight"]
+
+
+def test_ranges_nest_under_torchs_profiler() -> None:
+    writer = TorchRanges()
+    with writer.range("unseen"):
+        pass
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, writer.range("outer"):
+        for name in ("first", "second"):
+            with writer.range(name):
+                writer.range_end(writer.range_start("apart"))
+    events = {event.name: event for event in profiler.events()}
+    assert events.keys() == {"outer", "first", "second"}
+    assert all(events[name].cpu_parent is events["outer"] for name in ("first", "second"))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_nvtx() -> None:
+    writer = devices.RANGES
+    with writer.range("outer"):
+        handle = writer.range_start("apart")
+    writer.range_end(handle)

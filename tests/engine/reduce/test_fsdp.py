@@ -429,7 +429,7 @@ def _over_stages(rank: int, size: int) -> list[str]:
     return models.equal(*found)
 
 
-@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.wide)])
 def test_nodes_gather_over_stages_that_share_experts(kept: dict[int, Ranks], size: int) -> None:
     """Two stages, each over two ranks that share the experts, and two such: the gradients of whole parameters."""
     assert kept[size].run(_over_stages, timeout=200) == [[]] * size
@@ -639,17 +639,9 @@ def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> s
     return str(caught.value)
 
 
-TENSOR_PARALLEL: list[tuple[int, tuple[str, ...], str]] = [
-    (2, (), "none"),
-    (2, ("ep",), "both"),
-    (4, ("ep",), "none"),
-    (4, ("ep",), "both"),
-    (4, ("dp",), "both"),
-    (4, ("dp", "ep"), "both"),
-]
-
-
-@pytest.mark.parametrize(("size", "sub", "wrap"), TENSOR_PARALLEL)
+@pytest.mark.parametrize(
+    ("size", "sub", "wrap"), [(2, (), "none"), (4, ("ep",), "none"), (4, ("dp",), "both"), (4, ("dp", "ep"), "both")]
+)
 def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
     kept: dict[int, Ranks], size: int, sub: tuple[str, ...], wrap: str
 ) -> None:

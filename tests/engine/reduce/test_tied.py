@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, over
+from tests.ranks import over
 
 MICROBATCHES = 4
+HERE = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
+"""Two stages of one rank."""
 
 
 class Stage(nn.Module):
@@ -45,7 +47,16 @@ def reference(steps: int) -> tuple[Tensor, float]:
     return model.get_parameter("0.weight").grad.clone(), float(norm)
 
 
-def _summed(rank: int, size: int, schedule: str, chunks: int, along: str = "pp", copy: bool = True) -> None:
+@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "along"),
+    [("1f1b", 1, "pp"), ("interleaved_1f1b", 2, "dp"), ("dualpipev", 2, "pp"), ("dualpipe", 1, "pp")],
+)
+@over(2)
+def test_gradients_are_summed_over_stages(
+    rank: int, size: int, schedule: str, chunks: int, along: str, copy: bool
+) -> None:
+    """Over stages of two ranks, and of one, which have a copy each or one object."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(along,))
     ranks = size if along == "pp" else 1
     program = build_schedule(schedule, ranks=ranks, microbatches=MICROBATCHES, chunks=chunks)
@@ -63,82 +74,48 @@ def _summed(rank: int, size: int, schedule: str, chunks: int, along: str = "pp",
     assert float(engine.clip_gradients(1e9)) == pytest.approx(norm, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chunks"), [("1f1b", 1), ("interleaved_1f1b", 2), ("dualpipev", 2), ("dualpipe", 1)]
-)
-def test_gradients_are_summed_over_stages(ranks2: Ranks, schedule: str, chunks: int) -> None:
-    ranks2.run(_summed, schedule, chunks)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "chunks", "along"), [("dualpipev", 2, "pp"), ("dualpipe", 1, "pp"), ("interleaved_1f1b", 2, "dp")]
-)
-def test_stages_of_one_rank_hold_one_object(ranks2: Ranks, schedule: str, chunks: int, along: str) -> None:
-    ranks2.run(_summed, schedule, chunks, along, False)
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_two_stages_of_one_rank(copy: bool) -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
-    stages = build([0, 1], 2, copy=copy)
-    inputs, target = models.batch(MICROBATCHES)
-    engine = make(stages, program, costs=COSTS)
-    for steps in (1, 2):
-        engine.step(inputs, target=target)
-        expected, norm = reference(steps)
-        for stage in stages.values():
-            torch.testing.assert_close(stage.tied["weight"].grad, expected)
-    assert float(engine.clip_gradients(1e9)) == pytest.approx(norm, rel=1e-5)
-
-
 @over(2)
 def test_one_object_on_one_rank_alone_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     with pytest.raises(ValueError, match=r"parameter weight of .* of stage 1"):
-        make(build([0, 1], 2, copy=rank > 0), program, mesh=mesh, costs=COSTS, timeout=30)
+        make(build([0, 1], 2, copy=rank > 0), HERE, mesh=mesh, costs=COSTS, timeout=30)
 
 
 @over(2)
 def test_one_object_that_one_stage_does_not_name_is_refused(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2, copy=False)
     stages[1].tied.clear()
     with pytest.raises(
         ValueError, match=r"^parameter weight of a \w+ belongs to two stages; .* attribute tied of both"
     ):
-        make(stages, program, mesh=mesh, costs=COSTS, timeout=30)
+        make(stages, HERE, mesh=mesh, costs=COSTS, timeout=30)
 
 
 def test_two_names_are_refused() -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     with pytest.raises(ValueError, match=r"^a parameter is tied as embedding and as weight; allowed: one name"):
-        make(build([0, 1], 2, "embedding", copy=False), program, costs=COSTS)
+        make(build([0, 1], 2, "embedding", copy=False), HERE, costs=COSTS)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2)
     tied = [stage.tied["weight"].requires_grad_(False) for stage in stages.values()]
     inputs, target = models.batch(MICROBATCHES)
-    make(stages, program, costs=COSTS).step(inputs, target=target)
+    make(stages, HERE, costs=COSTS).step(inputs, target=target)
     assert all(parameter.grad is None for parameter in tied), "weight decay would change frozen weights"
 
 
 def test_not_without_reductions() -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2)
     inputs, target = models.batch(MICROBATCHES)
-    make(stages, program, costs=COSTS, reduce=False).step(inputs, target=target)
+    make(stages, HERE, costs=COSTS, reduce=False).step(inputs, target=target)
     expected, _ = reference(1)
     first, last = (stage.tied["weight"].grad for stage in stages.values())
     torch.testing.assert_close(first + last, expected)
 
 
 def test_another_shape_is_refused() -> None:
-    program = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
     stages = build([0, 1], 2)
     stages[1].tied["weight"] = nn.Parameter(torch.zeros(3))
     with pytest.raises(ValueError, match=r"^weight is tied over stages with shapes .*; allowed: one shape"):
-        make(stages, program, costs=COSTS)
+        make(stages, HERE, costs=COSTS)
