@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Clocks, Span
+from overlap1f1b.plan.clock import Clock, Span
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
@@ -131,7 +131,7 @@ class ListScheduler(RankScheduler):
         costs: NodeCosts,
         policy: Policy,
         peak: int,
-        clocks: Clocks | None = None,
+        clocks: list[Clock] | None = None,
         peak_weights: int | None = None,
     ) -> None:
         super().__init__(Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks))
@@ -342,7 +342,7 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
     """Return the nodes of every rank in issue order, all ranks scheduled in one common time."""
-    clocks = Clocks()
+    clocks: list[Clock] = []
     peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
     schedulers = [
         ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights)

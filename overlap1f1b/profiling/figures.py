@@ -13,7 +13,7 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
-from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord, What
+from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import OverlapFigures
 
@@ -34,7 +34,6 @@ class Figures:
         by_phase: The exchange by phase; empty without ranges.
         idle: Time without compute, by reason.
         open_actions: Largest number of actions under way at once on a rank; 0 without ranges.
-        queued: Time in which launched exchanges waited on the device behind compute.
         starved: Time in which a device had nothing to compute but what the host was still launching, with and without
             an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
         device: Whether compute means the kernels of a device.
@@ -50,7 +49,6 @@ class Figures:
     by_phase: Mapping[str, OverlapFigures]
     idle: Mapping[str, float]
     open_actions: int
-    queued: float
     starved: float
     device: bool
     late: float | None = None
@@ -60,10 +58,7 @@ class Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
         late = [part.late for part in parts if part.late is not None]
-        sums = {
-            name: sum(getattr(part, name) for part in parts)
-            for name in ("steps", "time", "compute", "queued", "starved")
-        }
+        sums = {name: sum(getattr(part, name) for part in parts) for name in ("steps", "time", "compute", "starved")}
         return cls(
             **sums,
             overlap=OverlapFigures.sum(part.overlap for part in parts),
@@ -168,7 +163,10 @@ class Lanes:
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in issued:
-            if isinstance(node := names[what], Node) and _of_chain(node):
+            node = names[what]
+            if not isinstance(node, Node) or node.resource is Resource.PEER:
+                continue
+            if node.kind is not Kind.W and node.op is not Op.REDUCE and node.op not in RECOMPUTES:
                 begun[node.chain] = (begun.get(node.chain, (start,))[0], end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
@@ -207,27 +205,6 @@ class Lanes:
         return starved
 
     @property
-    def queued(self) -> float:
-        """Time in which an exchange could have started but another microbatch's compute was on the device.
-
-        It can start once it is launched and the earlier compute of its own chain has ended.
-        """
-        recording, step = self.recording, self.step
-        if not recording.device or recording.by == "stream":
-            return 0
-        done: dict[object, list[int]] = {}
-        for what, _, end in step.compute.whole:
-            done.setdefault(_chain(recording.names[what]), []).append(end)
-        flights = recording.exchanges(step)
-        _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
-        flights = flights[first]
-        alone, queued = difference(self.compute, self.exchange), 0.0
-        for (what, start, _), launched in zip(flights, flights.launched.tolist(), strict=True):
-            before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
-            queued += length(clipped(alone, min(start, max([launched, *before])), start))
-        return queued
-
-    @property
     def figures(self) -> Figures:
         """The figures of the step."""
         return Figures(
@@ -239,24 +216,14 @@ class Lanes:
             by_phase=self.by_phase,
             idle=self.idle,
             open_actions=self.open_actions,
-            queued=self.queued,
             starved=self.starved,
             device=self.recording.device,
         )
 
 
-def _chain(what: What) -> object:
-    return what.chain if isinstance(what, Node) else None
-
-
 def _kind(what: object) -> str:
     """Return the kind of a node; empty for recomputation, which belongs to no phase."""
     return what.kind.value if isinstance(what, Node) and what.op not in RECOMPUTES else ""
-
-
-def _of_chain(node: Node) -> bool:
-    apart = node.kind is Kind.W or node.op is Op.REDUCE or node.op in RECOMPUTES
-    return not apart and node.resource is not Resource.PEER
 
 
 def _blocked(idle: Intervals, compute: Spans) -> Intervals:

@@ -17,7 +17,6 @@ from overlap1f1b.plan import (
     NodeCosts,
     Op,
     Plan,
-    check,
     compile,
     found_orders,
     pipeline_bound,
@@ -28,6 +27,7 @@ from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import costs_of, shapes
+from tests.plan.rules import broken_rules
 from tests.plan.tries import all_tries
 
 QUICK = 1e-3
@@ -69,7 +69,7 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     limit, waits = data.draw(st.sampled_from([1.0, 1.5, 2.25, 4.0])), data.draw(st.booleans())
     plan = synthesize(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, counts_block=waits)
     plan.program.check()
-    check(plan)
+    assert not list(broken_rules(plan))
     ranks = range(placement.ranks)
     assert max(plan.live(rank) for rank in ranks) * placement.share <= limit
     assert max(plan.program.peak_activations) * placement.share <= limit or plan.order != "found"
@@ -93,7 +93,7 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
         peak_activations=limit,
         seconds=QUICK,
     )
-    check(plan)
+    assert not list(broken_rules(plan))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: flo
     """Found with the least number of tries, so the same on every machine."""
     costs = even().in_parts(2)
     plan = synthesize(placement, microbatches, layers(placement, 2), costs, peak_activations=peak, seconds=QUICK)
-    check(plan)
+    assert not list(broken_rules(plan))
     assert over_bound(plan) <= most
     assert max(map(plan.live, range(placement.ranks))) * placement.share <= peak
 
@@ -157,7 +157,7 @@ def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, l
     with all_tries() if ratio == 4 and placement == Placement.v(2) else nullcontext():
         found = synthesize(placement, 4, shape, costs, peak_activations=limit, seconds=QUICK)
         plans = [compile(program, shape, costs, 3) for program in fixed(placement, 4)]
-    check(found)
+    assert not list(broken_rules(found))
     for plan in plans:
         if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
             assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
@@ -206,7 +206,7 @@ def test_random_priorities_keep_every_rule() -> None:
         priorities = Priorities(keys, limits, caps, draw.randint(0, 2), draw.choice((0.0, 1.0)), draw.random())
         ranks, end = schedule_freely(microbatches, steps, priorities)
         plan = plan_of(ranks, chains, microbatches)
-        check(plan)
+        assert not list(broken_rules(plan))
         plan.program.check()
         assert all(plan.live(rank) <= limits[rank] for rank in range(2))
         spans = play_ranks(ranks, placement, even(2.0).in_parts(2))
@@ -245,7 +245,7 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
     assert Program.from_csv(tmp_path / "auto.csv") == plan.program
     assert plan.program.draw().startswith("rank 0: 0F0 ")
     again = compile(plan.program, plan.shapes, even(), 3)
-    check(again)
+    assert not list(broken_rules(again))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,6 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
     [
         ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more"),
         ({"peak_activations": "x"}, "peak_activations='x'; allowed: 1 or more"),
-        ({"costs": NodeCosts()}, "no cost of attention.f of stage 0; allowed: a cost for every sub-op"),
         ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
         ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
         ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
