@@ -96,10 +96,8 @@ class Clock:
         self.computed = self.host = 0.0  # ends of the compute and of the launches so far
         self.launches: list[Span] = []
         """Times in which the host launches nodes, if that costs time."""
-        self.free: dict[Resource, list[float]] = {
-            Resource.EXCHANGE: [],
-            Resource.CONTROL: [],
-        }  # time at which every link of the resource is free
+        # Times at which every link of the resource is free.
+        self.free: dict[Resource, list[float]] = {Resource.EXCHANGE: [], Resource.CONTROL: []}
         self.sent: dict[int, _Transfer] = {}  # the last to each rank
         self.outward: list[_Transfer] = []  # to other ranks, sharing the links
         self.inward: list[_Transfer] = []

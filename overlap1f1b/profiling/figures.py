@@ -13,7 +13,7 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
-from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord
+from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord, What
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import OverlapFigures
 
@@ -34,6 +34,7 @@ class Figures:
         by_phase: The exchange by phase; empty without ranges.
         idle: Time without compute, by reason.
         open_actions: Largest number of actions under way at once on a rank; 0 without ranges.
+        queued: Time in which launched exchanges waited on the device behind compute.
         starved: Time in which a device had nothing to compute but what the host was still launching, with and without
             an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
         device: Whether compute means the kernels of a device.
@@ -49,6 +50,7 @@ class Figures:
     by_phase: Mapping[str, OverlapFigures]
     idle: Mapping[str, float]
     open_actions: int
+    queued: float
     starved: float
     device: bool
     late: float | None = None
@@ -58,9 +60,9 @@ class Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
         late = [part.late for part in parts if part.late is not None]
-        sums = {name: sum(getattr(part, name) for part in parts) for name in ("steps", "time", "compute", "starved")}
+        sums = ("steps", "time", "compute", "queued", "starved")
         return cls(
-            **sums,
+            **{name: sum(getattr(part, name) for part in parts) for name in sums},
             overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
@@ -126,11 +128,15 @@ class Lanes:
     def phases(self) -> Mapping[str, Interval]:
         """Windows of warm-up (until the first backward), steady and cool-down (after the last forward).
 
-        Empty without ranges; the whole step is steady if it has no forwards or no backwards.
+        Empty without ranges; the whole step is steady if it has no forwards or no backwards. Recomputation belongs to
+        no phase.
         """
         if self.recording.by == "stream":
             return {}
-        kinds = np.array([_kind(what) for what in self.recording.names], "U1")[self.step.compute.what]
+        nodes = (
+            what if isinstance(what, Node) and what.op not in RECOMPUTES else None for what in self.recording.names
+        )
+        kinds = np.array([node.kind.value if node else "" for node in nodes], "U1")[self.step.compute.what]
         forward, backward = self.step.compute[kinds == "F"], self.step.compute[(kinds == "I") | (kinds == "W")]
         start, end = first, last = self.window
         if len(forward) and len(backward):
@@ -205,6 +211,27 @@ class Lanes:
         return starved
 
     @property
+    def queued(self) -> float:
+        """Time in which an exchange could have started but another microbatch's compute was on the device.
+
+        It can start once it is launched and the earlier compute of its own chain has ended.
+        """
+        recording, step = self.recording, self.step
+        if not recording.device or recording.by == "stream":
+            return 0
+        done: dict[object, list[int]] = {}
+        for what, _, end in step.compute.whole:
+            done.setdefault(_chain(recording.names[what]), []).append(end)
+        flights = recording.exchanges(step)
+        _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
+        flights = flights[first]
+        alone, queued = difference(self.compute, self.exchange), 0.0
+        for (what, start, _), launched in zip(flights, flights.launched.tolist(), strict=True):
+            before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
+            queued += length(clipped(alone, min(start, max([launched, *before])), start))
+        return queued
+
+    @property
     def figures(self) -> Figures:
         """The figures of the step."""
         return Figures(
@@ -216,14 +243,14 @@ class Lanes:
             by_phase=self.by_phase,
             idle=self.idle,
             open_actions=self.open_actions,
+            queued=self.queued,
             starved=self.starved,
             device=self.recording.device,
         )
 
 
-def _kind(what: object) -> str:
-    """Return the kind of a node; empty for recomputation, which belongs to no phase."""
-    return what.kind.value if isinstance(what, Node) and what.op not in RECOMPUTES else ""
+def _chain(what: What) -> object:
+    return what.chain if isinstance(what, Node) else None
 
 
 def _blocked(idle: Intervals, compute: Spans) -> Intervals:

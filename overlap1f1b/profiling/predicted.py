@@ -60,9 +60,7 @@ def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:
                 node = recording.names[what]
                 if not isinstance(node, Node) or node.op is Op.RECEIVE:
                     continue
-                if (
-                    node.resource is Resource.COMPUTE
-                ) == computes:  # kernels that pack rows of an exchange are left out
+                if computes is (node.resource is Resource.COMPUTE):  # not kernels that pack rows of an exchange
                     took.setdefault(cost_key(node), []).append((end - start) / 1e6)
         for key, times in took.items():
             time = fmean(times) if Node(*key[:2], 0, 0).resource is Resource.COMPUTE else min(times)

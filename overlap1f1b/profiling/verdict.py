@@ -62,6 +62,7 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
     overlap, idle, late = sums.overlap, sums.idle, sums.share(sums.late or 0)
     exposed = sums.share(overlap.exposed) - late if overlap.hidden_fraction < WELL else 0
     bubble, host = sums.share(idle["pipeline_bubble"]), sums.share(max(idle["host_late"], sums.starved))
+    held = sums.share(sums.queued) if overlap.exposed else 0
     tips = (
         (exposed, _against_exposure(sums, about or About())),
         (
@@ -78,6 +79,11 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
             host,
             f"the host issues late for {host:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
             "GPU no calls that synchronise in the model's forward",
+        ),
+        (
+            held,
+            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the "
+            "exchange stream",
         ),
     )
     return [text for share, text in sorted(tips, key=lambda tip: -tip[0]) if share >= WORTH]

@@ -263,17 +263,14 @@ def _why_stuck(program: Program, at: list[int], waiting: dict[int, list[int]]) -
 def _check_sizes(program: Program) -> None:
     check_size(f"program {program.name!r}: microbatches", program.microbatches)
     count = len(program.ranks)
-    if program.placement.ranks != count:
-        raise ValueError(
-            f"program {program.name!r} has {count} ranks and a placement over {program.placement.ranks}; "
-            "allowed: the same number"
-        )
+    placed, same = program.placement.ranks, "allowed: the same number"
+    if placed != count:
+        raise ValueError(f"program {program.name!r} has {count} ranks and a placement over {placed}; {same}")
     declared = {"peak activations": program.peak_activations, "waiting weight gradients": program.peak_weights}
     for what, values in declared.items():
         if len(values) != count and (values or what == "peak activations"):
             raise ValueError(
-                f"program {program.name!r} declares {what} for {len(values)} ranks "
-                f"and has {count}; allowed: the same number"
+                f"program {program.name!r} declares {what} for {len(values)} ranks and has {count}; {same}"
             )
         for value in values:
             check_size(f"program {program.name!r}: {what}", value, 0)

@@ -81,13 +81,10 @@ def _header(key: str, value: str, where: str) -> Any:
             return value.strip()
         if any(len(number) > _MOST_DIGITS for number in value.split()):
             raise ValueError(f"allowed: whole numbers of at most {_MOST_DIGITS} digits")
-        if key == "microbatches":
-            check_size(key, int(value))
-            return int(value)
-        numbers = _numbers(value)
+        numbers = (int(value),) if key == "microbatches" else _numbers(value)
         for number in numbers:
-            check_size(key, number, 0)
-        return numbers
+            check_size(key, number, 1 if key == "microbatches" else 0)
+        return numbers[0] if key == "microbatches" else numbers
     except ValueError as error:
         what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
         raise ValueError(f"{where}{quoted(value.strip())} as {key}: {what}") from None

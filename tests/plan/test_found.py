@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,10 +25,8 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.found import plan_of
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
-from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import costs_of, shapes
 from tests.plan.rules import broken_rules
-from tests.plan.tries import all_tries
 
 QUICK = 1e-3
 """Seconds of a search that makes the least number of tries."""
@@ -129,41 +127,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     return programs
 
 
-@pytest.mark.parametrize(
-    ("ratio", "loop_is_slow"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.wide) for case in ((0.25, True), (0.5, False), (1, True))),
-        (2, False),
-        (4, True),
-    ],
-)
-@pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
-def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
-    """Of the same parts and memory, even if hardly anything is tried; once, in a V, beside all tries of the fixed ones.
-
-    In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
-    """
-    costs, shape = even(ratio).in_parts(2), layers(placement, 2, 2)
-    if loop_is_slow == (placement == Placement.loop(2, 2)):
-        slower = {
-            (op, kind, placement.stages - 1, block, 0, part): 1.3 * cost
-            for (op, kind), cost in costs.by_op.items()
-            if op in (Op.ATTENTION, Op.EXPERTS)
-            for block in range(len(shape))
-            for part in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
-        }
-        costs = NodeCosts(costs.by_op, slower)
-    limit = 3.0
-    with all_tries() if ratio == 4 and placement == Placement.v(2) else nullcontext():
-        found = synthesize(placement, 4, shape, costs, peak_activations=limit, seconds=QUICK)
-        plans = [compile(program, shape, costs, 3) for program in fixed(placement, 4)]
-    assert not list(broken_rules(found))
-    for plan in plans:
-        if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
-            assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
-
-
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 2)) for n in range(8)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 3)) for n in range(12)])
 def test_random_costs(seed: int) -> None:
     """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
     draw = Random(seed)
@@ -171,6 +135,9 @@ def test_random_costs(seed: int) -> None:
     microbatches, waits, limit = draw.randint(1, 4), draw.random() < 0.5, draw.choice((1.0, 2.0, 4.0))
     times = {name: draw.uniform(0.5, 4) for name in ("attention", "experts", "dispatch", "combine", "counts", "send")}
     costs = NodeCosts.uniform(**times, shared_links=draw.random() < 0.5, launch=draw.choice((0.0, 0.3))).in_parts(2)
+    if draw.random() < 0.5:  # the last stage is slower
+        slow = {(Op.ATTENTION, kind, placement.stages - 1, 0, 0, 0): 6.0 for kind in (Kind.F, Kind.I, Kind.W)}
+        costs = replace(costs, by_node=slow)
     shape = (BlockShape(expert_calls=1, parts=2, reduced=draw.random() < 0.5),)
     options: dict[str, Any] = {"counts_block": waits}
     plans = found_orders(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, **options)

@@ -66,6 +66,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
         "In part: 50% of the exchange was hidden",
         "two actions were open at a time",
     ),
+    (two(0, 60, (60, 100), (95, 120)), "In part: 12%", "a higher priority for the exchange stream"),
     (
         (
             ("dense.f[0] m0", COMPUTE, 0, 50, 0),
