@@ -70,11 +70,15 @@ class Plan:
     @property
     def peak_held(self) -> int:
         """Peak number of (stage, microbatch) between forward and last weight gradient, over all ranks."""
-        return max(self._peak(rank, Kind.I, Kind.W) for rank in range(len(self.ranks)))
+        return max(map(self.held, range(len(self.ranks))))
 
     def live(self, rank: int) -> int:
         """Return the peak number of (stage, microbatch) of a rank between forward and end of backward."""
         return self._peak(rank, Kind.I)
+
+    def held(self, rank: int) -> int:
+        """Return the peak number of (stage, microbatch) of a rank between forward and last weight gradient."""
+        return self._peak(rank, Kind.I, Kind.W)
 
     def _peak(self, rank: int, *ends: Kind) -> int:
         nodes = [node for node in self.ranks[rank] if node.resource is Resource.COMPUTE]
