@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from time import process_time
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, bound, check, compile, found_orders, pipeline_bound
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, bound, compile, found_orders, pipeline_bound
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.simulation.search import candidates
 
@@ -51,7 +51,6 @@ def measure(
     start = process_time()
     plan = found_orders(placement, microbatches, shape, costs, peak_activations=peak, seconds=seconds)[0]
     took = process_time() - start
-    check(plan)
     found = max(map(plan.live, range(ranks))) * placement.share
     shown = f"{chunks:5} {'V' if placement == Placement.v(ranks, chunks) else ' '}"
     load = microbatches * LAYERS * 21 * max(1.0 + (0.3 / chunks if slow is not None else 0.0), ratio)

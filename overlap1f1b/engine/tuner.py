@@ -236,7 +236,7 @@ class Tuner:
                 f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
                 f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
             )
-        of.keep(self._checked(plan, self._costs))
+        of.keep(self._met(plan, self._costs))
         self.looks, of.tried, of.is_set = False, (), True
 
     def _plan_now(self) -> Plan:
@@ -251,7 +251,7 @@ class Tuner:
 
     def _try(self, plans: Sequence[Plan]) -> None:
         """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
-        turns = [self._checked(plan, self._costs) for plan in (worth_trying(plans) if self._tries else plans[:1])]
+        turns = [self._met(plan, self._costs) for plan in (worth_trying(plans) if self._tries else plans[:1])]
         self._now.keep(turns[0])
         self._now.turns = turns if len(turns) > 1 else ()
 
@@ -575,17 +575,13 @@ class Tuner:
 
     def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
         plan = planning.compile(program, shapes, costs, overlap, counts_block=self._counts_block)
-        return self._checked(plan, costs)
+        return self._met(plan, costs)
 
-    def _checked(self, plan: Plan, costs: NodeCosts | None) -> Plan:
-        """Check a plan; return it with both ends of its transfers at one place if the device needs that."""
-        planning.check(plan)
+    def _met(self, plan: Plan, costs: NodeCosts | None) -> Plan:
+        """Return a plan with both ends of its transfers at one place, if the device needs that."""
         if not self.rendezvous:
             return plan
-        plan = planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self._counts_block)
-        planning.check(plan)
-        planning.check_rendezvous(plan)
-        return plan
+        return planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self._counts_block)
 
 
 def lighter(program: Program) -> Iterator[Program]:

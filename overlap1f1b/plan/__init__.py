@@ -2,7 +2,6 @@
 
 from overlap1f1b.plan.bounds import bound, pipeline_bound
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.checks import check
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
@@ -26,7 +25,7 @@ from overlap1f1b.plan.node import (
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import About, ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import balanced, choices
-from overlap1f1b.plan.rendezvous import check_rendezvous, with_rendezvous
+from overlap1f1b.plan.rendezvous import with_rendezvous
 from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 
 __all__ = [
@@ -55,8 +54,6 @@ __all__ = [
     "awaited_by",
     "balanced",
     "bound",
-    "check",
-    "check_rendezvous",
     "choices",
     "compile",
     "cost_key",

@@ -10,12 +10,12 @@ from overlap1f1b.plan.node import (
     BlockShape,
     Node,
     Op,
+    Resource,
     StageShape,
-    backward_chain,
-    forward_chain,
+    backward_order,
+    forward_order,
     parse_parts,
     parse_recompute,
-    weight_node,
 )
 from overlap1f1b.schedule import Action, Kind, Placement
 from overlap1f1b.schedule.values import check_size
@@ -51,11 +51,18 @@ class Chains:
 
     def _of(self, action: Action) -> tuple[Node, ...]:
         """Return the nodes of an action in order, without the weight gradients of a B: see :meth:`weight`."""
-        shape = self.shapes[action.stage]
+        forward, (_, stage, microbatch, pipe) = action.kind is Kind.F, action
+        blocks = list(enumerate(self.shapes[stage]))
+        if not forward:
+            blocks.reverse()
+        kind, order = (Kind.F, forward_order) if forward else (Kind.I, backward_order)
+        chain = [
+            Node(op, kind, microbatch, block, call, part, stage, pipe)
+            for block, shape in blocks
+            for op, call, part in order(shape)
+        ]
         if action.kind is Kind.W:
-            return tuple(filter(None, map(self.weight, backward_chain(action, shape))))
-        forward = action.kind is Kind.F
-        chain = list(forward_chain(action, shape) if forward else backward_chain(action, shape))
+            return tuple(filter(None, map(self.weight, chain)))
         before, after = (action.stage - 1, action.stage + 1) if forward else (action.stage + 1, action.stage - 1)
         if self._travels(action, before):
             chain.insert(0, chain[0]._replace(op=Op.RECEIVE, call=0, part=0))
@@ -64,8 +71,13 @@ class Chains:
         return tuple(chain)
 
     def _weight(self, node: Node) -> Node | None:
-        """Return the weight gradient that becomes possible after a node of a backward, if any."""
-        return weight_node(node, self.shapes[node.stage])
+        """Return the weight gradient that becomes possible after a node of a backward, if any.
+
+        The parts of a call have one, so that their sum has one order.
+        """
+        if node.part or node.kind is not Kind.I or node.resource is not Resource.COMPUTE:
+            return None
+        return node._replace(kind=Kind.W) if self.shapes[node.stage][node.block].defers(node.op) else None
 
     def with_weights(self, action: Action, nodes: Iterable[Node]) -> Iterator[Node]:
         """Yield nodes of an action, in a B each with its weight gradient behind it."""

@@ -57,18 +57,6 @@ class _Transfer:
         self.shared.append(shared)
 
 
-class Clocks(list["Clock"]):
-    """The clocks of all ranks, in their order.
-
-    Attributes:
-        arrivals: Transfers between stages, by the chain that receives them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.arrivals: dict[Key, _Transfer] = {}
-
-
 class Clock:
     """Plays the nodes of a rank in issue order.
 
@@ -95,11 +83,12 @@ class Clock:
         *,
         counts_block: bool = False,
         placement: Placement = SINGLE,
-        clocks: Clocks | None = None,
+        clocks: list[Clock] | None = None,
     ) -> None:
-        self.clocks = Clocks() if clocks is None else clocks
+        self.clocks = [] if clocks is None else clocks
         self.clocks.append(self)  # a transfer reaches the clock of another rank by its number
-        self.arrivals = self.clocks.arrivals
+        self.arrivals: dict[Key, _Transfer] = {} if self.clocks[0] is self else self.clocks[0].arrivals
+        """Transfers between the stages of all ranks, by the chain that receives them."""
         self.costs, self.counts_block, self.placement = costs, counts_block, placement
         self.launch = costs.launch
         self.now = 0.0
@@ -107,10 +96,8 @@ class Clock:
         self.computed = self.host = 0.0  # ends of the compute and of the launches so far
         self.launches: list[Span] = []
         """Times in which the host launches nodes, if that costs time."""
-        self.free: dict[Resource, list[float]] = {
-            Resource.EXCHANGE: [],
-            Resource.CONTROL: [],
-        }  # time at which every link of the resource is free
+        # Times at which every link of the resource is free.
+        self.free: dict[Resource, list[float]] = {Resource.EXCHANGE: [], Resource.CONTROL: []}
         self.sent: dict[int, _Transfer] = {}  # the last to each rank
         self.outward: list[_Transfer] = []  # to other ranks, sharing the links
         self.inward: list[_Transfer] = []
@@ -290,7 +277,7 @@ def play_clocks(
     Raises:
         ValueError: Ranks wait for each other; the message names the first node that waits.
     """
-    clocks = Clocks()
+    clocks: list[Clock] = []
     for _ in ranks:
         Clock(costs, counts_block=counts_block, placement=placement, clocks=clocks)
     spans: list[list[Span]] = [[] for _ in ranks]
@@ -321,5 +308,5 @@ def play_clocks(
     for done in spans:  # some transfers were delayed later
         for position, (node, start, _) in enumerate(done):
             if node.op is _SEND:
-                done[position] = Span(node, start, clocks.arrivals[destination(node)].end)
+                done[position] = Span(node, start, clocks[0].arrivals[destination(node)].end)
     return [(done, clock.launches) for done, clock in zip(spans, clocks, strict=True)]

@@ -80,21 +80,17 @@ def fastest(
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)
-
     gathers = any(block.gathered for blocks in chains.shapes for block in blocks)
 
     def played(order: str, candidate: Sequence[list[Node]]) -> Iterator[Plan]:
         ranks = [with_reductions(rank, chains) for rank in candidate]
         for at_once in GATHERED if gathers else GATHERED[-1:]:
-            yield timed(order, [with_gathers(rank, chains, at_once) for rank in ranks])
-
-    def timed(order: str, candidate: Sequence[Sequence[Node]]) -> Plan:
-        nodes = tuple(map(tuple, candidate))
-        if costs.launch:  # then a receive takes time of the host, so its place counts
-            nodes = receiving_in_order(nodes, chains)
-        spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
-        end = max((span.end for rank in spans for span in rank), default=0.0)
-        return Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
+            nodes = tuple(tuple(with_gathers(rank, chains, at_once)) for rank in ranks)
+            if costs.launch:  # then a receive takes time of the host, so its place counts
+                nodes = receiving_in_order(nodes, chains)
+            spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
+            end = max((span.end for rank in spans for span in rank), default=0.0)
+            yield Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
 
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from overlap1f1b.plan.node import OF_PARAMETERS, PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
@@ -71,18 +71,14 @@ class NodeCosts:
     bytes: Mapping[CostKey, Held] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        links: set[int] = set()
-        for key, cost in (*self.by_op.items(), *self.by_node.items()):
-            op, kind = _checked(key, 2 if key in self.by_op else 6)
-            if isinstance(cost, tuple):
-                links.add(len(cost))
-            for part in cost if isinstance(cost, tuple) else (cost,):
-                if not 0 <= part < float("inf"):
-                    raise ValueError(f"cost of {op}.{kind} is {part}; allowed: a finite number ≥ 0")
-        for place, time in self.launch.items():
-            op, kind = _checked(place, 2)
-            if not 0 <= time < float("inf"):
-                raise ValueError(f"launch cost of {op}.{kind} is {time}; allowed: a finite number ≥ 0")
+        links = {len(cost) for cost in self.by_node.values() if isinstance(cost, tuple)}
+        tables = ("cost", 2, self.by_op), ("cost", 6, self.by_node), ("launch cost", 2, self.launch)
+        for what, length, table in tables:
+            for key, cost in table.items():
+                op, kind = _checked(key, length)
+                for time in cost if isinstance(cost, tuple) else (cost,):
+                    if not 0 <= time < float("inf"):
+                        raise ValueError(f"{what} of {op}.{kind} is {time}; allowed: a finite number ≥ 0")
         if len(links) > 1 or links == {0}:
             raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
@@ -158,8 +154,8 @@ class NodeCosts:
 _NOTHING = Held()
 
 
-def _checked(key: tuple[object, ...], length: int) -> tuple[Op, Kind]:
-    op, kind = key[:2] if len(key) == length else (None, None)
+def _checked(key: Any, length: int) -> tuple[Op, Kind]:
+    op, kind = key[:2] if isinstance(key, tuple) and len(key) == length else (None, None)
     if not isinstance(op, Op) or not isinstance(kind, Kind):
         names = "(Op, Kind)" if length == 2 else "(Op, Kind, stage, block, call, part)"
         raise ValueError(f"a cost of {key}; allowed: a key {names}")

@@ -14,9 +14,9 @@ from overlap1f1b.plan.bounds import bound, pipeline_bound
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import Key, play_ranks
 from overlap1f1b.plan.compiler import compile
-from overlap1f1b.plan.costs import NodeCosts, cost_key
+from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
-from overlap1f1b.plan.node import RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan.node import Node, Resource
 from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Plan, most_open
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
@@ -107,31 +107,14 @@ def found_orders(
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
     Raises:
-        ValueError: The placement has two pipes, no order can keep the limit, a cost is missing, or a size is out of
-            range.
+        ValueError: The placement has two pipes, no order can keep the limit, or a size is out of range.
     """
     check_size("microbatches", microbatches)
     limits = check_search(placement, peak_activations, seconds)
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     chains = Chains(placement, shape)
-    _check_costs(chains, costs)
     return _Search(microbatches, chains, costs, limits, seconds, counts_block, progress).run()
-
-
-def _check_costs(chains: Chains, costs: NodeCosts) -> None:
-    """Raise ``ValueError`` for a sub-op of compute or an exchange of rows that has no cost."""
-    for stage in range(chains.placement.stages):
-        for kind in (Kind.F, Kind.I):
-            for node in chains.of(Action(kind, stage, 0)):
-                needed = node.resource is Resource.COMPUTE or node.op in (Op.DISPATCH, Op.COMBINE)
-                if (
-                    needed
-                    and node.op not in RECOMPUTES
-                    and cost_key(node) not in costs.by_node
-                    and (node.op, kind) not in costs.by_op
-                ):
-                    raise ValueError(f"no cost of {node.name} of stage {stage}; allowed: a cost for every sub-op")
 
 
 class _Search:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.bounds import Alone
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Clocks, Key
+from overlap1f1b.plan.clock import Clock, Key
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RESOURCE_OF, Node, Op, Resource, awaited_by
 from overlap1f1b.plan.scheduler import RankScheduler, run_together
@@ -131,7 +131,7 @@ class FreeScheduler(RankScheduler):
         microbatches: int,
         steps: Steps,
         priorities: Priorities,
-        clocks: Clocks,
+        clocks: list[Clock],
         limit: float = _FOREVER,
     ) -> None:
         placement = steps.chains.placement
@@ -192,7 +192,9 @@ class FreeScheduler(RankScheduler):
             cost = self._cost(self.weights[0][2])
             if until - time >= self.priorities.patience * cost:
                 self._launch(time + cost)
-                self._issue_weight()
+                microbatch, _, weight = heappop(self.weights)
+                self._compute(weight)
+                self._release(weight.stage, microbatch)
                 return None
         if self.launches:
             free = max(self.clock.free[_EXCHANGE], default=0.0)
@@ -317,11 +319,6 @@ class FreeScheduler(RankScheduler):
         self._release(stage, microbatch)
         self._retry()
 
-    def _issue_weight(self) -> None:
-        microbatch, _, node = heappop(self.weights)
-        self._compute(node)
-        self._release(node.stage, microbatch)
-
     def _release(self, stage: int, microbatch: int) -> None:
         """Count an input gradient or a weight gradient that has ended; behind the last one there is room again."""
         key = stage, microbatch
@@ -346,7 +343,7 @@ def schedule_freely(
 
     The time is infinite if it is known before the end that it is beyond the limit; then nodes are missing.
     """
-    clocks = Clocks()
+    clocks: list[Clock] = []
     schedulers = [
         FreeScheduler(rank, microbatches, steps, priorities, clocks, limit)
         for rank in range(steps.chains.placement.ranks)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Literal, NamedTuple, cast, get_args
 
-from overlap1f1b.schedule import Action, Kind
+from overlap1f1b.schedule import Kind
 
 
 class Op(StrEnum):
@@ -214,6 +213,8 @@ def parse_parts(value: object) -> int:
 def forward_order(shape: BlockShape) -> tuple[Place, ...]:
     """Return the nodes of a block's forward in order.
 
+    Each needs the one before it, but for the experts of a part, which need the rows of this part alone.
+
     >>> [f"{op}[{call}]" for op, call, part in forward_order(BlockShape(expert_calls=1))]
     ['attention[0]', 'counts[0]', 'dispatch[0]', 'experts[0]', 'combine[0]', 'aggregate[0]']
     """
@@ -259,32 +260,12 @@ def awaited_by(node: Node) -> Place | None:
     return (Op.DISPATCH if node.kind is Kind.F else Op.COMBINE), node.call, node.part
 
 
-def forward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """Yield the nodes of a forward in their order.
-
-    Each needs the one before it, but for the experts of a part, which need the rows of this part alone.
-    """
-    for index, block in enumerate(shape):
-        for op, call, part in forward_order(block):
-            yield Node(op, Kind.F, action.microbatch, index, call, part, action.stage, action.pipe)
-
-
-def backward_chain(action: Action, shape: StageShape) -> Iterator[Node]:
-    """Yield the nodes of an input gradient in their order.
-
-    Each needs the one before it, but for the experts of a part, which need the gradients of this part alone. Dropped
-    activations are computed again before their first use. Recomputation needs no exchange. The experts' recomputation
-    runs beside the exchange of their gradient; the rest may run even before the stage's output gradient arrives.
-    """
-    for index in reversed(range(len(shape))):
-        for op, call, part in _backward_order(shape[index]):
-            yield Node(op, Kind.I, action.microbatch, index, call, part, action.stage, action.pipe)
-
-
-def _backward_order(shape: BlockShape) -> list[Place]:
+def backward_order(shape: BlockShape) -> list[Place]:
     """Return the nodes of a block's input gradient in order, which is the forward's reversed, but for parts.
 
-    The gradients of all parts of a call leave before its experts, as the rows of all parts do in a forward.
+    The gradients of all parts of a call leave before its experts, as the rows of all parts do in a forward. Dropped
+    activations are computed again before their first use, without an exchange: the experts' beside the exchange of
+    their gradient, the others even before the stage's output gradient arrives.
     """
     order: list[Place] = [(RECOMPUTE_OF[shape.own], 0, 0)] if shape.drops(shape.own) else []
     if shape.exchanges:
@@ -295,15 +276,6 @@ def _backward_order(shape: BlockShape) -> list[Place]:
         order += [(Op.AGGREGATE, call, 0), *((Op.COMBINE, call, part) for part in parts)]
         order += [(op, call, part) for part in parts for op in (*again, Op.EXPERTS, Op.DISPATCH)]
     return [*order, (shape.own, 0, 0)]
-
-
-def weight_node(node: Node, shape: StageShape) -> Node | None:
-    """Return the weight-gradient node that becomes possible after a node of the backward chain, if any.
-
-    The parts of a call have one, so that their sum has one order.
-    """
-    defers = node.kind is Kind.I and node.resource is Resource.COMPUTE and shape[node.block].defers(node.op)
-    return node._replace(kind=Kind.W) if defers and not node.part else None
 
 
 Recompute = Literal["none", "experts", "attention", "block"]

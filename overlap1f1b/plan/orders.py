@@ -56,12 +56,6 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
     return reduced
 
 
-def uses_parameters(node: Node, chains: Chains) -> bool:
-    """Return whether a node computes with parameters that are gathered inside the step; weight gradients need none."""
-    gathered = chains.shapes[node.stage][node.block].gathered
-    return gathered and node.kind is not Kind.W and node.resource is Resource.COMPUTE
-
-
 def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.inf) -> list[Node]:
     """Add gathers and releases, so that the sharded parameters of at most ``at_once`` blocks are there at a time.
 
@@ -70,7 +64,12 @@ def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.in
     each block is gathered once, and released behind its last use.
     """
     nodes = list(nodes)
-    uses = {at: (node.stage, node.block) for at, node in enumerate(nodes) if uses_parameters(node, chains)}
+    computes = ((at, node) for at, node in enumerate(nodes) if node.resource is Resource.COMPUTE)
+    uses = {  # weight gradients need no parameters
+        at: (node.stage, node.block)
+        for at, node in computes
+        if node.kind is not Kind.W and chains.shapes[node.stage][node.block].gathered
+    }
     following, coming = dict[int, float](), dict[tuple[int, int], int]()
     for at in reversed(uses):
         following[at], coming[uses[at]] = coming.get(uses[at], math.inf), at
@@ -99,22 +98,16 @@ def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.in
     return [node for at in range(len(nodes) + 1) for node in (*added.get(at, ()), *nodes[at : at + 1])]
 
 
-def sent_messages(ranks: Sequence[Iterable[Node]], chains: Chains) -> dict[tuple[int, int], list[Node]]:
-    """Return, for every two ranks, the receives on the second in the order in which the first sends."""
-    sent: dict[tuple[int, int], list[Node]] = {}
-    for rank, nodes in enumerate(ranks):
-        for node in nodes:
-            if node.op is Op.SEND:
-                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
-    return sent
-
-
 def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple[tuple[Node, ...], ...]:
     """Move receives ahead, so that each rank receives in the order in which its peers send.
 
     All other nodes keep their order. Where launches cost nothing, a receive takes no time, so nothing ends later.
     """
-    sent = sent_messages(ranks, chains)
+    sent: dict[tuple[int, int], list[Node]] = {}  # for every two ranks, the receives on the second
+    for rank, nodes in enumerate(ranks):
+        for node in nodes:
+            if node.op is Op.SEND:
+                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
     ordered = []
     for rank, nodes in enumerate(ranks):
         position = {node: index for index, node in enumerate(nodes) if node.op is Op.RECEIVE}

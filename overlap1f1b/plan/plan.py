@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal, cast
 
-from overlap1f1b.plan.node import OF_PARAMETERS, Node, Op, Resource, StageShape
+from overlap1f1b.plan.node import Node, Op, Resource, StageShape
 from overlap1f1b.schedule import Action, Kind, Program
 
 Overlap = Literal["serial", "pairs"] | int
@@ -83,35 +83,19 @@ class Plan:
     def _peak(self, rank: int, *ends: Kind) -> int:
         nodes = [node for node in self.ranks[rank] if node.resource is Resource.COMPUTE]
         forward_only = all(node.kind is Kind.F for node in nodes)
-        return most_open(nodes, microbatch_of, closes=lambda node: forward_only or node.kind in ends)
-
-    def waiting(self, rank: int) -> int:
-        """Return the peak number of (stage, microbatch) of a rank between input gradient and weight gradients.
-
-        Only backwards that the program splits count: the weight gradients of a B are held with its activations.
-        """
-        split = {microbatch_of(action) for action in self.program.actions(rank) if action.kind is Kind.I}
-        nodes = [node for node in self.ranks[rank] if microbatch_of(node) in split and node.op not in OF_PARAMETERS]
-        return most_open(nodes, microbatch_of, opens=ends_backward, closes=lambda node: node.kind is Kind.W)
+        return most_open(nodes, microbatch_of, lambda node: forward_only or node.kind in ends)
 
 
 def most_open(
-    nodes: Sequence[Node],
-    of: Callable[[Node], Hashable],
-    *,
-    opens: Callable[[Node], bool] = lambda node: True,
-    closes: Callable[[Node], bool] = lambda node: True,
+    nodes: Sequence[Node], of: Callable[[Node], Hashable], closes: Callable[[Node], bool] = lambda node: True
 ) -> int:
-    """Return the peak number of what nodes are ``of`` that is open: from a node that opens it to the last that closes.
-
-    What no later node closes does not open.
-    """
+    """Return the peak number of what nodes are ``of`` that is open: from the first node to the last that closes it."""
     left = Counter(of(node) for node in nodes if closes(node))
     begun: set[Hashable] = set()
     most = 0
     for node in nodes:
         one = of(node)
-        if left[one] and opens(node):
+        if left[one]:
             begun.add(one)
             most = max(most, len(begun))
         if closes(node):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Clocks, Key, destination
+from overlap1f1b.plan.clock import Clock, Key, destination
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Op, Resource
 from overlap1f1b.plan.plan import Plan
@@ -39,7 +39,7 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
         return plan
     costs = costs if costs.by_op or costs.by_node else _EVEN
     placement = plan.program.placement
-    chains, clocks = Chains(placement, plan.shapes), Clocks()
+    chains, clocks = Chains(placement, plan.shapes), list[Clock]()
     left: list[list[Node]] = []  # of every rank, without receives, the next one last
     for nodes in plan.ranks:
         clock = Clock(costs, counts_block=counts_block, placement=placement, clocks=clocks)
@@ -86,35 +86,3 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
         go_on(rank)
     assert not any(left), "ranks of a checked plan do not wait for each other"
     return replace(plan, ranks=tuple(map(tuple, merged)))
-
-
-def check_rendezvous(plan: Plan) -> None:
-    """Raise ``ValueError`` unless the plan ends if every rank waits for each of its transfers where it starts it.
-
-    Then it ends on a device, too, whatever waits there: see :func:`with_rendezvous`.
-    """
-    chains, placement = Chains(plan.program.placement, plan.shapes), plan.program.placement
-    at = [0] * len(plan.ranks)
-    arrived: dict[object, list[int]] = {}  # ranks that wait at a transfer (its receive) or a reduction
-    going = list(range(len(plan.ranks)))
-    while going:
-        rank = going.pop()
-        for position in range(at[rank], len(plan.ranks[rank])):
-            node, at[rank] = plan.ranks[rank][position], position
-            transfer = node.op in (Op.SEND, Op.RECEIVE)
-            if transfer or node.op is Op.REDUCE:
-                where = chains.receive(node) if node.op is Op.SEND else node if transfer else (node.stage, node.block)
-                arrived.setdefault(where, []).append(rank)
-                if len(arrived[where]) == (2 if transfer else len(placement.replicas(node.stage))):
-                    for other in arrived.pop(where):
-                        at[other] += 1
-                        going.append(other)
-                break
-        else:
-            at[rank] = len(plan.ranks[rank])
-    for rank, (nodes, position) in enumerate(zip(plan.ranks, at, strict=True)):
-        if position < len(nodes):
-            raise ValueError(
-                f"plan of {plan.program.name!r}, rank {rank}, position {position}: {nodes[position]} waits forever for "
-                "its other rank; allowed: both ends of a transfer at one place in an order of all ranks"
-            )

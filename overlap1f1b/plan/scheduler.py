@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.clock import Clock, Clocks, Span
+from overlap1f1b.plan.clock import Clock, Span
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
@@ -120,7 +120,7 @@ class ListScheduler(RankScheduler):
         costs: Costs of the nodes.
         policy: Settings of the scheduler.
         peak: Live activations that the program declares for this rank.
-        peak_weights: Waiting weight gradients that it declares, for backwards that it splits; None for any number.
+        peak_weights: Waiting weight gradients that it declares, for backwards that it splits.
         clocks: Clocks of the ranks before this one.
     """
 
@@ -131,12 +131,11 @@ class ListScheduler(RankScheduler):
         costs: NodeCosts,
         policy: Policy,
         peak: int,
-        clocks: Clocks | None = None,
-        peak_weights: int | None = None,
+        clocks: list[Clock] | None = None,
+        peak_weights: float = _FOREVER,
     ) -> None:
         super().__init__(Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks))
-        self.chains, self.policy, self.peak = chains, policy, peak
-        self.peak_weights = _FOREVER if peak_weights is None else peak_weights
+        self.chains, self.policy, self.peak, self.peak_weights = chains, policy, peak, peak_weights
         self.waiting = deque(actions)
         self.splits = any(action.kind is Kind.W for action in self.waiting)
         self.parts = any(block.parts > 1 for shape in chains.shapes for block in shape)
@@ -342,8 +341,8 @@ def _turns(actions: Iterable[Action], kinds: tuple[Kind, ...]) -> dict[tuple[int
 
 def schedule_ranks(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
     """Return the nodes of every rank in issue order, all ranks scheduled in one common time."""
-    clocks = Clocks()
-    peaks = zip(program.peak_activations, program.peak_weights or [None] * len(program.ranks), strict=True)
+    clocks: list[Clock] = []
+    peaks = zip(program.peak_activations, program.peak_weights or [_FOREVER] * len(program.ranks), strict=True)
     schedulers = [
         ListScheduler(program.actions(rank), chains, costs, policy, peak, clocks, peak_weights)
         for rank, (peak, peak_weights) in enumerate(peaks)

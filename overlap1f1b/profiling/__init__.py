@@ -2,7 +2,7 @@
 
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
 from overlap1f1b.profiling.clocks import aligned
-from overlap1f1b.profiling.figures import Exposed, Figures, Lanes, figures_of, longest
+from overlap1f1b.profiling.figures import Figures, Lanes, figures_of, longest
 from overlap1f1b.profiling.predicted import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
 from overlap1f1b.profiling.recording import Recording, StepRecord
@@ -10,7 +10,6 @@ from overlap1f1b.profiling.verdict import advice, verdict
 
 __all__ = [
     "Bar",
-    "Exposed",
     "Figures",
     "Lanes",
     "Recording",

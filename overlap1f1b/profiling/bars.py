@@ -54,8 +54,11 @@ def bars_of(ranks: Sequence[Recording], number: int) -> list[Bar]:
         several = staged(what for what in recording.names if isinstance(what, Node))
         for spans, computes in ((step.compute, True), (step.flights, False)):
             for what, start, end in _drawn(recording, spans):
-                lane = "compute" if computes else LANES[lane_of(what)] if isinstance(what, Node) else what.name
-                text, style = _look(what, lane, several=several)
+                if isinstance(what, Node):
+                    lane, text, style = LANES[lane_of(what)], text_of(what, staged=several), style_of(what)
+                else:
+                    lane, text, style = what.name, "", "other" if computes else "exchange"
+                lane = "compute" if computes else lane
                 bars.append(Bar(process, lane, what, text, style, (start + by) / 1e6, (end + by) / 1e6, group))
     return bars
 
@@ -68,9 +71,12 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
         several, group = staged(span.node for span in timeline.spans), (PREDICTED, *sharing("pp", recording))
         for node, start, end in timeline.spans:
             if end > start:
-                lane = LANES[node.resource]
-                text, style = _look(node, lane, several=several)
-                bars.append(Bar(f"rank {recording.rank} {PREDICTED}", lane, node, text, style, start, end, group))
+                process, text, style = (
+                    f"rank {recording.rank} {PREDICTED}",
+                    text_of(node, staged=several),
+                    style_of(node),
+                )
+                bars.append(Bar(process, LANES[node.resource], node, text, style, start, end, group))
     return bars
 
 
@@ -91,13 +97,6 @@ def arrows(bars: Iterable[Bar]) -> list[tuple[Bar, Bar]]:
             received[bar.group, node.chain] = bar
     travelled = [pair for chain in chains.values() for pair in pairwise(chain) if pair[0].lane != "compute"]
     return travelled + [(send, received[key]) for key, send in sends if key in received]
-
-
-def _look(what: What, lane: str, *, several: bool) -> tuple[str, str]:
-    """Return text and style."""
-    if isinstance(what, Node):
-        return text_of(what, staged=several), style_of(what)
-    return "", "other" if lane == "compute" else "exchange"
 
 
 def _drawn(recording: Recording, spans: Spans) -> Iterator[tuple[What, float, float]]:

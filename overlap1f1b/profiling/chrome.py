@@ -9,7 +9,7 @@ from msgspec import Raw, Struct
 from msgspec.json import Decoder
 
 from overlap1f1b.plan.ranges import PREFIX
-from overlap1f1b.profiling.recording import MOST_NAME, Capture
+from overlap1f1b.profiling.recording import Capture
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
@@ -56,7 +56,7 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
         event = event_of(text)
         category, name = event.cat, event.name if isinstance(event.name, str) else ""
         kernel, launch = category in _KERNELS, category in _LAUNCHES
-        ours = category != _DEVICE_RANGES and name.startswith(PREFIX) and len(name) <= MOST_NAME
+        ours = category != _DEVICE_RANGES and name.startswith(PREFIX)
         if event.ph != "X" or not (kernel or launch or ours):
             continue
         timed = timed_of(text)

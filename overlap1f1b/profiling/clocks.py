@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import floor
 from statistics import median
-
-import numpy as np
 
 from overlap1f1b.plan import OF_PARAMETERS, Node, Op, Resource
 from overlap1f1b.plan.clock import destination
@@ -100,4 +99,4 @@ def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
 def _gap(known: Arrivals, new: Arrivals) -> int | None:
     """Return how far the first clock is ahead of the second; None if nothing is in common."""
     gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
-    return int(np.floor(median(gaps))) if gaps else None
+    return floor(median(gaps)) if gaps else None

@@ -60,12 +60,9 @@ class Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
         late = [part.late for part in parts if part.late is not None]
-        sums = {
-            name: sum(getattr(part, name) for part in parts)
-            for name in ("steps", "time", "compute", "queued", "starved")
-        }
+        sums = ("steps", "time", "compute", "queued", "starved")
         return cls(
-            **sums,
+            **{name: sum(getattr(part, name) for part in parts) for name in sums},
             overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
@@ -131,11 +128,15 @@ class Lanes:
     def phases(self) -> Mapping[str, Interval]:
         """Windows of warm-up (until the first backward), steady and cool-down (after the last forward).
 
-        Empty without ranges; the whole step is steady if it has no forwards or no backwards.
+        Empty without ranges; the whole step is steady if it has no forwards or no backwards. Recomputation belongs to
+        no phase.
         """
         if self.recording.by == "stream":
             return {}
-        kinds = np.array([_kind(what) for what in self.recording.names], "U1")[self.step.compute.what]
+        nodes = (
+            what if isinstance(what, Node) and what.op not in RECOMPUTES else None for what in self.recording.names
+        )
+        kinds = np.array([node.kind.value if node else "" for node in nodes], "U1")[self.step.compute.what]
         forward, backward = self.step.compute[kinds == "F"], self.step.compute[(kinds == "I") | (kinds == "W")]
         start, end = first, last = self.window
         if len(forward) and len(backward):
@@ -168,7 +169,10 @@ class Lanes:
         names, issued = self.recording.names, self.step.issued
         begun: dict[object, tuple[int, int]] = {}
         for what, start, end in issued:
-            if isinstance(node := names[what], Node) and _of_chain(node):
+            node = names[what]
+            if not isinstance(node, Node) or node.resource is Resource.PEER:
+                continue
+            if node.kind is not Kind.W and node.op is not Op.REDUCE and node.op not in RECOMPUTES:
                 begun[node.chain] = (begun.get(node.chain, (start,))[0], end)
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
@@ -247,16 +251,6 @@ class Lanes:
 
 def _chain(what: What) -> object:
     return what.chain if isinstance(what, Node) else None
-
-
-def _kind(what: object) -> str:
-    """Return the kind of a node; empty for recomputation, which belongs to no phase."""
-    return what.kind.value if isinstance(what, Node) and what.op not in RECOMPUTES else ""
-
-
-def _of_chain(node: Node) -> bool:
-    apart = node.kind is Kind.W or node.op is Op.REDUCE or node.op in RECOMPUTES
-    return not apart and node.resource is not Resource.PEER
 
 
 def _blocked(idle: Intervals, compute: Spans) -> Intervals:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 from overlap1f1b.plan.ranges import PREFIX
-from overlap1f1b.profiling.recording import MOST_EVENTS, MOST_NAME, Capture
+from overlap1f1b.profiling.recording import Capture
 from overlap1f1b.schedule.values import shortened
-
-Row = TypeVar("Row", bound=tuple[object, ...])
 
 MAGIC = b"SQLite format 3\0"
 _PUSH_POP, _START_END = 59, 60
@@ -45,26 +41,18 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     if "NVTX_EVENTS" not in tables and not devices:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
-    numbers = count(1)
 
     def of(process: int) -> Capture:
         return captures.setdefault(process, Capture(path, "nsys"))
 
-    def counted(rows: Iterable[Row]) -> Iterator[Row]:
-        for row in rows:
-            if next(numbers) > MOST_EVENTS:
-                raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
-            yield row
-
     if "NVTX_EVENTS" in tables:
-        for text, thread, start, end in counted(_ranges(database, named="StringIds" in tables)):
+        for text, thread, start, end in _ranges(database, named="StringIds" in tables):
             of(thread // _PROCESS).add_range(text, thread, start, end)
     for name in devices:
-        rows = _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end"))
-        for process, *kernel in counted(rows):
+        for process, *kernel in _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end")):
             of(process // _PROCESS).kernels.extend(kernel)
     if _RUNTIME in tables:
-        for thread, number, start in counted(_rows(database, _RUNTIME, ("globalTid", "correlationId", "start"))):
+        for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
             if (capture := captures.get(thread // _PROCESS)) is not None:
                 capture.launches.extend((number, thread, start))
     return list(captures.values())
@@ -81,7 +69,6 @@ def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str,
     return database.execute(
         f'SELECT {text} AS name, e.globalTid, e.start, COALESCE(e."end", e.start) FROM NVTX_EVENTS AS e {strings} '
         "WHERE e.eventType IN (?, ?) AND e.globalTid IS NOT NULL AND substr(name, 1, ?) = ? "
-        f"AND length(name) <= {MOST_NAME} "
         'AND (e."end" IS NOT NULL OR substr(name, ?, 5) = ?) ORDER BY e.start',
         (_PUSH_POP, _START_END, len(PREFIX), PREFIX, len(PREFIX) + 1, "rank "),
     )

@@ -31,7 +31,10 @@ def predict(ranks: Sequence[Recording], number: int) -> dict[int, Timeline]:
     orders = [played[at] for at in range(size)]
     costs = _costs(steps)
     try:
-        spans = play_ranks(orders, _placement(orders), costs, counts_block=ranks[0].device)
+        held = {(node.pipe, node.stage): rank for rank, order in enumerate(orders) for node in order}
+        pipes, stages = max(pipe for pipe, _ in held) + 1, max(stage for _, stage in held) + 1
+        placement = Placement(tuple(tuple(held[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
+        spans = play_ranks(orders, placement, costs, counts_block=ranks[0].device)
     except (LookupError, AssertionError, ValueError) as error:
         raise ValueError(
             f"the nodes of step {number} are not a whole step of all stages ({error}), so nothing can be predicted"
@@ -57,18 +60,9 @@ def _costs(steps: Sequence[tuple[Recording, StepRecord]]) -> NodeCosts:
                 node = recording.names[what]
                 if not isinstance(node, Node) or node.op is Op.RECEIVE:
                     continue
-                if (
-                    node.resource is Resource.COMPUTE
-                ) == computes:  # kernels that pack rows of an exchange are left out
+                if computes is (node.resource is Resource.COMPUTE):  # not kernels that pack rows of an exchange
                     took.setdefault(cost_key(node), []).append((end - start) / 1e6)
         for key, times in took.items():
             time = fmean(times) if Node(*key[:2], 0, 0).resource is Resource.COMPUTE else min(times)
             merged[key] = max(merged.get(key, 0.0), time)
     return NodeCosts(by_node=merged)
-
-
-def _placement(orders: Sequence[Sequence[Node]]) -> Placement:
-    """Return the placement that the nodes imply."""
-    held = {(node.pipe, node.stage): rank for rank, order in enumerate(orders) for node in order}
-    pipes, stages = max(pipe for pipe, _ in held) + 1, max(stage for _, stage in held) + 1
-    return Placement(tuple(tuple(held[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))

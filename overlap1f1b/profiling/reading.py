@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import count
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
@@ -21,7 +21,7 @@ from overlap1f1b.plan.ranges import FORMAT, VERSION, About
 from overlap1f1b.profiling.chrome import add_events
 from overlap1f1b.profiling.clocks import late_peers
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import MOST_EVENTS, Capture, Recording, StepRecord
+from overlap1f1b.profiling.recording import Capture, Recording, StepRecord
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import quoted, shortened
@@ -30,8 +30,6 @@ _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite")
 """Endings of the files that are read from a folder."""
 MOST_RANKS = 1 << 20
-MOST_TEXT = 1 << 32
-"""Limit of bytes in a file that was compressed, which is held in memory."""
 _ALLOWED = (
     "allowed: a record of overlap1f1b profile, a Chrome trace of torch.profiler, or an SQLite file of nsys export"
 )
@@ -97,8 +95,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
     """Read the ranks of one file; an export of nsys may hold several processes.
 
     Raises:
-        ValueError: The file is missing, empty, truncated, of an unknown kind, or too large: more than ``MOST_EVENTS``
-            events or spans, or ``MOST_TEXT`` bytes that were compressed.
+        ValueError: The file is missing, empty, truncated or of an unknown kind.
     """
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise ValueError(f"{path} is a report of nsys; allowed: its export by nsys export --type sqlite")
@@ -116,23 +113,16 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
         with path.open("rb") as raw:
             text: Any = mmap(raw.fileno(), 0, access=ACCESS_READ)
             if start.startswith(_GZIP):
-                text = _unpacked(path, raw, lambda: progress(path, raw.tell(), size))
+                text = bytearray()
+                with gzip.GzipFile(fileobj=raw) as packed:
+                    while part := packed.read(1 << 22):
+                        text += part
+                        progress(path, raw.tell(), size)
             return [_read_json(path, text, lambda share: progress(path, round(share * size), size))]
     except (EOFError, zlib.error) as error:
         raise ValueError(f"{path}: it is truncated or damaged ({shortened(str(error))}); {_ALLOWED}") from None
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
-
-
-def _unpacked(path: Path, raw: IO[bytes], seen: Callable[[], None]) -> bytearray:
-    text = bytearray()
-    with gzip.GzipFile(fileobj=raw) as packed:
-        while part := packed.read(1 << 22):
-            text += part
-            if len(text) > MOST_TEXT:
-                raise ValueError(f"{path} has more than {MOST_TEXT} bytes of text; allowed: at most this number")
-            seen()
-    return text
 
 
 class _Place(Struct):
@@ -159,8 +149,6 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
             return read_record(path, text)
         if content.events is None:
             raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-        if len(content.events) > MOST_EVENTS:
-            raise ValueError(f"{path} has more than {MOST_EVENTS} events; allowed: at most this number")
         place = content.place or _Place()
         capture = Capture(
             path, "torch.profiler", rank=place.rank, world=place.world_size, about=content.about or About()

@@ -178,10 +178,6 @@ def lane_of(what: What) -> Resource:
     return what.resource if isinstance(what, Node) else Resource.EXCHANGE
 
 
-MOST_NAME = 1000
-"""Limit of characters in the name of a range."""
-MOST_EVENTS = 10_000_000
-"""Limit of events or spans in a file."""
 _integers = partial(array, "q")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Literal, get_args
@@ -15,7 +14,7 @@ from msgspec.json import decode
 
 from overlap1f1b.plan import About, Node, Resource
 from overlap1f1b.plan.ranges import parse_node
-from overlap1f1b.profiling.recording import MOST_EVENTS, Recording, Spans, StepRecord
+from overlap1f1b.profiling.recording import Recording, Spans, StepRecord
 from overlap1f1b.schedule.values import quoted, shortened
 
 Kind = Literal["node", "flight", "wait", "device"]
@@ -46,11 +45,9 @@ def read_record(path: Path, text: bytes) -> Recording:
         raise ValueError(f"{path}: not a record of overlap1f1b profile ({shortened(str(error))})") from None
     if not record.steps:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
-    if sum(len(step.spans) for step in record.steps) > MOST_EVENTS:
-        raise ValueError(f"{path} has more than {MOST_EVENTS} spans; allowed: at most this number")
     texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
     names = [_node(path, text) for text in texts]
-    index = dict(zip(texts, count()))
+    index = {text: number for number, text in enumerate(texts)}
     steps: list[StepRecord] = []
     for step in record.steps:
         steps.append(_step(path, step, steps[-1].end if steps else 0, index, names))

@@ -1,6 +1,6 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot, peaks_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot
 from overlap1f1b.schedule.generators.build import (
     DEFAULT_CHUNKS,
     DEFAULT_PROGRAM,
@@ -36,6 +36,5 @@ __all__ = [
     "forwards_of",
     "one_by_one",
     "parse_slot",
-    "peaks_of",
     "schedule_of",
 ]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, levels_of, peaks_of
+from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, peaks_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
 from overlap1f1b.schedule.table import read, write
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_size, some
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
+_REPEATED = {Kind.F: 1, Kind.B: 14, Kind.I: 6, Kind.W: 10}
+"""Bits of the kinds that a microbatch must not have passed before."""
 _TRAINED = (3, 13)  # forward and B; forward, I and W
 _FAR = 1000  # so many more microbatches than slots: the first missing one is not named
 
@@ -83,7 +84,12 @@ class Program:
         for pipe in range(len(self.placement.pipes)):
             numbers = zip(self.microbatches_of(pipe), self.placement.microbatches(pipe, microbatches), strict=False)
             kept |= {(pipe, old): new for old, new in numbers}
-        rows = (_kept(slots, kept) for slots in self.ranks)
+        rows: list[list[Slot]] = [[] for _ in self.ranks]
+        for row, slots in zip(rows, self.ranks, strict=True):
+            for slot in slots:
+                here = [action for action in actions_of(slot) if (action.pipe, action.microbatch) in kept]
+                left = [action._replace(microbatch=kept[action.pipe, action.microbatch]) for action in here]
+                row.extend((Pair(*left),) if len(left) == 2 else left)
         return replace(program_of(self.name, microbatches, self.placement, rows), build=self.build)
 
     def microbatches_of(self, pipe: int) -> range:
@@ -143,7 +149,7 @@ class Program:
         return cls(**read(path))
 
     def check(self) -> None:
-        """Raise ``ValueError`` for the first broken rule of the schedule, naming rank, position and action.
+        """Raise ``ValueError`` for a broken rule of the schedule, naming rank, position and action.
 
         Rules:
 
@@ -164,18 +170,17 @@ class Program:
         ValueError: program 'mine', rank 0, position 0: 0B0 comes before 0F0, which it needs
         """
         _check_sizes(self)
-        trains = not self.forward_only
         for rank in range(len(self.ranks)):
-            _RankCheck(self, rank, trains).run()
+            _check_rank(self, rank)
         deque(flow(self), maxlen=0)
-
-
-def _kept(slots: Iterable[Slot], numbers: Mapping[tuple[int, int], int]) -> Iterator[Slot]:
-    """Yield the slots of some microbatches, which get new numbers, by pipe and number."""
-    for slot in slots:
-        here = [action for action in actions_of(slot) if (action.pipe, action.microbatch) in numbers]
-        left = [action._replace(microbatch=numbers[action.pipe, action.microbatch]) for action in here]
-        yield from (Pair(*left),) if len(left) == 2 else left
+        for rank, slots in enumerate(() if self.forward_only else self.ranks):
+            alive, pending = peaks_of(slots)
+            if alive > (most := self.peak_activations[rank]):
+                raise ValueError(f"program {self.name!r}, rank {rank}: {alive} microbatches alive, declared are {most}")
+            if self.peak_weights and pending > (most := self.peak_weights[rank]):
+                raise ValueError(
+                    f"program {self.name!r}, rank {rank}: {pending} weight gradients wait, declared are {most}"
+                )
 
 
 def program_of(name: str, microbatches: int, placement: Placement, rows: Iterable[Iterable[Slot]]) -> Program:
@@ -232,38 +237,40 @@ def flow(program: Program) -> Iterator[tuple[int, Slot]]:
                     if key in waiting:
                         ready += waiting.pop(key)
             yield rank, slot
-    _check_finished(program, at, waiting)
+    if waiting:
+        raise ValueError(_why_stuck(program, at, waiting))
 
 
-def _check_finished(program: Program, at: list[int], waiting: dict[int, list[int]]) -> None:
-    stages, count = program.placement.stages, program.microbatches
+def _why_stuck(program: Program, at: list[int], waiting: dict[int, list[int]]) -> str:
+    """Return the slot that waits forever; first one that waits for a later slot of its own rank."""
+    stages, count, reasons = program.placement.stages, program.microbatches, []
     for key, ranks in waiting.items():
         place, microbatch = divmod(key, count)
         backward, place = divmod(place, len(program.placement.pipes) * stages)
         pipe, stage = divmod(place, stages)
-        needed = Action(Kind.B if backward else Kind.F, stage, microbatch, pipe)
-        rank = ranks[0]
-        raise ValueError(
-            f"program {program.name!r}, rank {rank}, position {at[rank]}: {program.ranks[rank][at[rank]]} "
-            f"waits forever for {needed} of rank {program.placement.rank(pipe, stage)}; "
-            "allowed: no ranks that wait for each other"
-        )
+        needed, holder = str(Action(Kind.F, stage, microbatch, pipe)), program.placement.rank(pipe, stage)
+        if backward:
+            needed = f"the backward of {needed}"
+        for rank in ranks:
+            why = f"waits forever for {needed} of rank {holder}; allowed: no ranks that wait for each other"
+            if holder == rank:
+                why = f"comes before {needed}, which it needs"
+            slot = f"program {program.name!r}, rank {rank}, position {at[rank]}: {program.ranks[rank][at[rank]]}"
+            reasons.append((holder != rank, f"{slot} {why}"))
+    return min(reasons)[1]
 
 
 def _check_sizes(program: Program) -> None:
     check_size(f"program {program.name!r}: microbatches", program.microbatches)
     count = len(program.ranks)
-    if program.placement.ranks != count:
-        raise ValueError(
-            f"program {program.name!r} has {count} ranks and a placement over {program.placement.ranks}; "
-            "allowed: the same number"
-        )
+    placed, same = program.placement.ranks, "allowed: the same number"
+    if placed != count:
+        raise ValueError(f"program {program.name!r} has {count} ranks and a placement over {placed}; {same}")
     declared = {"peak activations": program.peak_activations, "waiting weight gradients": program.peak_weights}
     for what, values in declared.items():
         if len(values) != count and (values or what == "peak activations"):
             raise ValueError(
-                f"program {program.name!r} declares {what} for {len(values)} ranks "
-                f"and has {count}; allowed: the same number"
+                f"program {program.name!r} declares {what} for {len(values)} ranks and has {count}; {same}"
             )
         for value in values:
             check_size(f"program {program.name!r}: {what}", value, 0)
@@ -287,94 +294,38 @@ def _is_slot(slot: object) -> bool:
     return all(isinstance(member, Action) and isinstance(member.kind, Kind) for member in members)
 
 
-class _RankCheck:
-    """The rules of one rank's row."""
+def _check_rank(program: Program, rank: int) -> None:
+    """Check that a rank has the actions of its stages, each once; :func:`flow` checks their order."""
+    seen = {  # for each place and microbatch, bits of the kinds that it has passed
+        place: bytearray(program.microbatches) for place in program.placement.places(rank)
+    }
+    numbers = [program.microbatches_of(pipe) for pipe in range(len(program.placement.pipes))]
 
-    def __init__(self, program: Program, rank: int, trains: bool) -> None:
-        self.program, self.rank, self.trains = program, rank, trains
-        self.where = f"program {program.name!r}, rank {rank}"
-        self.stages = program.placement.stages
-        self.seen = {  # for each place and microbatch, bits of the kinds that it has passed
-            place: bytearray(program.microbatches) for place in program.placement.places(rank)
-        }
-        self.allowed = [program.microbatches_of(pipe) for pipe in range(len(program.placement.pipes))]
+    def refuse(position: int, why: str) -> NoReturn:
+        raise ValueError(f"program {program.name!r}, rank {rank}, position {position}: {why}")
 
-    def run(self) -> None:
-        slots = self.program.ranks[self.rank]
-        if not slots:
-            raise ValueError(f"{self.where} has no action; allowed: every microbatch's forward")
-        levels = levels_of(slots)
-        for position, slot in enumerate(slots):
-            if isinstance(slot, Pair):
-                self._pair(slot, position)
-            actions = actions_of(slot)
-            for action in actions:
-                self._action(action, position)
-            for alive, pending in islice(levels, len(actions)) if self.trains else ():
-                self._check_peaks(alive, pending, position)
-        self._complete()
-
-    def _refuse(self, position: int, why: str) -> NoReturn:
-        raise ValueError(f"{self.where}, position {position}: {why}")
-
-    def _pair(self, pair: Pair, position: int) -> None:
-        forward, backward = pair
-        if forward.kind is not Kind.F or backward.kind not in (Kind.B, Kind.I):
-            self._refuse(position, f"{pair} must join a forward and a backward")
-        if (forward.microbatch, forward.pipe) == (backward.microbatch, backward.pipe):
-            self._refuse(position, f"{pair} joins two actions of one microbatch, the second needs the first")
-
-    def _action(self, action: Action, position: int) -> None:
-        kind, stage, microbatch, pipe = action
-        seen = self.seen.get((pipe, stage))
-        if seen is None:
-            self._refuse_place(action, position)
-        if microbatch not in self.allowed[pipe]:
-            allowed = f"{self.allowed[pipe].start} to {self.allowed[pipe].stop - 1}"
-            self._refuse(position, f"{action} names microbatch {microbatch}, allowed are {allowed}")
-        bits = seen[microbatch]
-        if bits & _BIT[kind]:
-            self._refuse(position, f"{action} comes a second time")
-        if kind is not Kind.F:
-            if kind is not Kind.W and bits & 6:
-                self._refuse(position, f"{action} repeats the backward of its microbatch")
-            needed = Kind.I if kind is Kind.W else Kind.F
-            if not bits & _BIT[needed]:
-                self._refuse(position, f"{action} comes before {action._replace(kind=needed)}, which it needs")
-        if kind is not Kind.W:
-            self._check_neighbour(action, position)
-        seen[microbatch] = bits | _BIT[kind]
-
-    def _check_neighbour(self, action: Action, position: int) -> None:
-        """Check the microbatch's neighbouring stage if this rank holds it too."""
-        forward = action.kind is Kind.F
-        stage = action.stage + (-1 if forward else 1)
-        seen = self.seen.get((action.pipe, stage))
-        if seen is not None and not seen[action.microbatch] & (1 if forward else 6):
-            self._refuse(position, f"{action} comes before {action._replace(stage=stage)}, which it needs")
-
-    def _refuse_place(self, action: Action, position: int) -> NoReturn:
-        pipes = self.program.placement.pipes
-        if action.pipe not in range(len(pipes)) or action.stage not in range(self.stages):
-            allowed = f"allowed are stages 0 to {self.stages - 1} of pipes 0 to {len(pipes) - 1}"
-            self._refuse(position, f"{action} names stage {action.stage} of pipe {action.pipe}, {allowed}")
-        held = self.program.placement.rank(action.pipe, action.stage)
-        self._refuse(position, f"{action} is on rank {self.rank}, its stage is on rank {held}")
-
-    def _check_peaks(self, alive: int, pending: int, position: int) -> None:
-        program, rank = self.program, self.rank
-        slot, most = program.ranks[rank][position], program.peak_activations[rank]
-        if alive > most:
-            self._refuse(position, f"{slot} makes {alive} microbatches alive, declared are {most}")
-        if program.peak_weights and pending > program.peak_weights[rank]:
-            most = program.peak_weights[rank]
-            self._refuse(position, f"{slot} lets {pending} weight gradients wait, declared are {most}")
-
-    def _complete(self) -> None:
-        whole = _TRAINED if self.trains else (1,)
-        for (pipe, stage), seen in self.seen.items():
-            for microbatch in self.allowed[pipe]:
-                bits = seen[microbatch]
-                if bits not in whole:
-                    lacks = "its weight gradient" if bits & 4 else "a backward" if bits & 1 else "a forward"
-                    raise ValueError(f"{self.where}: {Action(Kind.F, stage, microbatch, pipe)} lacks {lacks}")
+    for position, slot in enumerate(program.ranks[rank]):
+        if isinstance(slot, Pair) and (slot.forward.kind is not Kind.F or slot.backward.kind not in (Kind.B, Kind.I)):
+            refuse(position, f"{slot} must join a forward and a backward")
+        for action in actions_of(slot):
+            kind, stage, microbatch, pipe = action
+            passed = seen.get((pipe, stage))
+            if passed is None:
+                places = some([f"{stage}{chr(39) * pipe}" for pipe, stage in seen], 8)
+                refuse(position, f"{action} names stage {stage} of pipe {pipe}, allowed are the rank's own: {places}")
+            if microbatch not in numbers[pipe]:
+                allowed = f"{numbers[pipe].start} to {numbers[pipe].stop - 1}"
+                refuse(position, f"{action} names microbatch {microbatch}, allowed are {allowed}")
+            bits = passed[microbatch]
+            if bits & _REPEATED[kind]:
+                again = "comes a second time" if bits & _BIT[kind] else "repeats the backward of its microbatch"
+                refuse(position, f"{action} {again}")
+            passed[microbatch] = bits | _BIT[kind]
+    whole = (1,) if program.forward_only else _TRAINED
+    for (pipe, stage), passed in seen.items():
+        for microbatch in numbers[pipe]:
+            bits = passed[microbatch]
+            if bits not in whole:
+                lacks = "a forward" if not bits & 1 else "its weight gradient" if bits & 4 else "a backward"
+                forward = Action(Kind.F, stage, microbatch, pipe)
+                raise ValueError(f"program {program.name!r}, rank {rank}: {forward} lacks {lacks}")

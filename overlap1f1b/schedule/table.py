@@ -16,10 +16,6 @@ from overlap1f1b.schedule.values import check_size, quoted
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 """Cells of communication in torch's tables; a plan derives communication from the actions."""
 
-MOST_SLOTS = 10_000_000
-"""Limit of cells in a file."""
-MOST_CHARACTERS = 1 << 28
-"""Limit of characters in a file: enough for ``MOST_SLOTS`` cells and their blanks."""
 _LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
@@ -39,17 +35,12 @@ def read(path: str | Path) -> dict[str, Any]:
     peaks follow from the rows.
 
     Raises:
-        ValueError: The file is malformed, or has more than ``MOST_SLOTS`` actions; the message names line, column and
-            text.
+        ValueError: The file is malformed; the message names line, column and text.
     """
     path = Path(path)
     said: dict[str, Any] = {}
     rows: list[tuple[Slot, ...]] = []
-    with path.open(encoding="utf-8-sig") as file:  # spreadsheets begin a file with a byte order mark
-        text = file.read(MOST_CHARACTERS + 1)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"{path} has more than {MOST_CHARACTERS} characters; allowed: at most this number")
-    lines, cells = text.splitlines(), 0
+    lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a byte order mark
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")
@@ -61,9 +52,6 @@ def read(path: str | Path) -> dict[str, Any]:
             said[key.strip()] = _header(key.strip(), value, f"{path}, line {number}, column 1: ")
         elif line or number < len(lines):
             rows.append(_row(line, f"{path}, line {number}"))
-            cells += len(rows[-1])
-            if cells > MOST_SLOTS:
-                raise ValueError(f"{path}, line {number} is beyond {MOST_SLOTS} actions; allowed: at most this number")
     if not any(rows):
         raise ValueError(f"{path}, line {len(lines) + 1}, column 1: no action; allowed: a row of actions for each rank")
     ranks = tuple(rows)
@@ -93,13 +81,10 @@ def _header(key: str, value: str, where: str) -> Any:
             return value.strip()
         if any(len(number) > _MOST_DIGITS for number in value.split()):
             raise ValueError(f"allowed: whole numbers of at most {_MOST_DIGITS} digits")
-        if key == "microbatches":
-            check_size(key, int(value))
-            return int(value)
-        numbers = _numbers(value)
+        numbers = (int(value),) if key == "microbatches" else _numbers(value)
         for number in numbers:
-            check_size(key, number, 0)
-        return numbers
+            check_size(key, number, 1 if key == "microbatches" else 0)
+        return numbers[0] if key == "microbatches" else numbers
     except ValueError as error:
         what = str(error) if "allowed" in str(error) else "allowed: whole numbers"
         raise ValueError(f"{where}{quoted(value.strip())} as {key}: {what}") from None

@@ -1,6 +1,6 @@
 """Floor ``simulation``: predicted times of programs and plans, to look at and to rank. Pure Python, no torch."""
 
-from overlap1f1b.simulation.actions import Costs, ProgramTimeline, SlotSpan, TransferSpan, play_actions
+from overlap1f1b.simulation.actions import Costs, ProgramTimeline, play_actions
 from overlap1f1b.simulation.simulate import simulate
 from overlap1f1b.simulation.timeline import OverlapFigures, PlanTimeline, Timeline, play_nodes
 
@@ -9,9 +9,7 @@ __all__ = [
     "OverlapFigures",
     "PlanTimeline",
     "ProgramTimeline",
-    "SlotSpan",
     "Timeline",
-    "TransferSpan",
     "play_actions",
     "play_nodes",
     "simulate",

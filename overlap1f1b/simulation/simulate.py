@@ -75,7 +75,12 @@ def simulate(
         ValueError: The program breaks a rule, the costs are of the wrong kind, ``layers`` is under 1, or an argument
             has no meaning for this program or plan.
     """
-    _refuse_meaningless(what, costs, overlap=overlap, layers=layers, parts=parts, counts_block=counts_block or None)
+    given = {"overlap": overlap, "layers": layers, "parts": parts, "counts_block": counts_block or None}
+    for name, value in given.items():  # those without an effect are refused
+        if value is not None and isinstance(costs, Costs):
+            raise ValueError(f"{name}={value!r} with Costs, which have no sub-ops; allowed: with NodeCosts")
+        if value is not None and isinstance(what, Plan) and name != "counts_block":
+            raise ValueError(f"{name}={value!r} with a Plan, which sets it; allowed: with a Program")
     if isinstance(what, Program) and isinstance(costs, Costs):
         what.check()
         return play_actions(what, costs)
@@ -90,14 +95,3 @@ def simulate(
         f"simulate({type(what).__name__}, {type(costs).__name__}); "
         "allowed: a Program with Costs or NodeCosts, a Plan with NodeCosts"
     )
-
-
-def _refuse_meaningless(what: object, costs: object, **given: object) -> None:
-    """Raise ``ValueError`` for arguments that would have no effect."""
-    for name, value in given.items():
-        if value is None:
-            continue
-        if isinstance(costs, Costs):
-            raise ValueError(f"{name}={value!r} with Costs, which have no sub-ops; allowed: with NodeCosts")
-        if isinstance(what, Plan) and name != "counts_block":
-            raise ValueError(f"{name}={value!r} with a Plan, which sets it; allowed: with a Program")

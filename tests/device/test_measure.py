@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from overlap1f1b.engine.tuner import WARM_STEPS
-from overlap1f1b.plan import CostKey, NodeCosts, Op, check_rendezvous
+from overlap1f1b.plan import CostKey, NodeCosts, Op
 from overlap1f1b.schedule import Kind
 from tests.device.standin import World, here
 from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
+from tests.plan.rules import meets
 from tests.ranks import Ranks
 
 LAYOUT = Layout(2, 2)
@@ -31,7 +32,7 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
         steps += 1
     held = sum("sleep" in entry.args for entry in here().log[begin:])
     while engine.tuner.settling:  # plans are tried
-        check_rendezvous(engine.plan)
+        assert meets(engine.plan)
         engine.step(inputs, target=target)
     engine.close()
     launched = {(node.op, node.kind) for nodes in engine.plan.ranks for node in nodes}

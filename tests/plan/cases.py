@@ -22,7 +22,8 @@ from overlap1f1b.plan import (
 )
 from overlap1f1b.plan.costs import Cost, CostKey
 from overlap1f1b.plan.intervals import Intervals
-from overlap1f1b.schedule import Action, Kind, Program, peaks_of
+from overlap1f1b.schedule import Action, Kind, Program
+from overlap1f1b.schedule.action import peaks_of
 from overlap1f1b.schedule.placement import SINGLE
 from tests.programs import combined_1f1b, forward_only, sequential
 

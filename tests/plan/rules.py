@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
-from overlap1f1b.plan import BlockShape, Node, Op, Place, Plan
+from overlap1f1b.plan import RECOMPUTES, BlockShape, Node, Op, Place, Plan
 from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
@@ -190,10 +190,13 @@ def _broken_chains(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
 
 def _out_of_order(plan: Plan, nodes: list[Node], at: Positions) -> Iterator[str]:
     """Compute has one order, exchanges have one; compute waits for the exchanges before it, experts for their part."""
+    received, nodes = [node for node in nodes if node.op is Op.RECEIVE], [n for n in nodes if n.op is not Op.RECEIVE]
     for travels in (False, True):
         positions = [at[node] for node in nodes if (node.op in EXCHANGES) is travels]
         if positions != sorted(positions):
             yield "a chain is out of order"
+    if any(at[node] > at[other] for node in received for other in nodes if other.op not in RECOMPUTE_OWN):
+        yield "a chain begins before its input"  # what was dropped may be computed again before a gradient is here
     for index, node in enumerate(nodes):
         earlier = [other for other in nodes[:index] if (other.op in EXCHANGES) is not (node.op in EXCHANGES)]
         if node.op is Op.EXPERTS and plan.shapes[node.stage][node.block].parts > 1:
@@ -219,9 +222,14 @@ def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
         if node.op is Op.REDUCE:
             reductions[node.pipe, node.stage, node.block] = position
         elif node.kind is not Kind.F and node.op not in (Op.SEND, Op.RECEIVE):
-            contributions[node._replace(microbatch=0)].append(position)
+            part = 0 if node.op is Op.EXPERTS else node.part  # experts sum over the parts of a call
+            contributions[node._replace(microbatch=0, part=part)].append(position)
     for key, positions in contributions.items():
-        in_turn = [at[key._replace(microbatch=m)] for m in order[key.pipe, key.stage, key.kind]]
+        parts: Iterable[int] = [key.part]
+        if key.op is Op.EXPERTS and key.kind is Kind.I:
+            parts = reversed(range(plan.shapes[key.stage][key.block].parts))
+        turns = product(order[key.pipe, key.stage, key.kind], parts)
+        in_turn = [at[key._replace(microbatch=m, part=part)] for m, part in turns]
         if in_turn != sorted(in_turn):
             yield f"{key} out of the program's order"
         place = key.pipe, key.stage, key.block
@@ -279,7 +287,7 @@ def finishes(plan: Plan, *, held: bool) -> bool:
                     message = (node.pipe, node.stage + step, *message[2:])
                     sent[rank, to].append(message)
                     here |= set() if held else {message}
-                elif message in awaited and message not in here:
+                elif node.op not in RECOMPUTES and message in awaited and message not in here:
                     break
                 at[rank] += 1
                 moved = True
@@ -319,3 +327,32 @@ def waiting(plan: Plan, rank: int, at: Positions) -> int:
             if weights and max(weights) > max(inputs):
                 spans.append((max(inputs), max(weights)))
     return max((sum(first <= begun < last for first, last in spans) for begun, _ in spans), default=0)
+
+
+def meets(plan: Plan) -> bool:
+    """Whether the ranks come to their ends if each waits at every transfer and reduction until all have come there."""
+    at = [0] * len(plan.ranks)
+    arrived: dict[object, set[int]] = defaultdict(set)
+    moved = True
+    while moved:
+        moved = False
+        for rank, nodes in enumerate(plan.ranks):
+            while at[rank] < len(nodes) and nodes[at[rank]].op not in (Op.SEND, Op.RECEIVE, Op.REDUCE):
+                at[rank] += 1
+            if at[rank] == len(nodes):
+                continue
+            node, needed = nodes[at[rank]], 2
+            stage = node.stage + (0 if node.op is not Op.SEND else 1 if node.kind is Kind.F else -1)
+            what: tuple[object, ...] = (node.pipe, stage, node.microbatch, node.kind)
+            if node.op is Op.REDUCE:
+                what, needed = (node.stage, node.block), len({rank_of(plan, p, node.stage) for p in pipes(plan)})
+            arrived[what].add(rank)
+            if len(arrived[what]) == needed:
+                moved = True
+                for other in arrived.pop(what):
+                    at[other] += 1
+    return all(position == len(nodes) for position, nodes in zip(at, plan.ranks, strict=True))
+
+
+def pipes(plan: Plan) -> range:
+    return range(len(plan.program.placement.pipes))

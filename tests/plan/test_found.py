@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +17,6 @@ from overlap1f1b.plan import (
     NodeCosts,
     Op,
     Plan,
-    check,
     compile,
     found_orders,
     pipeline_bound,
@@ -26,9 +25,8 @@ from overlap1f1b.plan import (
 from overlap1f1b.plan.found import plan_of
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
-from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import costs_of, shapes
-from tests.plan.tries import all_tries
+from tests.plan.rules import broken_rules
 
 QUICK = 1e-3
 """Seconds of a search that makes the least number of tries."""
@@ -69,7 +67,7 @@ def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
     limit, waits = data.draw(st.sampled_from([1.0, 1.5, 2.25, 4.0])), data.draw(st.booleans())
     plan = synthesize(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, counts_block=waits)
     plan.program.check()
-    check(plan)
+    assert not list(broken_rules(plan))
     ranks = range(placement.ranks)
     assert max(plan.live(rank) for rank in ranks) * placement.share <= limit
     assert max(plan.program.peak_activations) * placement.share <= limit or plan.order != "found"
@@ -93,7 +91,7 @@ def test_exchanges_of_a_block_s_own_beside_parts(microbatches: int, limit: float
         peak_activations=limit,
         seconds=QUICK,
     )
-    check(plan)
+    assert not list(broken_rules(plan))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +107,7 @@ def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: flo
     """Found with the least number of tries, so the same on every machine."""
     costs = even().in_parts(2)
     plan = synthesize(placement, microbatches, layers(placement, 2), costs, peak_activations=peak, seconds=QUICK)
-    check(plan)
+    assert not list(broken_rules(plan))
     assert over_bound(plan) <= most
     assert max(map(plan.live, range(placement.ranks))) * placement.share <= peak
 
@@ -129,41 +127,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     return programs
 
 
-@pytest.mark.parametrize(
-    ("ratio", "loop_is_slow"),
-    [
-        *(pytest.param(*case, marks=pytest.mark.wide) for case in ((0.25, True), (0.5, False), (1, True))),
-        (2, False),
-        (4, True),
-    ],
-)
-@pytest.mark.parametrize("placement", [SINGLE, Placement.loop(2, 2), Placement.v(2)], ids=["1", "loop", "v"])
-def test_never_slower_than_fixed_schedules(placement: Placement, ratio: float, loop_is_slow: bool) -> None:
-    """Of the same parts and memory, even if hardly anything is tried; once, in a V, beside all tries of the fixed ones.
-
-    In a loop or in the other placements, in turns over the ratios, the last stage takes 30 % longer.
-    """
-    costs, shape = even(ratio).in_parts(2), layers(placement, 2, 2)
-    if loop_is_slow == (placement == Placement.loop(2, 2)):
-        slower = {
-            (op, kind, placement.stages - 1, block, 0, part): 1.3 * cost
-            for (op, kind), cost in costs.by_op.items()
-            if op in (Op.ATTENTION, Op.EXPERTS)
-            for block in range(len(shape))
-            for part in (range(2) if op is Op.EXPERTS and kind is not Kind.W else range(1))
-        }
-        costs = NodeCosts(costs.by_op, slower)
-    limit = 3.0
-    with all_tries() if ratio == 4 and placement == Placement.v(2) else nullcontext():
-        found = synthesize(placement, 4, shape, costs, peak_activations=limit, seconds=QUICK)
-        plans = [compile(program, shape, costs, 3) for program in fixed(placement, 4)]
-    check(found)
-    for plan in plans:
-        if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
-            assert found.predicted <= plan.predicted * (1 + 1e-9), plan.program.name
-
-
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 2)) for n in range(8)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 3)) for n in range(12)])
 def test_random_costs(seed: int) -> None:
     """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
     draw = Random(seed)
@@ -171,6 +135,9 @@ def test_random_costs(seed: int) -> None:
     microbatches, waits, limit = draw.randint(1, 4), draw.random() < 0.5, draw.choice((1.0, 2.0, 4.0))
     times = {name: draw.uniform(0.5, 4) for name in ("attention", "experts", "dispatch", "combine", "counts", "send")}
     costs = NodeCosts.uniform(**times, shared_links=draw.random() < 0.5, launch=draw.choice((0.0, 0.3))).in_parts(2)
+    if draw.random() < 0.5:  # the last stage is slower
+        slow = {(Op.ATTENTION, kind, placement.stages - 1, 0, 0, 0): 6.0 for kind in (Kind.F, Kind.I, Kind.W)}
+        costs = replace(costs, by_node=slow)
     shape = (BlockShape(expert_calls=1, parts=2, reduced=draw.random() < 0.5),)
     options: dict[str, Any] = {"counts_block": waits}
     plans = found_orders(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, **options)
@@ -206,7 +173,7 @@ def test_random_priorities_keep_every_rule() -> None:
         priorities = Priorities(keys, limits, caps, draw.randint(0, 2), draw.choice((0.0, 1.0)), draw.random())
         ranks, end = schedule_freely(microbatches, steps, priorities)
         plan = plan_of(ranks, chains, microbatches)
-        check(plan)
+        assert not list(broken_rules(plan))
         plan.program.check()
         assert all(plan.live(rank) <= limits[rank] for rank in range(2))
         spans = play_ranks(ranks, placement, even(2.0).in_parts(2))
@@ -245,7 +212,7 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
     assert Program.from_csv(tmp_path / "auto.csv") == plan.program
     assert plan.program.draw().startswith("rank 0: 0F0 ")
     again = compile(plan.program, plan.shapes, even(), 3)
-    check(again)
+    assert not list(broken_rules(again))
 
 
 @pytest.mark.parametrize(
@@ -253,7 +220,6 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
     [
         ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more"),
         ({"peak_activations": "x"}, "peak_activations='x'; allowed: 1 or more"),
-        ({"costs": NodeCosts()}, "no cost of attention.f of stage 0; allowed: a cost for every sub-op"),
         ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
         ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
         ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),

@@ -14,9 +14,8 @@ from overlap1f1b.plan import (
     Resource,
     parse_recompute,
 )
-from overlap1f1b.plan.node import backward_chain, forward_chain, weight_node
 from overlap1f1b.schedule import Action, Kind, Placement
-from tests.plan.cases import DENSE, MOE
+from tests.plan.cases import DENSE, MOE, chains_of
 
 
 @pytest.mark.parametrize(
@@ -53,13 +52,13 @@ def test_lanes() -> None:
 
 def test_chains_of_dense_and_expert_blocks() -> None:
     shape = (DENSE, MOE, BlockShape(expert_calls=2))
-    forward = [str(node) for node in forward_chain(Action(Kind.F, 0, 4), shape)]
+    forward = [str(node) for node in chains_of(shape).of(Action(Kind.F, 0, 4))]
     assert " ".join(forward).replace(" m4", "") == (
         "dense.f[0] attention.f[1] counts.f[1] dispatch.f[1] experts.f[1] combine.f[1] aggregate.f[1] "
         "attention.f[2] counts.f[2] dispatch.f[2] experts.f[2] combine.f[2] aggregate.f[2] "
         "counts.f[2.1] dispatch.f[2.1] experts.f[2.1] combine.f[2.1] aggregate.f[2.1]"
     )
-    backward = [str(node) for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    backward = [str(node) for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
     assert " ".join(backward).replace(" m4", "") == (
         "aggregate.b[2.1] combine.b[2.1] experts.b[2.1] dispatch.b[2.1] "
         "aggregate.b[2] combine.b[2] experts.b[2] dispatch.b[2] attention.b[2] "
@@ -89,29 +88,31 @@ def test_chains_of_dense_and_expert_blocks() -> None:
 )
 def test_what_is_dropped_is_computed_again_where_it_is_needed_first(mode: Recompute, chain: str) -> None:
     shape = (DENSE._replace(recompute=mode), MOE._replace(recompute=mode))
-    backward = [str(node) for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    backward = [str(node) for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
     assert " ".join(backward).replace(" m4", "") == chain
-    exchanges = [node for node in backward_chain(Action(Kind.B, 0, 4), shape) if node.resource is Resource.EXCHANGE]
+    exchanges = [node for node in chains_of(shape).of(Action(Kind.B, 0, 4)) if node.resource is Resource.EXCHANGE]
     assert [node.op for node in exchanges] == [Op.COMBINE, Op.DISPATCH]
 
 
 def test_of_several_calls_all_are_computed_again_at_once_but_each_ones_experts_apart() -> None:
     shape = (BlockShape(expert_calls=2, recompute="block"),)
-    ops = [node.op for node in backward_chain(Action(Kind.B, 0, 4), shape)]
+    ops = [node.op for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
     assert ops.count(Op.RECOMPUTE_ATTENTION) == 1
     assert ops.index(Op.RECOMPUTE_ATTENTION) == 0
     assert ops.count(Op.RECOMPUTE_EXPERTS) == 2
 
 
 def test_chains_carry_stage_and_pipe() -> None:
-    for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B)):
-        assert {node[-2:] for node in chain(Action(kind, 3, 0, pipe=1), (MOE, DENSE))} == {(3, 1)}
+    chains = Chains(Placement.bidirectional(4), (MOE, DENSE))
+    for kind in (Kind.F, Kind.B):
+        assert {node[-2:] for node in chains.of(Action(kind, 3, 0, pipe=1))} == {(3, 1)}
 
 
 def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
     shape = (DENSE, BlockShape(0, split=False), BlockShape(2), BlockShape(1, split=False))
     action = Action(Kind.B, 0, 0)
-    weights = [str(w) for node in backward_chain(action, shape) if (w := weight_node(node, shape))]
+    chains = chains_of(shape)
+    weights = [str(w) for node in chains.of(action) if (w := chains.weight(node))]
     assert weights == [
         "experts.w[3] m0",
         "aggregate.w[2.1] m0",
@@ -121,7 +122,7 @@ def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
         "attention.w[2] m0",
         "dense.w[0] m0",
     ]
-    assert not any(weight_node(node, shape) for node in forward_chain(action, shape))
+    assert not any(map(chains.weight, chains.of(action._replace(kind=Kind.F))))
 
 
 def test_tags_tell_exchanges_apart() -> None:
@@ -130,8 +131,8 @@ def test_tags_tell_exchanges_apart() -> None:
         node
         for microbatch in range(5)
         for stage in (0, 1, 16, 255)
-        for chain, kind in ((forward_chain, Kind.F), (backward_chain, Kind.B))
-        for node in chain(Action(kind, stage, microbatch), shape)
+        for kind in (Kind.F, Kind.B)
+        for node in Chains(Placement.loop(1, 256), shape).of(Action(kind, stage, microbatch))
         if node.resource in (Resource.EXCHANGE, Resource.CONTROL)
     ]
     assert len({node.tag for node in nodes}) == len(nodes)

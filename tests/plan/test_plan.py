@@ -21,7 +21,6 @@ from overlap1f1b.plan import (
     Overlap,
     Plan,
     StageShape,
-    check,
     compile,
     parse_overlap,
 )
@@ -53,7 +52,6 @@ def test_every_plan(data: st.DataObject) -> None:
     compiled: dict[Overlap, Plan] = {}
     for overlap in overlaps:
         plan = compiled[overlap] = compile(program, shape, costs, overlap, counts_block=counts_block)
-        check(plan)
         assert not list(broken_rules(plan))
         nodes = without_gathers(plan.nodes)
         assert Counter(nodes) == expected_nodes(plan, 0)
@@ -135,7 +133,7 @@ def test_reductions_can_be_left_out() -> None:
     shape = (MOE._replace(reduced=True), DENSE._replace(reduced=True))
     plan = compile(combined_1f1b(3, 0), shape, table_costs(1), 3)
     assert sum(node.op is Op.REDUCE for node in plan.nodes) == 2
-    check(plan.without_reductions())
+    assert not list(broken_rules(plan.without_reductions()))
     assert plan.without_reductions().nodes == tuple(node for node in plan.nodes if node.op is not Op.REDUCE)
     assert not any(block.reduced for block in plan.without_reductions().shapes[0])
 

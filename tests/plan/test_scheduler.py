@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, Resource, check, compile
+from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, Resource, compile
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.schedule import Kind, Program, build_schedule
@@ -35,16 +35,9 @@ def scheduled(program: Program, policy: Policy, costs: NodeCosts, layers: int = 
     return tuple(ListScheduler(program.actions(0), chains_of((MOE,) * layers), costs, policy, peak).run())
 
 
-# Step over bound by (warm-up, open actions): the design's figures, with B = 2F, W half of B, experts : attention 4 : 3
-# in 4 layers, over exchange : compute and microbatches.
+# Step over bound by (warm-up, open actions), with B = 2F, W half of B, experts : attention 4 : 3 in 4 layers, over
+# exchange : compute and microbatches.
 CELLS = ((8, 0.25), (8, 0.5), (8, 1.0), (8, 1.5), (8, 2.0), (32, 1.0))
-DESIGN = {
-    (1, 1): (1.127, 1.254, 1.671, 1.447, 1.336, 1.668),
-    (1, 2): (1.014, 1.031, 1.150, 1.059, 1.044, 1.091),
-    (2, 2): (1.000, 1.000, 1.086, 1.009, 1.007, 1.046),
-    (2, 3): (1.000, 1.000, 1.052, 1.009, 1.007, 1.013),
-    (3, 4): (1.000, 1.000, 1.067, 1.009, 1.007, 1.017),
-}
 # What compile() reaches, and the list scheduler alone without patience.
 COMPILED = {
     (1, 1): (1.127, 1.254, 1.671, 1.447, 1.336, 1.668),
@@ -62,15 +55,14 @@ GREEDY = {
 }
 
 
-@pytest.mark.parametrize("row", DESIGN, ids="warm-up {0[0]}, k={0[1]}".format)
+@pytest.mark.parametrize("row", COMPILED, ids="warm-up {0[0]}, k={0[1]}".format)
 @pytest.mark.parametrize("column", range(len(CELLS)), ids=[f"M={m}, ratio {ratio:g}" for m, ratio in CELLS])
 def test_step_over_bound(row: tuple[int, int], column: int) -> None:
     (warmup, k), (microbatches, ratio) = row, CELLS[column]
     program = sequential(microbatches) if k == 1 else combined_1f1b(microbatches, warmup - 1)
     costs, bound = table_costs(ratio), table_bound(microbatches, 4, ratio)
     plan = compile(program, (MOE,) * 4, costs, k)
-    check(plan)
-    assert plan.predicted / bound <= DESIGN[row][column] + 0.01
+    assert not list(broken_rules(plan))
     assert 1.0 <= plan.predicted / bound <= COMPILED[row][column] + 0.0005
     assert makespan(scheduled(program, Policy(k), costs), costs) / bound <= GREEDY[row][column] + 0.0005
 
@@ -160,7 +152,7 @@ def test_weight_gradients_go_before_what_is_recomputed_unless_the_program_places
     def most_waiting(program: Program) -> int:
         """Weight gradients that wait where something is recomputed."""
         plan = compile(program, (MOE._replace(recompute=mode),) * 3, table_costs(1), k)
-        check(plan)
+        assert not list(broken_rules(plan))
         waiting = most = 0
         for node in plan.nodes:
             waiting += node.kind is Kind.I and node.op in (Op.ATTENTION, Op.EXPERTS)
@@ -220,7 +212,6 @@ def test_the_thread_does_not_wait_for_counts_that_come_after_the_next_rows() -> 
 def test_gradients_are_summed_in_the_programs_order(backwards: list[int], k: int, shape: tuple, block: bool) -> None:  # type: ignore[type-arg]
     """Also where a later forward's backward comes first, and could start first."""
     plan = compile(all_forwards_first(backwards), shape, table_costs(1), k, counts_block=block)
-    check(plan)
     assert not list(broken_rules(plan))
 
 

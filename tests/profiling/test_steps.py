@@ -81,9 +81,8 @@ def test_a_host(tmp_path: Path, kind: str) -> None:
     assert spans[1].in_flight == ("counts.f[0] m0 s1", "dispatch.f[0] m0 s1")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_clocks_do_not_matter(tmp_path: Path, kind: str) -> None:
-    ahead = written(tmp_path, device().shifted(10**12), kind)
+def test_clocks_do_not_matter(tmp_path: Path) -> None:
+    ahead = written(tmp_path, device().shifted(10**12), "nsys")
     assert summed(ahead) == DEVICE
     assert figures_of(ahead).idle == DEVICE_IDLE
 

@@ -61,13 +61,3 @@ def test_dualpipe(P: int) -> None:
             (zero, first), (one, second) = places if rank < P // 2 else places[::-1]
             want = numbered(spelled_out(P // 2, h, M // 2 - P + h + 1), (zero, one), (first, second))
             assert list(map(str, program.ranks[rank])) == want
-
-
-@pytest.mark.parametrize("P", [1, 2, 3, 4, 7])
-def test_dualpipev(P: int) -> None:
-    for M in (2 * P, 2 * P + 1, 4 * P):
-        program = build_schedule("dualpipev", ranks=P, microbatches=M)
-        for rank in range(P):
-            stages = (str(rank), str(2 * P - 1 - rank))
-            want = numbered(spelled_out(P, rank, M - 2 * P + rank + 1), stages, (0, 0))
-            assert list(map(str, program.ranks[rank])) == want

@@ -7,34 +7,22 @@ from typing import Any
 import pytest
 
 from overlap1f1b.schedule import DEFAULT_PROGRAM, SCHEDULES, build_schedule
-from tests.programs import forward_only
 
 PICTURES = {
     ("sequential", None): {
-        1: "F0 B0",
-        2: "F0 B0 F1 B1",
-        3: "F0 B0 F1 B1 F2 B2",
-        4: "F0 B0 F1 B1 F2 B2 F3 B3",
         7: "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6",
     },
     ("combined_1f1b", 0): {
-        1: "F0 B0",
-        2: "F0 B0‖F1 B1",
         3: "F0 B0‖F1 B1‖F2 B2",
-        4: "F0 B0‖F1 B1‖F2 B2‖F3 B3",
         7: "F0 B0‖F1 B1‖F2 B2‖F3 B3‖F4 B4‖F5 B5‖F6 B6",
     },
     ("combined_1f1b", 1): {
-        1: "F0 B0",
         2: "F0 F1 B0 B1",
-        3: "F0 F1 B0‖F2 B1 B2",
         4: "F0 F1 B0‖F2 B1‖F3 B2 B3",
         7: "F0 F1 B0‖F2 B1‖F3 B2‖F4 B3‖F5 B4‖F6 B5 B6",
     },
     ("combined_1f1b", 3): {
-        1: "F0 B0",
         2: "F0 F1 B0 B1",
-        3: "F0 F1 F2 B0 B1 B2",
         4: "F0 F1 F2 F3 B0 B1 B2 B3",
         7: "F0 F1 F2 F3 B0‖F4 B1‖F5 B2‖F6 B3 B4 B5 B6",
     },
@@ -55,14 +43,6 @@ def test_every_extra_warmup_costs_one_activation(extra_warmup: int, microbatches
     program = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=extra_warmup)
     assert program.peak_activations == (min(extra_warmup + 2, microbatches),)
     assert build_schedule("sequential", microbatches=microbatches).peak_activations == (1,)
-
-
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 7])
-def test_forward_only(microbatches: int) -> None:
-    program = forward_only(microbatches)
-    assert program.draw() == "rank 0: " + " ".join(f"F{m}" for m in range(microbatches))
-    assert program.forward_only
-    program.check()
 
 
 def test_names_and_defaults() -> None:

@@ -65,17 +65,16 @@ def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
         (program_of(F0, B0, I0, F1, B1), "rank 0, position 2: 0I0 repeats the backward of its microbatch"),
         (program_of(F0, I0, B0, F1, B1), "rank 0, position 2: 0B0 repeats the backward of its microbatch"),
         (program_of(B0, F0, F1, B1), "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
-        (program_of(F0, W0, I0, F1, B1), "rank 0, position 1: 0W0 comes before 0I0, which it needs"),
+        (program_of(F0, W0, I0, F1, B1), "rank 0, position 1: 0W0 comes before the backward of 0F0, which it needs"),
         (program_of(F0, B0, F2, B2), "rank 0, position 2: 0F2 names microbatch 2, allowed are 0 to 1"),
         (program_of(F0, B0, F1, B1, NONE), "rank 0, position 4: 0F-1 names microbatch -1, allowed are 0 to 1"),
-        (program_of(F0, Pair(F1, B1), B0), "position 1: .* joins two actions of one microbatch"),
+        (program_of(F0, Pair(F1, B1), B0), "position 1: .* comes before 0F1, which it needs"),
         (program_of(F0, Pair(F1, F0), B0), "position 1: .* must join a forward and a backward"),
         (program_of(F0, F1, Pair(B1, B0)), "position 2: .* must join a forward and a backward"),
         (program_of(F0, I0, Pair(F1, W0), B1), "position 2: .* must join a forward and a backward"),
-        (program_of(F0, Pair(F1, B1)), "position 1: .* joins two actions of one microbatch"),
-        (program_of(F0, F1, B0, B1, peak=1), "position 1: 0F1 makes 2 microbatches alive, declared are 1"),
-        (program_of(F0, Pair(F1, B0), B1, peak=1), "position 1: .* makes 2 microbatches alive, declared are 1"),
-        (program_of(), "program 'mine', rank 0 has no action"),
+        (program_of(F0, F1, B0, B1, peak=1), "rank 0: 2 microbatches alive, declared are 1"),
+        (program_of(F0, Pair(F1, B0), B1, peak=1), "rank 0: 2 microbatches alive, declared are 1"),
+        (program_of(), "program 'mine', rank 0: 0F0 lacks a forward"),
         (Program("mine", -1, ((F0, B0),), (1,)), "program 'mine': microbatches=-1; allowed: 1 or more"),
         (Program("mine", 2.5, ((F0, B0),), (1,)), "microbatches=2.5; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (-1,)), "program 'mine': peak activations=-1; allowed: 0 or more"),
@@ -87,7 +86,10 @@ def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
             Program("mine", 1, ((Action("F", 0, 0), B0),), (1,)),
             "rank 0, position 0: Action.kind='F', .* is not an action",
         ),  # type: ignore[arg-type]
-        (program_of(F0, F0._replace(stage="1")), "position 1: 1F0 names stage 1 of pipe 0, allowed are stages 0 to 0"),  # type: ignore[arg-type]
+        (
+            program_of(F0, F0._replace(stage="1")),
+            "position 1: 1F0 names stage 1 of pipe 0, allowed are the rank's own: 0",
+        ),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
         (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),
     ],

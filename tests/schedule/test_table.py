@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.schedule import SCHEDULES, Program, build_schedule, table
+from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -107,17 +107,14 @@ def test_a_spreadsheets_mark_is_passed_over(tmp_path: Path) -> None:
     [
         "0F0," + "x" * 10**6,
         "0F0,(" + "x" * 1000 + ";0B0)OVERLAP_F_B",
-        *(("0F0," + "9" * n + "F0\n0F" + "9" * n) for n in (39, 41, 5000, 10**6)),
+        *(("0F0," + "9" * n + "F0\n0F" + "9" * n) for n in (41, 10**6)),
         "0" + "'" * 10**5 + "F0",
         "# " + "x" * 10**6,
         "# name: " + "x" * 10**6 + "\n0F0",
         "# microbatches: " + "9" * 4000 + "\n0F0",
-        "# microbatches: " + "9" * 10**6 + "\n0F0",
         "# microbatches: -" + "9" * 4000 + "\n0F0",
         "# peak_activations: " + "1 " * 10**6 + "a\n0F0",
-        "# pipes: " + "7 " * 10**5 + "\n0F0",
         "# pipes: " + " ".join(map(str, range(1, 10**5))) + "\n0F0",
-        "# pipes: " + "0;" * 10**5 + "0 1\n0F0",
         "0F0\n" + "," * 10**5 + '"0B0',
     ],
 )
@@ -133,16 +130,3 @@ def test_a_name_of_one_long_word(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(f"# name: {'x' * 190}\n0F0,0B0\n")
     assert Program.from_csv(path).name == "x" * 190
-
-
-def test_as_much_is_read_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.csv"
-    build_schedule("1f1b", ranks=2, microbatches=3).to_csv(path, header=False)
-    monkeypatch.setattr(table, "MOST_SLOTS", 12)
-    assert len(Program.from_csv(path).ranks[1]) == 6
-    monkeypatch.setattr(table, "MOST_SLOTS", 11)
-    with pytest.raises(ValueError, match="line 2 is beyond 11 actions; allowed: at most this number"):
-        Program.from_csv(path)
-    monkeypatch.setattr(table, "MOST_CHARACTERS", path.stat().st_size - 1)
-    with pytest.raises(ValueError, match=f"has more than {path.stat().st_size - 1} characters; allowed: at most this"):
-        Program.from_csv(path)

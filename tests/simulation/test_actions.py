@@ -9,7 +9,8 @@ import pytest
 
 import overlap1f1b as o1
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_schedule, parse_slot
-from overlap1f1b.simulation import Costs, SlotSpan, TransferSpan, play_actions, simulate
+from overlap1f1b.simulation import Costs, play_actions, simulate
+from overlap1f1b.simulation.actions import SlotSpan, TransferSpan
 from tests.counting import work
 from tests.schedule.brute import F, W
 from tests.schedule.test_mutations import a_program

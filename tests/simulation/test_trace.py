@@ -96,7 +96,7 @@ def test_every_schedule(name: str, tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 3), st.booleans())), st.floats(1e-3, 1e4))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_spans(tmp_path: Path, parts: list[tuple[float, float, bool]], unit: float) -> None:
     events = [
         Event("rank 0", "exchange" if flag else "compute", "x", start, start + time) for start, time, flag in parts

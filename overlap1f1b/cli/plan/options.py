@@ -123,8 +123,7 @@ class PlanOptions:
     forward_only: tyro.conf.FlagCreatePairsOff[bool] = False
     """Forwards alone, as in evaluation; with --compare and --search too."""
     from_csv: Annotated[Path | None, by_default("FILE")] = None
-    """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules, with at most
-    10 million actions and 256 MiB."""
+    """Read the program from this file instead: a file of --csv or a table of torch's pipeline schedules."""
     send: Annotated[float | None, by_default("FLOAT", 0), COST_OR_0] = None
     """Time of a transfer between two ranks; 0 if it does not matter."""
     action_costs: Annotated[ActionCosts, tyro.conf.OmitArgPrefixes] = field(default_factory=ActionCosts)

@@ -39,8 +39,7 @@ class ReportOptions:
     """Report how much of the exchange was hidden behind compute, where it was not, and what to try next.
 
     Reads records of overlap1f1b profile, Chrome traces of torch.profiler (also gzipped) and SQLite files of nsys
-    export, one a rank; torch is not loaded. Times are milliseconds of a step. A file may have at most 10 million events
-    or spans, and 4 GiB of text if it is compressed; a larger file is refused: profile fewer steps.
+    export, one a rank; torch is not loaded. Times are milliseconds of a step.
 
     For example
 
