@@ -35,13 +35,13 @@ class Layout(NamedTuple):
     between: tuple[int, int]
 
     @classmethod
-    def of(cls, tokens: Tensor, weights: Tensor, *, scaled: bool = False) -> Layout:
+    def of(cls, tokens: Tensor, weights: Tensor, *, scales: int = 0) -> Layout:
         """Return the layout of the rows of ``tokens [T, H]`` with ``weights [T, K]``.
 
-        ``scaled`` rows have a byte an element, and a float32 behind them.
+        With ``scales``, a number of bytes, elements have a byte each, and these bytes behind them.
         """
         (hidden, choices), each = (tokens.shape[1], weights.shape[1]), weights.element_size()
-        row = hidden + 4 if scaled else hidden * tokens.element_size()
+        row = hidden + scales if scales else hidden * tokens.element_size()
         size = -(-(row + choices * (2 + each)) // ALIGNED) * ALIGNED
         return cls(hidden, choices, weights.dtype, size // tokens.element_size(), (row // 2, choices * each // 2))
 

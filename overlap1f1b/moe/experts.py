@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.fp8 import FITS, check_device
+from overlap1f1b.kernels.fp8 import FITS, Precision, check_device
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
@@ -25,8 +25,6 @@ from overlap1f1b.transport.suspend import computed_once
 
 WeightsIn = Literal["combine", "activation"]
 """Place where the experts' rank applies the routing weights: the sum of their results, or their activation before."""
-Precision = Literal["fp8"]
-"""Precision of the experts' products and of the rows sent to them: e4m3 with a scale a row; other sums are as ever."""
 GroupedProduct = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -63,7 +61,7 @@ class Experts(nn.Module):
 
     def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the grouped matrix product for :meth:`compute`; the engine replaces it with its own."""
-        eight = EightBits(self.kernels) if self.precision == "fp8" else None
+        eight = EightBits(self.kernels, self.precision) if self.precision else None
         product: Tensor = GroupedMM.apply(rows, weight, counts, eight)
         return product
 
@@ -132,7 +130,7 @@ class Experts(nn.Module):
         return computed_once(partial(self._there_and_back, tokens, indices, weights))
 
     def _there_and_back(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        options: dict[str, Any] = {"capacity": self.capacity, "eight": self.precision == "fp8"}
+        options: dict[str, Any] = {"capacity": self.capacity, "precision": self.precision}
         routes = [
             Route(part, self.experts, self.exchange.ranks, self.kernels, **options) for part in self._parts_of(indices)
         ]
@@ -168,8 +166,9 @@ class GroupedExperts(Experts):
         intermediate: I.
         weights_in: Place where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up
             · p`` as in Megatron-Core, the sum of the results has no weights, and its backward does not need them.
-        precision: See :data:`Precision`; None for the dtype of what is given. In ``"fp8"`` H and I are multiples of 16,
-            and a GPU is of compute capability 9; a CPU computes the same in float32. Weight gradients are as ever.
+        precision: Of products and of rows sent to the experts, in e4m3: ``"fp8"`` with a scale a row, ``"mxfp8"`` with
+            one of 32 elements; None for the dtype of what is given. H and I are multiples of 16, or 32. For fp8 a GPU
+            is of compute capability 9; for mxfp8 it multiplies these numbers in bfloat16. Weight gradients are as ever.
         group: Ranks that share the experts.
 
     Raises:
@@ -244,7 +243,7 @@ class GroupedExperts(Experts):
             )
         if weights.shape != indices.shape or not weights.is_floating_point():
             raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
-        if self.precision is not None:
+        if self.precision == "fp8":
             check_device(tokens)
         return super().__call__(tokens, indices, weights)
 
@@ -259,8 +258,8 @@ def check_experts(weights_in: WeightsIn, precision: Precision | None, hidden: in
     if precision not in (None, *get_args(Precision)):
         raise ValueError(f"precision={precision!r}; allowed: None, {', '.join(map(repr, get_args(Precision)))}")
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-        if precision is not None and size % FITS:
-            raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS}")
+        if precision is not None and size % FITS[precision]:
+            raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS[precision]}")
 
 
 def _described(tensor: Tensor) -> str:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels, use_kernels
+from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.kernels.swiglu import swiglu
-from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn
+from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.router import Router, RouterConfig
 from overlap1f1b.schedule.values import check_kind, check_size
 
@@ -55,7 +56,7 @@ class MoE(nn.Module):
         router: Number of experts and rules of the choice.
         shared_intermediate: Intermediate size of the shared expert, 0 for none.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
-        precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
+        precision: Of the experts, see :class:`~overlap1f1b.moe.experts.GroupedExperts`.
         group: Ranks that share the experts.
 
     Raises:

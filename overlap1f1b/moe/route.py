@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
-from overlap1f1b.kernels.fp8 import narrow_rows, widen_rows
+from overlap1f1b.kernels.fp8 import Precision, narrow_rows, scale_bytes, widen_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
 from overlap1f1b.kernels.permute import Layout, expand_rows, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
@@ -39,7 +39,7 @@ class Route(Splits):
         ranks: Ranks that share the experts.
         kernels: Choice between Triton and torch.
         capacity: Room for rows and choices of a rank, as a multiple of an even share; None for exact sizes.
-        eight: Whether rows are sent to the experts in eight bits, and their gradients back; never on one rank.
+        precision: Of rows that are sent to the experts, and of their gradients back; None for theirs, as on one rank.
 
     Attributes:
         tokens: T.
@@ -68,12 +68,12 @@ class Route(Splits):
         kernels: Kernels,
         *,
         capacity: float | None = None,
-        eight: bool = False,
+        precision: Precision | None = None,
     ) -> None:
         super().__init__((), ())
         self.tokens, self.top_k = indices.shape
         self.experts, self.ranks, self.kernels, self.capacity = experts, ranks, kernels, capacity
-        self.local, self.eight = experts // ranks, eight and ranks > 1
+        self.local, self.precision = experts // ranks, precision if ranks > 1 else None
         assert self.local < 1 << 15, "numbers of a rank's experts travel as int16"
         self.indices = indices
         self.room: int | None = None
@@ -154,25 +154,33 @@ class Route(Splits):
         """Return the rows to send ``[rows, W]`` of ``tokens [T, H]`` and ``weights [T, K]``."""
         self.hidden = tokens.shape[1]
         self._layout = Layout.of(tokens, weights)
-        if self.eight:
-            self._narrow = Layout.of(tokens, weights, scaled=True)
+        if self.precision is not None:
+            self._narrow = Layout.of(tokens, weights, scales=scale_bytes(self.hidden, self.precision))
         places = self.order, self.spots, self.local, self._layout, self.partial
         packed = self.kernels(pack_rows, tokens, self.indices, weights, *places)
-        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
+        return self._narrowed(packed)
+
+    def _narrowed(self, packed: Tensor) -> Tensor:
+        if self.precision is None:
+            return packed
+        return narrow_rows(packed, self._layout, self._narrow, self.precision, self.kernels)
+
+    def _widened(self, packed: Tensor) -> Tensor:
+        if self.precision is None:
+            return packed
+        return widen_rows(packed, self._layout, self._narrow, self.precision)
 
     def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients ``[T, H]`` of the tokens and ``[T, K]`` of the weights."""
         if self.spots is None:
             tokens, weights, _ = self._layout.opened(grad)
             return tokens, weights
-        if self.eight:
-            grad = widen_rows(grad, self._layout, self._narrow)
+        grad = self._widened(grad)
         return self.kernels(open_grads, grad, self.inverse, self.spots, self._layout)
 
     def expand(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``."""
-        if self.eight:
-            packed = widen_rows(packed, self._layout, self._narrow)
+        packed = self._widened(packed)
         if self._slots is None:
             chosen = self._layout.opened(packed)[2][:, : self._layout.choices]
             self._slots = self.kernels(place_slots, chosen, self.local, self.choices)
@@ -185,7 +193,7 @@ class Route(Splits):
         """Return the gradient ``[rows, W]`` of received rows."""
         assert self._slots is not None
         packed = self.kernels(pack_grads, grad_rows, grad_weights, self._slots.inverse, self._layout, self._gaps)
-        return narrow_rows(packed, self._layout, self._narrow, self.kernels) if self.eight else packed
+        return self._narrowed(packed)
 
     def weigh(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Sum the rows of each received row's choices by their weights, None for 1: ``[C, H] → [rows, H]``."""

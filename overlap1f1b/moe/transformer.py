@@ -15,7 +15,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Choice, Kernels, use_kernels
-from overlap1f1b.moe.experts import GroupedExperts, Precision, WeightsIn, check_experts
+from overlap1f1b.kernels.fp8 import Precision
+from overlap1f1b.moe.experts import GroupedExperts, WeightsIn, check_experts
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig
 from overlap1f1b.schedule.values import check_size
@@ -43,7 +44,7 @@ class MoEConfig(RouterConfig):
         sequence: Largest S.
         dropout: Dropout probability of a layer's output, before it is added to the residual.
         weights_in: Place where routing weights are applied, see :data:`~overlap1f1b.moe.experts.WeightsIn`.
-        precision: Of the experts, see :data:`~overlap1f1b.moe.experts.Precision`.
+        precision: Of the experts, see :class:`~overlap1f1b.moe.experts.GroupedExperts`.
         kernels: See :data:`~overlap1f1b.kernels.choice.Choice`; one choice for all layers.
 
     All others are those of :class:`~overlap1f1b.moe.router.RouterConfig`.

@@ -50,7 +50,7 @@ def rows_per_token(experts: int, chosen: int, ranks: int, groups: int = 1, top_g
     return rows / DRAWN
 
 
-def row_bytes(hidden: int, chosen: int, itemsize: int, weight_itemsize: int, *, eight: bool = False) -> int:
+def row_bytes(hidden: int, chosen: int, itemsize: int, weight_itemsize: int, precision: str | None = None) -> int:
     """Return the bytes of a sent row: H elements, K numbers of experts and K weights, a multiple of 16.
 
     Args:
@@ -58,9 +58,12 @@ def row_bytes(hidden: int, chosen: int, itemsize: int, weight_itemsize: int, *, 
         chosen: K.
         itemsize: Bytes of an element.
         weight_itemsize: Bytes of a weight.
-        eight: Whether elements are sent in eight bits, with four bytes of a scale.
+        precision: ``"fp8"`` for elements in eight bits and four bytes of a scale, ``"mxfp8"`` for a byte of 32
+            elements' scale; None for elements as they are.
     """
-    return -(-((hidden + 4 if eight else hidden * itemsize) + chosen * (2 + weight_itemsize)) // 16) * 16
+    scales = {"fp8": 4, "mxfp8": 2 * -(-hidden // 64)}
+    row = hidden * itemsize if precision is None else hidden + scales[precision]
+    return -(-(row + chosen * (2 + weight_itemsize)) // 16) * 16
 
 
 def exchanged_bytes(
@@ -74,12 +77,12 @@ def exchanged_bytes(
     *,
     itemsize: int = 2,
     weight_itemsize: int = 2,
-    eight: bool = False,
+    precision: str | None = None,
 ) -> tuple[float, float]:
     """Return the expected bytes that a rank sends to others for its tokens: in a dispatch and in a combine.
 
-    The backward sends the same. ``eight`` is of the dispatch alone, see :func:`row_bytes`. Under a row for each choice
-    both would be ``T·K·H·itemsize·(1 − 1/ranks)``.
+    The backward sends the same. ``precision`` is of the dispatch alone, see :func:`row_bytes`. Under a row for each
+    choice both would be ``T·K·H·itemsize·(1 − 1/ranks)``.
     """
     rows = tokens * rows_per_token(experts, chosen, ranks, groups, top_groups) * (1 - 1 / ranks)
-    return rows * row_bytes(hidden, chosen, itemsize, weight_itemsize, eight=eight), rows * hidden * itemsize
+    return rows * row_bytes(hidden, chosen, itemsize, weight_itemsize, precision), rows * hidden * itemsize

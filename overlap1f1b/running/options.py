@@ -101,9 +101,9 @@ class RunOptions:
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
-    precision: Annotated[Literal["fp8"] | None, by_default("fp8", "that of the weights")] = None
-    """fp8: the experts' products, and the rows sent to them, in eight bits with a scale a row; on a GPU one of compute
-    capability 9."""
+    precision: Annotated[Literal["fp8", "mxfp8"] | None, by_default("fp8|mxfp8", "that of the weights")] = None
+    """Of the experts' products and the rows sent to them, in eight bits: fp8 with a scale a row, on a GPU one of
+    compute capability 9; mxfp8 with a scale of 32 elements, whose products a GPU computes in bfloat16."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None

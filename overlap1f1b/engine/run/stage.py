@@ -315,7 +315,7 @@ class Stage:
             self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
         if self.agree is not None and (block, number) not in self._agreed:
             self._agreed.add((block, number))
-            bits = ", sent in 8 bits" * route.eight
+            bits = f", sent in {route.precision}" if route.precision else ""
             sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}{bits}"
             self.agree({f"call {number} of experts in {self.names[block]} of stage {self.number}": sizes})
         if self.first_rows is not None and (block, number) not in self.first_rows:
@@ -401,7 +401,8 @@ class Stage:
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
         kernels = experts.kernels if self.adds_to_main else None
-        eight = EightBits(experts.kernels, keeps=True) if experts.precision == "fp8" else None  # for this step
+        precision = experts.precision
+        eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
