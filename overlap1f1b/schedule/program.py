@@ -167,7 +167,7 @@ class Program:
         >>> slots = Sequential().program(2, ranks=1).ranks[0]
         >>> Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)).check()
         Traceback (most recent call last):
-        ValueError: program 'mine', rank 0, position 0: 0B0 comes before 0F0, which it needs
+        ValueError: program 'mine', rank 0: 0F0 lacks a forward
         """
         _check_sizes(self)
         for rank in range(len(self.ranks)):
