@@ -349,17 +349,55 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
-        undo = self.verification.undo() if grad and self.tuner.tries_memory and self._connects_again else None
+        play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
+        if self._capacity.factor is not None:
+            play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
+        if not grad:
+            return self._play_forwards(play_nodes, microbatches or self.microbatches)
+        if not self._trains:
+            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
+        play_nodes, tuner = self.player.recorded(play_nodes), self.tuner
+        plan, measuring, first = tuner.plan, tuner.state is State.MEASURING, not tuner.steps
+        self.mesh.same = {"the number of steps so far": tuner.steps, "loss_scale": loss_scale}
+        blocks = (block for stage in self.stages.values() for block in stage.blocks)
+        undo = self.verification.undo() if tuner.tries_memory and self._connects_again else None
         try:
-            return self._play(make_feed, grad=grad, loss_scale=loss_scale, microbatches=microbatches)
+            with (
+                self.guarded(lambda: self._at(plan)),
+                choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
+            ):
+                # 1. All ranks have the same plan and the same parameters.
+                differ = self._agree(plan, loss_scale)
+                self._check_parameters(first=first)
+                # 2. Forwards, backwards, exchanges, reductions.
+                notes, compared = tuner.notes, tuner.must_verify(plan)
+                counts = notes or (tuner.tries_memory and self.player.watch is not None)
+                count = ByteCount(self._device) if counts and not compared else None
+                with (
+                    self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
+                    self.player.counting(count, notes=notes),
+                ):
+                    played = self._play_compared(plan, play_nodes) if compared else play_nodes(plan)
+                # 3. All ranks have scaled alike.
+                if differ()[1]:  # a gradient scaler of its own on some rank
+                    self.mesh.agree({"loss_scale": loss_scale})
+                if first and self._compares:
+                    check_tensor_group(self.stages, self.mesh)
+                for stage in self.stages.values():
+                    for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
+                        warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
+                # 4. What the step has shown decides how the next ones are played.
+                tuner.learn(plan, played.result, count if notes else None)
+            return played
         except RuntimeError as error:
             if undo is None or not self._left(error):
                 raise
+        # 5. A trial ran out of memory on some rank: all ranks take it back, and go on with another plan.
         undo()
         if self.mesh.several:
             self._reconnect()
-        self.tuner.leave()
-        return self.play(make_feed, grad=grad, loss_scale=loss_scale)
+        tuner.leave()
+        return self.play(make_feed, loss_scale=loss_scale)
 
     def _left(self, error: RuntimeError) -> bool:
         """Return whether a rank ran out of memory; a failure ends the step on all ranks."""
@@ -384,50 +422,6 @@ class Engine:
         self.observe(old.recorder)
         self.verification.tables = tables
         self.tuner.rejoin(self.mesh, self.player, self.boundary)
-
-    def _play(
-        self, make_feed: Callable[[], Feed], *, grad: bool, loss_scale: float, microbatches: int | None
-    ) -> PlayedStep:
-        play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
-        if self._capacity.factor is not None:
-            play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
-        if grad:
-            play_nodes = self.player.recorded(play_nodes)
-        else:
-            return self._play_forwards(play_nodes, microbatches or self.microbatches)
-        if not self._trains:
-            raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        tuner = self.tuner
-        plan, measuring, first = tuner.plan, tuner.state is State.MEASURING, not tuner.steps
-        self.mesh.same = {"the number of steps so far": tuner.steps, "loss_scale": loss_scale}
-        blocks = (block for stage in self.stages.values() for block in stage.blocks)
-        with (
-            self.guarded(lambda: self._at(plan)),
-            choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
-        ):
-            # 1. All ranks have the same plan and the same parameters.
-            differ = self._agree(plan, loss_scale)
-            self._check_parameters(first=first)
-            # 2. Forwards, backwards, exchanges, reductions.
-            notes = tuner.notes
-            counts = notes or (tuner.tries_memory and self.player.watch is not None)
-            count = ByteCount(self._device) if counts and not tuner.must_verify(plan) else None
-            with (
-                self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
-                self.player.counting(count, notes=notes),
-            ):
-                played = self._play_compared(plan, play_nodes)
-            # 3. All ranks have scaled alike.
-            if differ()[1]:  # a gradient scaler of its own on some rank
-                self.mesh.agree({"loss_scale": loss_scale})
-            if first and self._compares:
-                check_tensor_group(self.stages, self.mesh)
-            for stage in self.stages.values():
-                for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
-                    warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
-            # 4. What the step has shown decides how the next ones are played.
-            tuner.learn(plan, played.result, count if notes else None)
-        return played
 
     def _agree(self, plan: Plan, loss_scale: float = 1.0) -> Callable[..., list[bool]]:
         """Compare number of microbatches, loss scale and plan over ranks; return what waits for the first two."""
@@ -487,14 +481,13 @@ class Engine:
         with self.guarded(lambda: self._at(plan)):
             differ = self._agree(plan)
             with self.sharding.gathered(gathered_in(plan.ranks[self.rank])):
-                played = self._play_compared(plan, play_nodes)
+                compared = self.tuner.must_verify(plan)
+                played = self._play_compared(plan, play_nodes) if compared else play_nodes(plan)
             differ(here=True)
         return played
 
     def _play_compared(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
-        """Play a step of a plan; if it was not played before, compare it with a plain loop."""
-        if not self.tuner.must_verify(plan):
-            return play_nodes(plan)
+        """Play a step of a plan, and compare it with a plain loop."""
         try:
             played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.observe)
         except VerificationError as error:
@@ -502,7 +495,7 @@ class Engine:
                 raise
             self.tuner.graphs = False
             warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
-            return self._play_compared(plan, play_nodes)
+            return self._play_compared(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
         self.tuner.note_verified(plan)
         return played
 

@@ -170,6 +170,8 @@ def _less(rank: int, size: int) -> list[tuple[str, int]]:
         while engine.tuner.settling:
             engine.step(data[0], target=data[1])
         found.append((engine.plan.fingerprint, engine.plan.peak_bytes[0] <= more))
+        engine.close()
+        del engine, model  # else the next limit would count them
     return found
 
 
