@@ -329,17 +329,17 @@ class Bench:
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
-            row = {"program": key, "default": False, "order": "", "predicted_ms": None, "tried": []}
             engine = default
             if isinstance(player, Engine):
                 assert player.costs is not None
                 engine, simulated = player, simulate(player.plan, player.costs)
-                row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
+                row: dict[str, Any] = {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
                 row |= {"tried": [str(one) for one in player.tuner.tried], "predicted_ms": 1e3 * simulated.makespan}
                 row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:
-                row |= {"overlap": player.overlap, "predicted_peak_bytes": None}
+                row = {"program": key, "overlap": player.overlap, "default": False, "order": "", "tried": []}
+                row |= {"predicted_ms": None, "predicted_peak_bytes": None}
             row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
             row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
             rows[key] = row
