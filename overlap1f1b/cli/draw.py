@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,8 +128,7 @@ class Piece(NamedTuple):
     style: str = ""
 
 
-@dataclass(frozen=True)
-class Grid:
+class Grid(NamedTuple):
     """A drawing as text.
 
         rank 0 F0-      B0----

@@ -67,15 +67,11 @@ def predicted_bars(ranks: Sequence[Recording], timelines: Mapping[int, Timeline]
     """Return the bars of simulated ranks."""
     bars = []
     for recording in ranks:
-        timeline = timelines[recording.rank or 0]
+        timeline, process = timelines[recording.rank or 0], f"rank {recording.rank} {PREDICTED}"
         several, group = staged(span.node for span in timeline.spans), (PREDICTED, *sharing("pp", recording))
         for node, start, end in timeline.spans:
             if end > start:
-                process, text, style = (
-                    f"rank {recording.rank} {PREDICTED}",
-                    text_of(node, staged=several),
-                    style_of(node),
-                )
+                text, style = text_of(node, staged=several), style_of(node)
                 bars.append(Bar(process, LANES[node.resource], node, text, style, start, end, group))
     return bars
 

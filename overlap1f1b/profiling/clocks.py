@@ -74,8 +74,9 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
         found.setdefault(first, -starts[first])
         for known in linked:
             for new in range(len(steps)):
-                if new not in found and (gap := _gap(arrivals[known], arrivals[new])) is not None:
-                    found[new] = found[known] + gap
+                if new not in found and (common := arrivals[known].keys() & arrivals[new].keys()):
+                    gaps = (arrivals[known][key] - arrivals[new][key] for key in common)
+                    found[new] = found[known] + floor(median(gaps))
                     linked.append(new)
     return [found[place] for place in range(len(steps))]
 
@@ -94,9 +95,3 @@ def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
             key = destination(node) if node.op is Op.SEND else node.chain
             arrived[key, over_stages] = end
     return arrived
-
-
-def _gap(known: Arrivals, new: Arrivals) -> int | None:
-    """Return how far the first clock is ahead of the second; None if nothing is in common."""
-    gaps = [known[key] - new[key] for key in known.keys() & new.keys()]
-    return floor(median(gaps)) if gaps else None

@@ -46,7 +46,11 @@ def read_record(path: Path, text: bytes) -> Recording:
     if not record.steps:
         raise ValueError(f"{path} has no steps; allowed: a record of one or more")
     texts = dict.fromkeys(text for step in record.steps for _, text, _, _ in step.spans)
-    names = [_node(path, text) for text in texts]
+    names: list[Node] = []
+    for name in texts:
+        if (node := parse_node(name)) is None:
+            raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(name)} is not a node)")
+        names.append(node)
     index = {text: number for number, text in enumerate(texts)}
     steps: list[StepRecord] = []
     for step in record.steps:
@@ -56,13 +60,6 @@ def read_record(path: Path, text: bytes) -> Recording:
     return Recording(
         path, record.rank, record.mesh, world, tuple(names), tuple(steps), "records", device, about=record.about
     )
-
-
-def _node(path: Path, text: str) -> Node:
-    node = parse_node(text)
-    if node is None:
-        raise ValueError(f"{path}: not a record of overlap1f1b profile ({quoted(text)} is not a node)")
-    return node
 
 
 def _step(path: Path, step: _Step, begin: int, index: Mapping[str, int], names: Sequence[Node]) -> StepRecord:

@@ -195,11 +195,6 @@ class TrainOptions(RunOptions):
     """Train the same steps with the schedule sequential too, and show both. So it is without --checkpoint and --link,
     too, if rows are exchanged."""
 
-    @property
-    def compares(self) -> bool:
-        """Whether the same steps are trained with the schedule sequential, too."""
-        return self.compare or (self.checkpoint is None and self.link is None and self.ep > 1)
-
 
 @dataclass(frozen=True)
 class BenchOptions(RunOptions):

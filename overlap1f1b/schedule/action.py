@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -108,13 +108,17 @@ def actions_of(slot: Slot) -> tuple[Action, ...]:
     return (slot.backward, slot.forward) if isinstance(slot, Pair) else (slot,)
 
 
-def levels_of(slots: Iterable[Slot]) -> Iterator[tuple[int, int]]:
-    """Yield live activations and waiting weight gradients while each action runs, in (stage, microbatch).
+def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
+    """Return the most live activations and the most waiting weight gradients, in (stage, microbatch).
 
     An activation lives from its forward to the end of its B or W; a weight gradient waits between its I and its W. In
     a pair the forward counts before the backward has ended.
+
+    >>> from overlap1f1b.schedule import Action
+    >>> peaks_of([Action.parse(text) for text in "0F0 0F1 0I0 0I1 0W0 0W1".split()])
+    (2, 2)
     """
-    alive = pending = 0
+    alive = pending = most_alive = most_pending = 0
     forward, split, weight = Kind.F, Kind.I, Kind.W
     for slot in slots:
         for action in reversed(actions_of(slot)):
@@ -125,18 +129,6 @@ def levels_of(slots: Iterable[Slot]) -> Iterator[tuple[int, int]]:
                 pending += 1
             elif kind is weight:
                 pending -= 1
-            yield alive, pending
+            most_alive, most_pending = max(most_alive, alive), max(most_pending, pending)
             alive -= kind is not forward and kind is not split
-
-
-def peaks_of(slots: Iterable[Slot]) -> tuple[int, int]:
-    """Return the peaks of live activations and of waiting weight gradients; see :func:`levels_of`.
-
-    >>> from overlap1f1b.schedule import Action
-    >>> peaks_of([Action.parse(text) for text in "0F0 0F1 0I0 0I1 0W0 0W1".split()])
-    (2, 2)
-    """
-    most_alive = most_pending = 0
-    for alive, pending in levels_of(slots):
-        most_alive, most_pending = max(most_alive, alive), max(most_pending, pending)
     return most_alive, most_pending

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
-from overlap1f1b.schedule.action import levels_of
+from overlap1f1b.schedule.action import peaks_of
 from overlap1f1b.schedule.program import flow
 from overlap1f1b.simulation.trace import Event, write_trace
 
@@ -62,16 +62,8 @@ class ProgramTimeline:
 
     def peak_activations(self, rank: int) -> float:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
-        return self._peak(rank, 1.0)
-
-    def peak_memory(self, rank: int) -> float:
-        """Return the peak memory of activations, in the unit of the costs; between I and W only a part is held."""
-        return self.costs.activation * self._peak(rank, self.costs.held)
-
-    def _peak(self, rank: int, held: float) -> float:
         program, placement = self.program, self.program.placement
-        levels = [(1, 0)] if program.forward_only else levels_of(program.ranks[rank])
-        peak = max((alive - (1.0 - held) * pending for alive, pending in levels), default=0.0)
+        peak = 1 if program.forward_only else peaks_of(program.ranks[rank])[0]
         return peak * placement.ranks / placement.stages
 
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
@@ -148,8 +140,6 @@ class Costs:
         weight: W, the part of B that computes weight gradients; the input gradient takes ``backward − weight``.
         pair: Time of a fused pair, as a fraction of the sum of its members: F&B / (F+B).
         send: Time of one transfer between two ranks; transfers from one rank to another go one after the other.
-        activation: Memory of the activations of one microbatch on a rank, in any unit.
-        held: Fraction of ``activation`` that is kept between I and W.
 
     Raises:
         ValueError: A cost is not a finite number, is negative, or is zero although its action must take time.
@@ -160,8 +150,6 @@ class Costs:
     weight: float = 1.0
     pair: float = 1.0
     send: float = 0.0
-    activation: float = 1.0
-    held: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -170,7 +158,7 @@ class Costs:
         for name in ("forward", "backward", "pair"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: a finite number > 0")
-        for name in ("weight", "send", "activation"):
+        for name in ("weight", "send"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)}; allowed: a finite number ≥ 0")
         if self.weight >= self.backward:
@@ -178,8 +166,6 @@ class Costs:
                 f"weight={self.weight} with backward={self.backward}, which it is a part of; "
                 f"allowed: from 0 to below {self.backward}"
             )
-        if not 0 <= self.held <= 1:
-            raise ValueError(f"held={self.held}; allowed: a fraction of the activations, 0 to 1")
 
     def of(self, slot: Slot, share: float = 1.0) -> float:
         """Return the time of an action or pair on a stage that is the fraction ``share`` of a rank's part."""

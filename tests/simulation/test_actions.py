@@ -96,12 +96,9 @@ def test_transfers_of_a_lane_follow_each_other() -> None:
     assert [timeline.peak_activations(rank) for rank in (0, 1)] == [1.0, 1.0]
 
 
-def test_memory() -> None:
-    timeline = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs(activation=6, held=0.5))
+def test_peak_activations() -> None:
+    timeline = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs())
     assert [timeline.peak_activations(rank) for rank in range(4)] == [4.0] * 4
-    assert [timeline.peak_memory(rank) for rank in range(4)] == [24.0, 21.0, 18.0, 15.0]
-    plain = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs(activation=6))
-    assert [plain.peak_memory(rank) for rank in range(4)] == [24.0] * 4
 
 
 def test_what_cannot_be_simulated() -> None:
@@ -164,11 +161,9 @@ def test_costs_of_steps() -> None:
         ({"forward": float("nan")}, "forward=nan; allowed: a finite number > 0"),
         ({"weight": -0.5}, "weight=-0.5; allowed: a finite number ≥ 0"),
         ({"send": -1}, "send=-1; allowed: a finite number ≥ 0"),
-        ({"activation": -1}, "activation=-1; allowed: a finite number ≥ 0"),
         ({"weight": 2, "backward": 2}, "weight=2 with backward=2, which it is a part of; allowed: from 0 to below 2"),
         ({"forward": "1"}, "forward='1'; allowed: a number"),
         ({"send": None}, "send=None; allowed: a number"),
-        ({"held": 1.5}, "held=1.5; allowed: a fraction of the activations, 0 to 1"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

@@ -106,13 +106,10 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Cal
         check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule not in (None, AUTO):
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
-
-    def tell(done: int) -> None:
-        begin(f"{done} of {len(tried)} schedules tried")
-
-    tell(0)
+    text = f"of {len(tried)} schedules tried"
+    begin(f"0 {text}")
     top = (options.top or 1) if isinstance(model, NodeModel) else None
-    ranking = search(tried, model=model, top=top, progress=tell, **step)
+    ranking = search(tried, model=model, top=top, progress=lambda done: begin(f"{done} {text}"), **step)
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
         raise ValueError(

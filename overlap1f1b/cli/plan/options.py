@@ -30,10 +30,6 @@ class ActionCosts:
     """Weight gradients, a part of the backward; 0 if there are none, as with frozen weights."""
     pair: Annotated[float | None, by_default("FLOAT", 1), COST] = None
     """Time of a fused pair, as a fraction of the sum of its members."""
-    activation: Annotated[float | None, by_default("FLOAT", 1), COST] = None
-    """Memory of the activations of one microbatch on a rank, in any unit; adds the peak memory to the table."""
-    held: Annotated[float | None, by_default("FLOAT", 1), Range(most=1)] = None
-    """Fraction of --activation that is kept between input and weight gradient, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ def check_plan(options: PlanOptions) -> None:
     else:
         _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
     if options.forward_only:
-        _refuse(options.action_costs, ("backward", "weight", "pair", "held"), "--forward-only, which has no backward")
+        _refuse(options.action_costs, ("backward", "weight", "pair"), "--forward-only, which has no backward")
     costs = options.action_costs
     backward = 2.0 if costs.backward is None else costs.backward
     if costs.weight is not None and costs.weight >= backward:

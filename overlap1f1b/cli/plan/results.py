@@ -92,8 +92,6 @@ def _rank(program: Program, timeline: Played, rank: int) -> dict[str, Any]:
         row["exposed"] = of.exposed
         if of.host:
             row["host_late"] = of.late
-    elif (timeline.costs.activation, timeline.costs.held) != (1, 1):
-        row["peak_memory"] = timeline.peak_memory(rank)
     return row | {"pairs": pairs_of(program, rank)}
 
 
@@ -109,7 +107,6 @@ _COLUMNS = {
     "bubble": "bubble",
     "bubble_share": "bubble",
     "peak_activations": "peak activations",
-    "peak_memory": "peak memory",
     "parameter_copies": "parameters",
     "pairs": "pairs",
     "exposed": "exposed",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -33,8 +32,8 @@ def report(options: ReportOptions) -> None:
 
 
 def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: Say) -> None:
-    with reading(say, files) as progress:
-        recordings = read(*files, progress=progress)
+    recordings = read(*files, progress=reading(say, files))
+    say(f"{READ}, now the figures")
     content = content_of(recordings)
     bars: list[Bar] = []
     predicted: list[Bar] = []
@@ -66,8 +65,8 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
 
 
 def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | None) -> None:
-    with reading(say, paths) as progress:
-        contents = [content_of(read(path, progress=progress)) for path in paths]
+    progress = reading(say, paths)
+    contents = [content_of(read(path, progress=progress)) for path in paths]
     names = [str(path) for path in paths]
     sentence = figures.sentence_of(contents[0], contents[1], names)
     write_json(target, {"compare": contents, "verdict": sentence})
@@ -104,9 +103,8 @@ def _title(recordings: Recordings) -> str:
     return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"
 
 
-@contextmanager
-def reading(say: Say, paths: Sequence[Path]) -> Iterator[Progress]:
-    """Yield a function that is told the bytes read of a file and passes them on to ``say``."""
+def reading(say: Say, paths: Sequence[Path]) -> Progress:
+    """Return a function that is told the bytes read of a file and passes them on to ``say``."""
     count, seen = len(files_of(*paths)), set[Path]()
 
     def tell(path: Path, read: int, size: int) -> None:
@@ -114,5 +112,4 @@ def reading(say: Say, paths: Sequence[Path]) -> Iterator[Progress]:
         megabytes = f"{read / 2**20:.0f} of {size / 2**20:.0f} MiB"
         say(f"reading {path.name}, file {len(seen)} of {count}: {megabytes}")
 
-    yield tell
-    say(f"{READ}, now the figures")
+    return tell

@@ -124,9 +124,8 @@ def with_checkpointing(args: Any, parallel: OverlapArguments) -> tuple[Any, Over
     With options that change what is computed again, such as ``every_n_layers``, the layers' own stays.
     """
     names = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
-    if not any(getattr(args, name, False) for name in names):
-        return args, parallel
-    if any((getattr(args, f"{name}_kwargs", None) or {}).keys() - {"use_reentrant"} for name in names):
+    own = any((getattr(args, f"{name}_kwargs", None) or {}).keys() - {"use_reentrant"} for name in names)
+    if own or not any(getattr(args, name, False) for name in names):
         return args, parallel
     args = copy(args)  # another trainer's, too
     for name in names:

@@ -59,7 +59,7 @@ class Shell:
 
     def __init__(self, model: Any, found: Found) -> None:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
-        self.prefix = found.prefix
+        self.prefix, self.owner_name = found.prefix, type(found.owner).__name__
         self.config = model.config.get_text_config()
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
@@ -153,11 +153,6 @@ class Shell:
         return ValueError(
             f"{type(self.model).__name__}'s own forward fails with input_ids alone{without} ({why}); allowed: {allowed}"
         )
-
-    @property
-    def owner_name(self) -> str:
-        """Class name of the module that calls the layers, for messages."""
-        return type(self.owner).__name__
 
     def routers(self, number: int) -> list[tuple[nn.Module, int]]:
         """Return modules of a layer that compute router logits, with the logits' index in each module's outputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,24 +34,22 @@ class HfBench(Bench):
         super().__init__(options, rank, say)
         self.peer = OwnParallelism(self.model, rank, options.microbatches) if options.peers else None
 
-    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
-        options = self.options
-        program = build_schedule("sequential", microbatches=options.microbatches)
-        whole, x = HfModel(options, Rank(0, 1, self.rank.device, None), program), self.inputs
-        x = x.chunk(options.microbatches)[0]
-        return whole, lambda: _loss(whole, x), whole.split.routers
+    def _alone(self) -> HfModel:
+        program = build_schedule("sequential", microbatches=self.options.microbatches)
+        return HfModel(self.options, Rank(0, 1, self.rank.device, None), program)
 
-    def _real_modules(self) -> Sequence[nn.Module]:
-        return self.model.split.routers
+    def _real_modules(self, model: HfModel) -> Sequence[nn.Module]:
+        return model.split.routers
+
+    def _loss(self, model: HfModel, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = model.split.model(x, labels=y, use_cache=False).loss
+        return loss
 
     def _bounds(self, default: Engine) -> Bounds:
         bounds, peer = super()._bounds(default), self.peer
         if peer is None:
             return bounds
         return bounds | {PEER: lambda: timed(lambda: peer.step(self.inputs), self.rank)[0]}
-
-    def _losses(self, count: int) -> Iterator[Tensor]:
-        return (_loss(self.model, x) for x in self.inputs.chunk(count))
 
     def _further(self, rows: list[dict[str, Any]], bounds: dict[str, float]) -> dict[str, Any]:
         if self.peer is None:
@@ -70,12 +68,6 @@ class HfBench(Bench):
                 }
             },
         }
-
-
-def _loss(model: HfModel, tokens: Tensor) -> Tensor:
-    """Return the mean loss of the whole model on this rank, for ``tokens [B, S]``."""
-    loss: Tensor = model.split.model(tokens, labels=tokens, use_cache=False).loss
-    return loss
 
 
 class OwnParallelism:

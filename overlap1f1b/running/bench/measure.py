@@ -85,21 +85,18 @@ class Bench:
 
     # What differs between kinds of models
 
-    def _sample(self) -> tuple[nn.Module, Callable[[], Tensor], Sequence[nn.Module]]:
-        """Return the model, loss and real modules for :func:`operations_per_second`, on this rank alone."""
+    def _alone(self) -> Any:
+        """Return a model, on this rank alone, that computes as the measured one does."""
         options = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0))
-        model, count = MoETransformer(model_config(options), seed=options.seed), options.microbatches
-        x, y = self.inputs.chunk(count)[0], self.target.chunk(count)[0]
-        return model, lambda: loss_fn(model(x), y), ()
+        return MoETransformer(model_config(options), seed=options.seed)
 
-    def _real_modules(self) -> Sequence[nn.Module]:
+    def _real_modules(self, model: Any) -> Sequence[nn.Module]:
         """Return the modules that compute for real in timed compute, beside the routers of this library."""
         return ()
 
-    def _losses(self, count: int) -> Iterator[Tensor]:
-        """Yield the loss of each of ``count`` microbatches by the model's own forward."""
-        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
-            yield loss_fn(self.model(x), y)
+    def _loss(self, model: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of a microbatch by the model's own forward."""
+        return loss_fn(model(x), y)
 
     def _bounds(self, default: Engine) -> Bounds:
         """Return the measurements of a round beside the rows, for an engine whose step is in ``self.recording``.
@@ -200,8 +197,8 @@ class Bench:
         count = self.options.microbatches
         set_auxiliary_scale(self.model, 1 / count)
         start = time.perf_counter()
-        for loss in self._losses(count):
-            (loss / count).backward()
+        for x, y in zip(self.inputs.chunk(count), self.target.chunk(count), strict=True):
+            (self._loss(self.model, x, y) / count).backward()
         devices.settle(self.rank.device)
         return time.perf_counter() - start
 
@@ -209,8 +206,13 @@ class Bench:
         if self.options.compute == "real":
             return nullcontext()
         self.say(f"measuring compute, then {self.options.rounds} rounds")
-        speed = least_in_turn(lambda: operations_per_second(*self._sample()), self.rank)
-        return TimedCompute(speed).entered(self.model, self._real_modules())
+        x, y = (tensor.chunk(self.options.microbatches)[0] for tensor in (self.inputs, self.target))
+
+        def speed() -> float:
+            model = self._alone()
+            return operations_per_second(model, lambda: self._loss(model, x, y), self._real_modules(model))
+
+        return TimedCompute(least_in_turn(speed, self.rank)).entered(self.model, self._real_modules(self.model))
 
     def _calibrated(self, engine: Engine) -> NodeCosts:
         while engine.tuner.settling:
@@ -220,7 +222,6 @@ class Bench:
 
     def _record(self, default: Engine) -> None:
         """Play a step and keep its exchanges of rows, and what the rows carried."""
-        self.recording.clear()
         self.recording.keeps = True
         self.step(default)
         self._carried = self.recording.carried()
@@ -328,17 +329,17 @@ class Bench:
         steps = {key: median(samples[key].seconds) for key in players}
         first, rows = next(iter(steps.values())), {}
         for key, player in players.items():
-            row = {"program": key, "default": False, "order": "", "predicted_ms": None, "tried": []}
             engine = default
             if isinstance(player, Engine):
                 assert player.costs is not None
                 engine, simulated = player, simulate(player.plan, player.costs)
-                row |= {"program": variants[key].name, "overlap": str(player.plan.overlap)}
+                row: dict[str, Any] = {"program": variants[key].name, "overlap": str(player.plan.overlap)}
                 row |= {"default": variants[key].default, "order": player.plan.order}
                 row |= {"tried": [str(one) for one in player.tuner.tried], "predicted_ms": 1e3 * simulated.makespan}
                 row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:
-                row |= {"overlap": player.overlap, "predicted_peak_bytes": None}
+                row = {"program": key, "overlap": player.overlap, "default": False, "order": "", "tried": []}
+                row |= {"predicted_ms": None, "predicted_peak_bytes": None}
             row |= samples[key].summary() | {"tokens_per_s": tokens / steps[key], "speedup": first / steps[key]}
             row |= {f"over_{name}": steps[key] / bound for name, bound in self._floors(engine, bounds)}
             rows[key] = row

@@ -47,7 +47,7 @@ class _Run:
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
         self.reference: Trainer | None = None
-        if options.compares:
+        if options.compare or (options.checkpoint is None and options.link is None and options.ep > 1):
             sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
         self._introduce()

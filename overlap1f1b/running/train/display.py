@@ -44,16 +44,13 @@ class Progress:
         held = "" if held_out is None else f"  held-out {held_out:.3f}"
         text = f"step {number}/{self.steps}  loss {step.loss:.3f}{held}  grad_norm {step.grad_norm:.2f}"
         now = held_out is not None or number % self.every == 0 or number == self.steps
-        self.say(f"{text}  {self._speed()}", now=now)
-        if now and number < self.steps:  # what was printed is not said a second time
-            self.say(f"step {number + 1}/{self.steps} runs")
-
-    def _speed(self) -> str:
         speed = self.tokens / median(step.seconds for step in self._recent)
         shares = [step.hidden for step in self._recent if step.hidden is not None]
         exposed = 1e3 * fmean(step.exposed for step in self._recent)
         seen = f"  hidden {fmean(shares):.0%}  exposed {exposed:.0f} ms" if shares else ""
-        return f"{speed:.0f} tokens/s{seen}"
+        self.say(f"{text}  {speed:.0f} tokens/s{seen}", now=now)
+        if now and number < self.steps:  # what was printed is not said a second time
+            self.say(f"step {number + 1}/{self.steps} runs")
 
 
 @contextmanager

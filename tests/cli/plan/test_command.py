@@ -200,11 +200,6 @@ def test_trace(capsys: Capture, tmp_path: Path) -> None:
     assert "send of 0F0" in names
 
 
-def test_peak_memory_where_activations_have_a_size(capsys: Capture) -> None:
-    rows = content(capsys, "--schedule", "1f1b", "--activation", 2.5)["per_rank"]
-    assert [row["peak_memory"] for row in rows] == [10, 7.5, 5, 2.5]
-
-
 SUB_OPS = ("--ranks", 2, "--microbatches", 4, "--layers", 2, "--dispatch", 6, "--send", 1)
 
 
@@ -338,7 +333,7 @@ def test_torch_is_not_loaded() -> None:
     [
         *((words, "1 or more") for words in ("--ranks 0", "--microbatches -1", "--chunks 0", "--group-size 0")),
         *((words, "1 or more") for words in ("--layers 0", "--layers 2 --parts 0", "--search --top 0")),
-        *((f"--{name} 0", "more than 0, at most 1e+100") for name in ("forward", "backward", "pair", "activation")),
+        *((f"--{name} 0", "more than 0, at most 1e+100") for name in ("forward", "backward", "pair")),
         *((f"--forward {value}", "more than 0, at most 1e+100") for value in ("nan", "inf", "-0.5", "1e+308")),
         *((f"--layers 2 --{name} 0", "more than 0, at most 1e+100") for name in ("attention", "experts", "seconds")),
         *((f"--{name} -1", "0 or more, at most 1e+100") for name in ("weight", "send")),
@@ -346,7 +341,6 @@ def test_torch_is_not_loaded() -> None:
             (f"--layers 2 --{name} -1", "0 or more, at most 1e+100")
             for name in ("dispatch", "combine", "counts", "launch")
         ),
-        ("--held 1.5", "0 or more, at most 1"),
         ("--search --memory 0", "more than 0"),
         ("--width 3", "20 or more"),
     ],
