@@ -47,8 +47,6 @@ _MOST = 4  # places that a message names
 PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
-Difference = tuple[tuple[float, ...], str]
-"""The first difference that a rank has found: its place in the loop, and a text."""
 
 
 class VerificationError(RuntimeError):
@@ -81,8 +79,7 @@ class Verification:
         Raises:
             VerificationError: It differs, or two loops differ.
         """
-        undo, summed_outside = self.undo(), self._player.around is not None
-        weights = self._weights()
+        undo, weights = self.undo(), self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
             """Play without a recorder, and without what stands around nodes."""
@@ -95,23 +92,24 @@ class Verification:
                 observe(recorder)
                 self._player.around = around
 
-        def play(*, rehearses: bool = False) -> PlayedStep:
-            undo()
-            return rehearse(plan) if rehearses else play_nodes(plan)
-
         serial = _bits(self._outcome(rehearse(twin)))
         mine = next((name for name, bits in self._weights().items() if bits != weights[name]), None)
-        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
-            undo()
+        first = next(filter(None, self._mesh.every(mine).values()), None)
+        undo()
+        if first is not None:
             raise VerificationError(
                 f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
             )
-        played = play(rehearses=summed_outside)
+        summed_outside = self._player.around is not None
+        played = (rehearse if summed_outside else play_nodes)(plan)
         differs = self._mesh.sums(_bits(self._outcome(played)) != serial)[0]
         if differs:
             self._judge(plan, twin, rehearse, undo, serial)
-        return play() if differs or summed_outside else played
+        elif not summed_outside:
+            return played
+        undo()
+        return play_nodes(plan)
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
@@ -213,7 +211,8 @@ class Verification:
 
     def _difference(
         self, plan: Plan, first: tuple[int, Node] | None, apart: Mapping[str, float], found: Witness
-    ) -> Difference:
+    ) -> tuple[tuple[float, ...], str]:
+        """Return the place in the loop of the first difference on this rank, and a text."""
         names, where = [name for name, by in apart.items() if by], ""
         when: tuple[float, ...] = (math.inf,)
         if first is not None:

@@ -208,9 +208,7 @@ class Boundary:
         self._remember = remember and not self._dynamic
         self._known = self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
-        if not self.posts_ahead:
-            return
-        for node in nodes:
+        for node in nodes if self.posts_ahead else ():
             if node.op is Op.RECEIVE:
                 self._receives.setdefault(self._peer(node), deque()).append(node)
         for peer in self._receives:

@@ -69,8 +69,7 @@ class Reducer(Reduction):
         places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
         self._sums = self._found()  # in each step: a user may mark experts after the Engine is made
         self._order = [place for place in places if place in self._sums]
-        self._ready, self._flights = {}, []
-        self._summed_at = {}
+        self._ready, self._flights, self._summed_at = {}, [], {}
         for place in reversed(self._order):
             self._summed_at |= dict.fromkeys((p for part, _ in self._sums[place] for p in part), place)
         self._aside.take(self._summed_at)

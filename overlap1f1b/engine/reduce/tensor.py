@@ -63,11 +63,9 @@ class TensorGradients(Reduction):
             RuntimeError: A gradient has placements that it did not have before.
         """
         if parameters := self._parameters.get((node.stage, node.block)):
-            known = self._kinds(node, parameters)
-            for number, parameter in enumerate(parameters):
-                if number not in known:
-                    continue
-                grad, (placements, dtype) = self._gradient(parameter), known[number]
+            for number, (placements, dtype) in sorted(self._kinds(node, parameters).items()):
+                parameter = parameters[number]
+                grad = self._gradient(parameter)
                 if grad is not None and grad.placements != placements:
                     raise RuntimeError(
                         f"the gradient of {self._name(node, parameter)} has placements {tuple(grad.placements)}; "
