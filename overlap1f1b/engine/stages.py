@@ -125,9 +125,8 @@ def stages_of(
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
         ties = []
-        tops = [held_blocks[stage] for stage in sorted(held)]
-        if isinstance(model, nn.Module) and placement.ranks == 1:
-            tops = [model]
+        whole = isinstance(model, nn.Module) and placement.ranks == 1
+        tops = [model] if whole else [held_blocks[stage] for stage in sorted(held)]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
     _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
     sharding = Sharding(

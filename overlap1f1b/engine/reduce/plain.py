@@ -43,6 +43,8 @@ class Reducer(Reduction):
         super().__init__()
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
         self._sums = self._found()
+        self.reduces = any(parameters for sums in self._sums.values() for parameters, _ in sums)
+        """Whether any gradient has to be summed."""
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
@@ -59,11 +61,6 @@ class Reducer(Reduction):
                     ([p for p in part if p not in self.apart], group) for part, group in both if group is not None
                 ]
         return found
-
-    @property
-    def reduces(self) -> bool:
-        """Whether any gradient has to be summed."""
-        return any(parameters for sums in self._sums.values() for parameters, _ in sums)
 
     def begin(self, order: Sequence[Node]) -> None:
         places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]

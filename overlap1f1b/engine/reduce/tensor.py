@@ -41,12 +41,9 @@ class TensorGradients(Reduction):
             for block in range(len(stage.blocks)):
                 every = (*stage.dense_parameters_of(block), *stage.expert_parameters_of(block))
                 self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
-        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
-
-    @property
-    def reduces(self) -> bool:
+        self.reduces = any(self._parameters.values())
         """Whether any parameter is a DTensor."""
-        return any(self._parameters.values())
+        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
 
     def begin(self, order: Sequence[Node]) -> None:
         # Torch would sum partial ones before it adds to them.
