@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -156,15 +156,12 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
     """
     if mesh.group("tp") is None:
         return
-    copies = {
-        f"parameter {name} of {where}": p
-        for name, where, p, expert in parameters_of(stages)
-        if not (expert and "tp" in mesh.experts_over) and _is_copied(p, mesh, expert=expert)
-    }
     grads = {
-        place: _sampled(grad)
-        for place, p in copies.items()
-        if (grad := main_grad(p) if p.grad is None else p.grad) is not None
+        f"parameter {name} of {where}": _sampled(grad)
+        for name, where, p, expert in parameters_of(stages)
+        if not (expert and "tp" in mesh.experts_over)
+        and _is_copied(p, mesh, expert=expert)
+        and (grad := main_grad(p) if p.grad is None else p.grad) is not None
     }
     rows = {
         (number, call): first.double().cpu()
@@ -174,7 +171,7 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
     for stage in stages.values():
         stage.first_rows = None
     ranks = mesh.gathered("tp", (grads, rows))
-    _check_gradients(copies, [found for found, _ in ranks], mesh)
+    _check_gradients([found for found, _ in ranks], mesh)
     if rows and all(_are_the_same([found[call] for _, found in ranks]) for call in rows):
         raise ValueError(
             f"experts_over={mesh.experts_over!r} with the same tokens on all ranks of a tensor group, "
@@ -182,11 +179,9 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
         )
 
 
-def _check_gradients(copies: Mapping[str, nn.Parameter], grads: Sequence[Mapping[str, Tensor]], mesh: Mesh) -> None:
-    none = torch.zeros(0, device="cpu")
+def _check_gradients(grads: Sequence[dict[str, Tensor]], mesh: Mesh) -> None:
     sampled: dict[str, Tensor] = {}  # [ranks, entries], with zeros for ranks that have no gradient
-    for place in copies:
-        known = next((found[place] for found in grads if place in found), none)
+    for place, known in ChainMap(*grads).items():
         sampled[place] = torch.stack([found.get(place, torch.zeros_like(known)) for found in grads])
     largest = max(map(_longest, sampled.values()), default=0.0)
     for place, each in sampled.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, chain, pairwise
 from typing import SupportsFloat
 
@@ -66,24 +67,23 @@ def split_blocks(
 def _best_split(
     sums: Sequence[float], stages: int, combine: Callable[[float, float], float], heaviest: float = math.inf
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the best split by dynamic programming: its cost, and where each stage ends, the first as late as possible.
+    """Return the best split: its cost, and where each stage ends, the first as late as possible.
 
     ``combine`` gives the cost of a stage's weight and of the stages behind it.
     """
-    least: dict[int, tuple[float, tuple[int, ...]]] = {len(sums) - 1: (0.0, ())}  # of the blocks behind a position
-    for _ in range(stages):
-        found: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for start in range(max(least)):
-            candidates = [
-                (combine(sums[end] - sums[start], rest), (-end, *ends))
-                for end, (rest, ends) in least.items()
-                if start < end and sums[end] - sums[start] <= heaviest
-            ]
-            if candidates:
-                found[start] = min(candidates)
-        least = found
-    cost, ends = least[0]
-    return cost, tuple(-end for end in ends)
+
+    @cache
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 0:
+            return 0.0 if start == len(sums) - 1 else math.inf, ()
+        found: list[tuple[float, tuple[int, ...]]] = [(math.inf, ())]
+        for end in range(start + 1, len(sums)):
+            if (weight := sums[end] - sums[start]) <= heaviest:
+                rest, ends = best(end, left - 1)
+                found.append((combine(weight, rest), (end, *ends)))
+        return min(found, key=lambda split: (split[0], [-end for end in split[1]]))
+
+    return best(0, stages)
 
 
 def stages_of(
@@ -125,9 +125,8 @@ def stages_of(
         held_blocks = {stage: split[stage] for stage in held}
         first = {stage: sum(map(len, split[:stage])) for stage in held}
         ties = []
-        tops = [held_blocks[stage] for stage in sorted(held)]
-        if isinstance(model, nn.Module) and placement.ranks == 1:
-            tops = [model]
+        whole = isinstance(model, nn.Module) and placement.ranks == 1
+        tops = [model] if whole else [held_blocks[stage] for stage in sorted(held)]
     # If nothing is summed over ranks, stages of one rank may share parameters: each adds its own gradient.
     _refuse_shared(list(held_blocks.values()), ties, parameters=reduce_dense or reduce_experts)
     sharding = Sharding(

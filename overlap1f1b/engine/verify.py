@@ -47,8 +47,8 @@ _MOST = 4  # places that a message names
 PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
-Difference = tuple[tuple[float, ...], str]
-"""The first difference that a rank has found: its place in the loop, and a text."""
+_Look = tuple[tuple[Any, ...], list[int]]
+"""A value and what it holds, and how often tensors among them have changed."""
 
 
 class VerificationError(RuntimeError):
@@ -81,8 +81,7 @@ class Verification:
         Raises:
             VerificationError: It differs, or two loops differ.
         """
-        undo, summed_outside = self.undo(), self._player.around is not None
-        weights = self._weights()
+        undo, weights = self.undo(), self._weights()
 
         def rehearse(order: Plan) -> PlayedStep:
             """Play without a recorder, and without what stands around nodes."""
@@ -95,23 +94,24 @@ class Verification:
                 observe(recorder)
                 self._player.around = around
 
-        def play(*, rehearses: bool = False) -> PlayedStep:
-            undo()
-            return rehearse(plan) if rehearses else play_nodes(plan)
-
         serial = _bits(self._outcome(rehearse(twin)))
         mine = next((name for name, bits in self._weights().items() if bits != weights[name]), None)
-        if (first := next(filter(None, self._mesh.every(mine).values()), None)) is not None:
-            undo()
+        first = next(filter(None, self._mesh.every(mine).values()), None)
+        undo()
+        if first is not None:
             raise VerificationError(
                 f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
             )
-        played = play(rehearses=summed_outside)
+        summed_outside = self._player.around is not None
+        played = (rehearse if summed_outside else play_nodes)(plan)
         differs = self._mesh.sums(_bits(self._outcome(played)) != serial)[0]
         if differs:
             self._judge(plan, twin, rehearse, undo, serial)
-        return play() if differs or summed_outside else played
+        elif not summed_outside:
+            return played
+        undo()
+        return play_nodes(plan)
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
@@ -213,7 +213,8 @@ class Verification:
 
     def _difference(
         self, plan: Plan, first: tuple[int, Node] | None, apart: Mapping[str, float], found: Witness
-    ) -> Difference:
+    ) -> tuple[tuple[float, ...], str]:
+        """Return the place in the loop of the first difference on this rank, and a text."""
         names, where = [name for name, by in apart.items() if by], ""
         when: tuple[float, ...] = (math.inf,)
         if first is not None:
@@ -223,8 +224,9 @@ class Verification:
             names.sort(key=lambda name: place not in name)  # those of this block first
             where = f"first in {node.name} of {place}, microbatch {node.microbatch}: "
         by = f"{names[0]} by {apart[names[0]]:.2g} of its largest entry" if names else "not the same in each play"
-        changed = found.changed()
-        meanwhile = f"; changed by another microbatch meanwhile: {changed}" if changed else ""
+        changed = list(found.changed)
+        more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
+        meanwhile = f"; changed by another microbatch meanwhile: {', '.join(changed[:_MOST])}{more}" if changed else ""
         what = f"{plan.program.name} with overlap {plan.order}"
         return when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}"
 
@@ -267,14 +269,15 @@ class Witness:
 
     Attributes:
         bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
+        changed: Places that microbatches have changed under each other, the first ones first.
     """
 
     def __init__(self, stages: Mapping[int, Stage], player: Player) -> None:
         self._stages, self._player = stages, player
         self.bits: dict[Node, int] = {}
+        self.changed: dict[str, None] = {}
         self._sums: dict[Node, Tensor] = {}
-        self._left: dict[tuple[int, int], dict[str, _Value]] = {}  # by a microbatch in the places that it has changed
-        self._changed: dict[str, None] = {}  # by another microbatch meanwhile
+        self._left: dict[tuple[int, int], dict[str, _Look]] = {}  # by a microbatch in the places that it has changed
 
     def __enter__(self) -> Witness:
         self._compute, self._player.compute = self._player.compute, self._watched
@@ -285,12 +288,6 @@ class Witness:
         self.bits = {node: int(bits) for node, bits in self._sums.items()}
         self._sums, self._left = {}, {}
 
-    def changed(self) -> str:
-        """Return the places that microbatches have changed under each other as text, the first ones first."""
-        names = list(self._changed)
-        more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-        return ", ".join(names[:_MOST]) + more
-
     def _watched(self, node: Node, microbatch: Microbatch, received: Mapping[Any, Any]) -> None:
         if node.kind is not Kind.F:
             self._compute(node, microbatch, received)
@@ -298,44 +295,40 @@ class Witness:
             left = self._left.setdefault((node.stage, node.microbatch), {})
             before = self._values(node)
             for name, value in left.items():
-                if name in before and not before[name].is_as(value):
-                    self._changed[name] = None
+                if name in before and not _same(before[name], value):
+                    self.changed[name] = None
             self._compute(node, microbatch, received)
             for name, value in self._values(node).items():
-                if name in left or name not in before or not before[name].is_as(value):
+                if name in left or name not in before or not _same(before[name], value):
                     left[name] = value
         sums = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
         if sums:
             self._sums[node] = torch.stack(sums).sum()
 
-    def _values(self, node: Node) -> dict[str, _Value]:
+    def _values(self, node: Node) -> dict[str, _Look]:
         """Return the values of all places that are not carried, of the blocks of a stage."""
         stage = self._stages[node.stage]
         known = {key for state in stage.attributes for key in state.known}  # blocks share classes and files
         return {
-            name: _Value(value)
+            name: _look(value)
             for block, where in zip(stage.blocks, stage.names, strict=True)
             for name, value in places(block, where, known)
         }
 
 
-class _Value:
-    """A value, with what else tells whether it has changed: what a container holds, and how often tensors have."""
+def _look(value: Any) -> _Look:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | deque) else ()
+    parts = (value, *inside)
+    return parts, [version_of(part) for part in parts if isinstance(part, Tensor)]
 
-    __slots__ = ("parts", "versions")
 
-    def __init__(self, value: Any) -> None:
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | deque) else ()
-        self.parts = (value, *inside)
-        self.versions = [version_of(part) for part in self.parts if isinstance(part, Tensor)]
-
-    def is_as(self, other: _Value) -> bool:
-        """Return whether nothing has changed."""
-        if len(self.parts) != len(other.parts) or self.versions != other.versions:
-            return False
-        plain = int, float, str, bytes
-        pairs = zip(self.parts, other.parts, strict=True)
-        return all(a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b) for a, b in pairs)
+def _same(one: _Look, other: _Look) -> bool:
+    """Return whether nothing has changed between two looks at a place."""
+    if len(one[0]) != len(other[0]) or one[1] != other[1]:
+        return False
+    plain = int, float, str, bytes
+    pairs = zip(one[0], other[0], strict=True)
+    return all(a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b) for a, b in pairs)
 
 
 def _handed_on(node: Node, microbatch: Microbatch) -> Iterator[Tensor]:

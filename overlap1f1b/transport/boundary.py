@@ -67,7 +67,6 @@ class Spec(NamedTuple):
 
 Specs = tuple[Spec, ...]
 _ABSENT = Spec(torch.bool, False, (0,))  # stands for None
-_Key = tuple[Op, Kind, int, int]
 
 
 def specs_of(tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> Specs:
@@ -106,14 +105,9 @@ def encode(specs: Specs) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(specs).ljust(_HEADER)), dtype=torch.uint8)
 
 
-def is_partial(tensor: object) -> bool:
-    """Return whether a tensor is a DTensor of which each rank has a summand."""
-    return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
-
-
 def summed(tensor: DTensor) -> DTensor:
     """Return a DTensor with sums in place of partial sums; all ranks of the tensor group must call this."""
-    if is_partial(tensor):
+    if any(placement.is_partial() for placement in tensor.placements):
         return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
     return tensor
 
@@ -182,10 +176,9 @@ class Boundary:
                     payload, number = two, 1 - two.rank()
                 lane = Lane(name, mesh.failures, background=self.posts_ahead, stamp=stamp, abort=mesh.abort)
                 links[peer] = _Link(payload, header, lane, number, header_peer)
-        self._known: dict[_Key, Specs] = {}  # of the present number of microbatches
-        self._of_numbers: dict[int, dict[_Key, Specs]] = {}
+        self._known: dict[Node, Specs] = {}  # of this step's transfers
+        self._of_numbers: dict[int, dict[Node, Specs]] = {}
         self._sent: dict[tuple[Kind, int], Specs] = {}  # last of each stage
-        self._remember = False
         self._receives: dict[int, deque[Node]] = {}
         self._posted: dict[Node, Flight[Tensors]] = {}
 
@@ -205,12 +198,9 @@ class Boundary:
         All steps with ``remember`` and the same number of microbatches send the same shapes, so only the first of them
         needs headers.
         """
-        self._remember = remember and not self._dynamic
-        self._known = self._of_numbers.setdefault(microbatches, {})
+        self._known = {} if self._dynamic or not remember else self._of_numbers.setdefault(microbatches, {})
         self._receives, self._posted = {}, {}
-        if not self.posts_ahead:
-            return
-        for node in nodes:
+        for node in nodes if self.posts_ahead else ():
             if node.op is Op.RECEIVE:
                 self._receives.setdefault(self._peer(node), deque()).append(node)
         for peer in self._receives:
@@ -231,14 +221,11 @@ class Boundary:
 
     def _launch(self, node: Node, peer: int) -> Flight[Tensors]:
         link = self._in[peer]
-        specs = self._known.get(_key(node)) if self._remember else None
-        return link.lane.launch(node, partial(self._post_receive, node, link, specs))
+        return link.lane.launch(node, partial(self._post_receive, node, link, self._known.get(node)))
 
     def _post_receive(self, node: Node, link: _Link, specs: Specs | None) -> Transfer[Tensors]:
         if specs is None:
-            specs = self._read(link)
-            if self._remember:
-                self._known[_key(node)] = specs
+            specs = self._known[node] = self._read(link)
         parts = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
         works = [link.payload.recv([self._sendable(t)], link.peer, 0) for t in parts if t.numel()]
         received = tuple(map(self._whole, parts, specs))
@@ -275,15 +262,13 @@ class Boundary:
                     f"stage {node.stage} passes on a DTensor over {tensor.device_mesh}; allowed: over the mesh's 'tp'"
                 )
         specs = specs_of(tensors, requires_grad)
-        known = self._known.get(_key(node)) if self._remember else None
+        known = self._known.get(node)
         if known is not None and specs != known:
             raise ValueError(
                 f"stage {node.stage} passes on {_text(specs)}, in the first step {_text(known)}; "
                 "allowed: the same, or an Engine with dynamic_shapes=True"
             )
-        if self._remember:
-            self._known[_key(node)] = specs
-        self._sent[node.kind, node.stage] = specs
+        self._known[node] = self._sent[node.kind, node.stage] = specs
         header = encode(specs) if known is None else None
         link = self._out[self._peer(node)]
         parts = tuple(map(local, tensors))
@@ -358,10 +343,6 @@ def _transfers(placement: Placement) -> list[tuple[tuple[int, int], list[Node]]]
                 found.setdefault((a, b), []).append(Node(Op.SEND, Kind.F, 0, 0, stage=stage))
                 found.setdefault((b, a), []).append(Node(Op.SEND, Kind.I, 0, 0, stage=stage + 1))
     return sorted(found.items(), key=itemgetter(0))
-
-
-def _key(node: Node) -> _Key:
-    return node.op, node.kind, node.stage, node.microbatch
 
 
 def _text(specs: Specs) -> str:

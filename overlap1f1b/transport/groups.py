@@ -57,13 +57,18 @@ class Groups:
         place = every if len(ranks) <= 16 else hashlib.sha256(every.encode()).hexdigest()[:32]
         number = self.store.add(f"overlap1f1b/made/{place}/{dist.get_rank()}", 1)
         self.name = f"{place}/{number}"
-        self._devices: list[Any] = []
         self._made: dict[str, tuple[Group, bool | None]] = {}  # each with `sends`
 
     @cached_property
     def backend(self) -> str:
         """Backend of groups that carry the device's tensors: the default group's."""
         return backend_of(None, self._kind)
+
+    @cached_property
+    def _devices(self) -> list[Any]:
+        # gloo's, for the interfaces that torch's own groups would use.
+        create: Any = dist.ProcessGroupGloo
+        return [create.create_device(interface=name) for name in _interfaces()] or [create.create_default_device()]
 
     def new(
         self,
@@ -95,7 +100,6 @@ class Groups:
             group = self._on_device(store, rank, ranks, name, ctas)
         else:
             backend: Any = dist.ProcessGroupGloo
-            self._devices = self._devices or _devices(backend)
             options = backend._Options()
             options._devices, options._threads = self._devices, 1
             if self.timeout is not None:
@@ -297,11 +301,6 @@ def nccl_options(ctas: int | None) -> Any:
 
 def _interfaces() -> list[str]:
     return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-
-
-def _devices(backend: Any) -> list[Any]:
-    """Return gloo's devices for the interfaces that torch's own groups would use."""
-    return [backend.create_device(interface=name) for name in _interfaces()] or [backend.create_default_device()]
 
 
 def collectives_begun() -> dict[tuple[int, ...], int]:

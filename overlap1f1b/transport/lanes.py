@@ -101,13 +101,11 @@ class Flight(Generic[T]):
     def _wait_long(self, arrived: threading.Event) -> None:
         # The transfers before it on the lane may take as long as the limit, and then this one as long again.
         deadline = time.monotonic() + LATE_FACTOR * self.lane.failures.limit.total_seconds()
-        while not arrived.wait(LOOK_S):
+        while self._error is None and not arrived.wait(LOOK_S):
             if self.lane.failures.read() is not None:
                 self._error = ConnectionError("another rank failed")
-                return
-            if time.monotonic() > deadline:
+            elif time.monotonic() > deadline:
                 self._error = TimeoutError("no answer")
-                return
 
     def _raise(self, error: BaseException) -> None:
         if isinstance(error, ValueError):  # on all ranks, before anything was sent

@@ -85,10 +85,7 @@ class Mesh:
             self._at |= zip(names, mesh.get_coordinate() or (), strict=True)
             ranks = mesh.mesh.permute([names.index(name) for name in DIMENSIONS if name in names])
         self._ranks = ranks.reshape([size.get(name, 1) for name in DIMENSIONS])
-        self._lines = {
-            name: self._ranks[tuple(slice(None) if d == name else self._at[d] for d in DIMENSIONS)].tolist()
-            for name in DIMENSIONS
-        }
+        self._lines = dict(zip(DIMENSIONS, _lines(self._ranks, list(self._at.values())), strict=True))
         self.exchanging = self._exchanging()
         self.labels = self._labels()
         self._own: Groups | None = None
@@ -322,8 +319,8 @@ class Mesh:
         differ along any dimension of this rank. It raises a LostRankError if a rank failed, or did not answer within
         the limit.
         """
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
         most = {name: own.clone() for name in self._control}
         works = {name: self._control[name].allreduce([line], options) for name, line in most.items()}
@@ -378,8 +375,7 @@ class Mesh:
         for dimension, group in self._control.items():
             with _naming(dimension):
                 group.allreduce([total]).wait()
-        found: list[float] = total.tolist()
-        return found
+        return list(total.tolist())
 
     def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
         """Combine the values of all ranks along the last dimension first; the result is the same on all ranks."""
@@ -413,11 +409,11 @@ def _differing(one: str, other: str) -> tuple[str, str]:
 
 def lines_of(mesh: DeviceMesh) -> list[list[int]]:
     """Return the ranks that this rank meets along each dimension of a DeviceMesh."""
-    at = mesh.get_coordinate() or [0] * mesh.ndim
-    return [
-        mesh.mesh[tuple(slice(None) if d == dimension else at[d] for d in range(mesh.ndim))].tolist()
-        for dimension in range(mesh.ndim)
-    ]
+    return _lines(mesh.mesh, mesh.get_coordinate() or [0] * mesh.ndim)
+
+
+def _lines(ranks: torch.Tensor, at: Sequence[Any]) -> list[list[int]]:
+    return [ranks[(*at[:dimension], slice(None), *at[dimension + 1 :])].tolist() for dimension in range(ranks.ndim)]
 
 
 def grid_of(

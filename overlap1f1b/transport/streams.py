@@ -71,7 +71,6 @@ class Mark(Protocol):
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Order all later computation after the mark. On a GPU the thread does not block."""
-        ...
 
     def synchronize(self, failures: Failures | None = None) -> None:
         """Block the thread until the mark is reached, for a transfer between ranks that share ``failures``.
@@ -80,11 +79,9 @@ class Mark(Protocol):
             TimeoutError: The mark was not reached within their limit.
             ConnectionError: A watchdog has found a failure of another rank: what it sends never comes.
         """
-        ...
 
     def is_completed(self) -> bool:
         """Return whether the mark is reached."""
-        ...
 
 
 class SideStream(Protocol):
@@ -97,7 +94,6 @@ class SideStream(Protocol):
         caller keeps the tensors until its computation has waited for the mark. So they need no ``record_stream``: they
         are freed after the mark.
         """
-        ...
 
     def empty(self, like: Tensor, *shape: int) -> Tensor:
         """Return memory of the stream's own, as ``like``: a job may fill it before compute has come to this place.
@@ -130,8 +126,7 @@ class EventMark:
             time.sleep(0)
 
     def is_completed(self) -> bool:
-        done: bool = self.ended.event.query()
-        return done
+        return bool(self.ended.event.query())
 
 
 class DeviceStream:
@@ -211,10 +206,9 @@ class ThreadStream(SideStream):
 
     def __init__(self, name: str = "stream") -> None:
         self._jobs: SimpleQueue[_Entry | None] = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._jobs,), name=f"overlap1f1b-{name}", daemon=True)
         self.close = weakref.finalize(self, self._jobs.put, None)
         """End the thread."""
-        thread.start()
+        threading.Thread(target=_work, args=(self._jobs,), name=f"overlap1f1b-{name}", daemon=True).start()
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
         # On a CPU the thread has finished its computation so far: without marks there is nothing to wait for.

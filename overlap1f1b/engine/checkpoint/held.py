@@ -24,7 +24,6 @@ from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.reduce.tied import ties_in
 from overlap1f1b.engine.run.model import marked_as_slice, tensor_dimension
 from overlap1f1b.moe import Experts
-from overlap1f1b.transport.boundary import is_partial
 from overlap1f1b.transport.mesh import DIMENSIONS
 
 Stored = Literal["all", "trained", "none"]
@@ -176,7 +175,7 @@ class Held:
         for name, parameter in self.parameters.items():
             state: State = (self.optimizer.state.get(parameter) or {}) if self.holds(name) else {}
             for entry, value in state.items():
-                if isinstance(value, DTensor) and is_partial(value):
+                if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
                     raise ValueError(
                         f"the optimizer's {entry} of {name} has placements {value.placements}; allowed: shards or "
                         "copies"

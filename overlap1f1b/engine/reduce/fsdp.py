@@ -103,24 +103,59 @@ class Sharding:
             _state(root)._lazy_init()
         # Each root has a context with three streams of high priority; torch has 32, and then gives them out again.
         share_comm_ctx(self._modules)
-        self.sliced: set[Tensor] = set()
-        self._check(tops, ranks, sharing, tensor)
-
-    def _check(
-        self, tops: Sequence[nn.Module], ranks: Collection[int], sharing: Collection[int], tensor: Collection[int]
-    ) -> None:
+        self._ranks, self._sharing, self._tensor = set(ranks), set(sharing), set(tensor)
         held = {id(p.sharded_param): group for group in self.groups for p in group.fsdp_params}
-        for top in tops:
-            for path, module in top.named_modules():
-                for label, parameter in module.named_parameters(recurse=False):
-                    if isinstance(parameter, DTensor):
-                        name = f"parameter {f'{path}.{label}'.lstrip('.')} of {type(top).__name__}"
-                        group = held.get(id(parameter))
-                        if _is_sliced(parameter, group, module, name, ranks, sharing, tensor):
-                            self.sliced.add(parameter)
+        self.sliced: set[Tensor] = {
+            parameter
+            for top in tops
+            for path, module in top.named_modules()
+            for label, parameter in module.named_parameters(path, recurse=False)
+            if isinstance(parameter, DTensor)
+            and self._is_sliced(parameter, held.get(id(parameter)), module, f"{label} of {type(top).__name__}")
+        }
         casts = any(held.mp_policy.param_dtype is not None for group in self.groups for held in group.fsdp_params)
         if casts and release(torch.__version__) < _PASSIVE_CASTS:
             raise ValueError(f"FSDP2 with param_dtype on torch {torch.__version__}; allowed: torch 2.13 or newer")
+
+    def _is_sliced(self, parameter: DTensor, group: ParameterGroup | None, module: nn.Module, name: str) -> bool:
+        """Return whether the ranks that share the experts have slices of a DTensor.
+
+        Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as
+        "ep_tp", tells slices of experts from slices of other layers.
+
+        Raises:
+            ValueError: Neither FSDP2 nor the tensor group, nor the experts, have parts of it over one dimension.
+        """
+        mesh, held, sliced = parameter.device_mesh, set(_ranks_of(group)), False
+        foreign, beyond = list[str](), list[str]()
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        dimensions = zip(names, lines_of(mesh), parameter.placements, strict=True)
+        for at, (dimension, line, placement) in enumerate(dimensions):
+            what, over = f"{repr(dimension) if dimension else f'dimension {at}'} of ranks {line}", set(line)
+            of_experts = dimension.split("_")[0] == "ep"
+            if not over <= self._ranks:  # they have other engines, which measure other costs and plan otherwise
+                foreign.append(what)
+            if of_experts and placement.is_shard() and over == self._sharing and not over <= held:
+                sliced = True
+            elif not over <= held and (of_experts or over != self._tensor):
+                beyond.append(what)
+        if not foreign and beyond and group is None and getattr(module, "_is_fsdp_managed_module", False):
+            raise ValueError(
+                f"parameter {name} is sharded by a module around the blocks; "
+                "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
+            )
+        if foreign or beyond:
+            raise ValueError(
+                f"parameter {name} is a DTensor over {', '.join(foreign or beyond)}, which is not FSDP2's over the "
+                f"engine's ranks {sorted(self._ranks)}; allowed: FSDP2 over these ranks, tensor parallelism over the "
+                "mesh's dimension 'tp', experts over its 'ep'"
+            )
+        if sliced and isinstance(module, nn.Linear | nn.Embedding):
+            raise ValueError(
+                f"parameter {name} is split over the ranks that share the experts, as by parallelize_module; "
+                "allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
+            )
+        return sliced
 
     @cached_property
     def holders(self) -> set[nn.Module]:
@@ -177,7 +212,6 @@ class Sharding:
             for called in _state(module)._modules:
                 hook = called.register_forward_pre_hook(partial(self._reach, number), prepend=True)
                 self._changes.enter_context(hook)
-        for number, module in enumerate(self._whole):
             if id(module) in self._uncalled:  # the engine calls its blocks alone
                 self._reach(number)
                 self._handles[number].wait()
@@ -246,66 +280,14 @@ class Sharding:
 
     def forget(self) -> None:
         """Drop gradients that were not reduced."""
-        for group in self.groups:
-            for held in group.fsdp_params:
-                if _sums_beside(held):
-                    held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
-
-
-def _is_sliced(
-    parameter: DTensor,
-    group: ParameterGroup | None,
-    module: nn.Module,
-    name: str,
-    ranks: Collection[int],
-    sharing: Collection[int],
-    tensor: Collection[int],
-) -> bool:
-    """Return whether the ranks that share the experts have slices of a DTensor.
-
-    Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as "ep_tp",
-    tells slices of experts from slices of other layers.
-
-    Raises:
-        ValueError: Neither FSDP2 nor the tensor group, nor the experts, have parts of it over one of its dimensions.
-    """
-    mesh, held, sliced = parameter.device_mesh, set(_ranks_of(group)), False
-    foreign, beyond = list[str](), list[str]()
-    names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    for at, (dimension, line, placement) in enumerate(zip(names, lines_of(mesh), parameter.placements, strict=True)):
-        what, over = f"{repr(dimension) if dimension else f'dimension {at}'} of ranks {line}", set(line)
-        of_experts = dimension.split("_")[0] == "ep"
-        if not over <= set(ranks):  # other ranks have other engines: they would measure other costs and plan otherwise
-            foreign.append(what)
-        if of_experts and placement.is_shard() and over == set(sharing) and not over <= held:
-            sliced = True
-        elif not over <= held and (of_experts or over != set(tensor)):
-            beyond.append(what)
-    if not foreign and beyond and group is None and getattr(module, "_is_fsdp_managed_module", False):
-        raise ValueError(
-            f"{name} is sharded by a module around the blocks; "
-            "allowed: that module itself given as the model, or as a stage; or fully_shard on each block"
-        )
-    if foreign or beyond:
-        raise ValueError(
-            f"{name} is a DTensor over {', '.join(foreign or beyond)}, which is not FSDP2's over the engine's ranks "
-            f"{sorted(ranks)}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension 'tp', "
-            "experts over its 'ep'"
-        )
-    if sliced and isinstance(module, nn.Linear | nn.Embedding):
-        raise ValueError(
-            f"{name} is split over the ranks that share the experts, as by parallelize_module; "
-            "allowed: such layers over the mesh's dimension 'tp', stacked experts over 'ep'"
-        )
-    return sliced
+        for owner, attribute in self.unreduced():
+            if attribute != "_partial_reduce_output":  # earlier steps'
+                setattr(owner, attribute, None)
 
 
 def _ranks_of(group: ParameterGroup | None) -> list[int]:
     """Return the ranks that hold shards or copies of a group's parameters; none without a group."""
-    ranks: list[int] = [] if group is None else group.mesh_info.mesh.mesh.flatten().tolist()
-    return ranks
+    return [] if group is None else list(group.mesh_info.mesh.mesh.flatten().tolist())
 
 
 def _state(module: FSDPModule) -> Any:

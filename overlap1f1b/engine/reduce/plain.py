@@ -43,6 +43,8 @@ class Reducer(Reduction):
         super().__init__()
         self.stages, self.dense, self.experts, self.lane, self.apart = stages, dense, experts, lane, apart
         self._sums = self._found()
+        self.reduces = any(parameters for sums in self._sums.values() for parameters, _ in sums)
+        """Whether any gradient has to be summed."""
         self._order: list[BlockKey] = []  # of the launches still to come, last first
         self._ready: dict[BlockKey, Node] = {}
         self._summed_at: dict[nn.Parameter, BlockKey] = {}  # the last of the blocks that share it
@@ -60,17 +62,11 @@ class Reducer(Reduction):
                 ]
         return found
 
-    @property
-    def reduces(self) -> bool:
-        """Whether any gradient has to be summed."""
-        return any(parameters for sums in self._sums.values() for parameters, _ in sums)
-
     def begin(self, order: Sequence[Node]) -> None:
         places = [(node.stage, node.block) for node in reversed(order) if node.op is Op.REDUCE]
         self._sums = self._found()  # in each step: a user may mark experts after the Engine is made
         self._order = [place for place in places if place in self._sums]
-        self._ready, self._flights = {}, []
-        self._summed_at = {}
+        self._ready, self._flights, self._summed_at = {}, [], {}
         for place in reversed(self._order):
             self._summed_at |= dict.fromkeys((p for part, _ in self._sums[place] for p in part), place)
         self._aside.take(self._summed_at)

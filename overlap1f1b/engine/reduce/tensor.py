@@ -41,12 +41,9 @@ class TensorGradients(Reduction):
             for block in range(len(stage.blocks)):
                 every = (*stage.dense_parameters_of(block), *stage.expert_parameters_of(block))
                 self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
-        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
-
-    @property
-    def reduces(self) -> bool:
+        self.reduces = any(self._parameters.values())
         """Whether any parameter is a DTensor."""
-        return any(self._parameters.values())
+        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
 
     def begin(self, order: Sequence[Node]) -> None:
         # Torch would sum partial ones before it adds to them.
@@ -63,11 +60,9 @@ class TensorGradients(Reduction):
             RuntimeError: A gradient has placements that it did not have before.
         """
         if parameters := self._parameters.get((node.stage, node.block)):
-            known = self._kinds(node, parameters)
-            for number, parameter in enumerate(parameters):
-                if number not in known:
-                    continue
-                grad, (placements, dtype) = self._gradient(parameter), known[number]
+            for number, (placements, dtype) in sorted(self._kinds(node, parameters).items()):
+                parameter = parameters[number]
+                grad = self._gradient(parameter)
                 if grad is not None and grad.placements != placements:
                     raise RuntimeError(
                         f"the gradient of {self._name(node, parameter)} has placements {tuple(grad.placements)}; "
