@@ -229,6 +229,7 @@ def doctor(options: DoctorOptions) -> int:
     check_files({"json": options.json})
     if STORE in os.environ and options.json is not None:
         found = Path(options.json)
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # a link that fails is one line
         end_with(lambda: measure(found, options.timeout))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     screen = console(options.json)

@@ -225,7 +225,9 @@ class Tuner:
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        if self.looks and plan.shapes != self.shapes:
+        pairs = [zip(*stage, strict=False) for stage in zip(self.shapes, plan.shapes, strict=False)]
+        cut = tuple(tuple(block.cut(other.exchanges) for block, other in stage) for stage in pairs)
+        if self.looks and plan.shapes != self.shapes and plan.shapes == cut:
             self._cut_plan = plan
         else:
             self._set(plan, self._now)
@@ -417,7 +419,7 @@ class Tuner:
                 transfers=self._boundary.timed(),
             )
         )
-        self._measured[self._setting] = replace(measured, bytes=self._held), self.shapes
+        self._measured[self._setting[0], self.parts] = replace(measured, bytes=self._held), self.shapes
         if self._more:
             self._setting = mode, parts = self._more.pop(0)
             self._use([[mode] * len(blocks) for blocks in self.shapes], parts)

@@ -243,6 +243,27 @@ def test_a_plan_that_is_set_ends_the_trials() -> None:
     assert engine.tuner.settling
 
 
+def test_costs_are_measured_anew_for_the_parts_in_use() -> None:
+    inputs, target = models.batch(4)
+    engine = make(models.build(), PROGRAM, parts="auto", tries=0)
+    while engine.tuner.settling:
+        engine.step(inputs, target=target)
+    before, engine.costs = engine.tuner.parts, None
+    while engine.tuner.settling:
+        engine.step(inputs, target=target)
+    engine.step(inputs, target=target)
+    assert engine.tuner.parts == before
+
+
+def test_a_plan_for_other_blocks_is_refused_before_the_first_step() -> None:
+    """Also where that step shows at which exchanges blocks are cut."""
+    engine = make(models.build(layers=1), PROGRAM)
+    other = make(models.build(layers=2), PROGRAM, costs=COSTS).plan
+    engine.tuner.looks = True
+    with pytest.raises(ValueError, match="for other blocks"):
+        engine.plan = other
+
+
 def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     """Several microbatches over two ranks, with exchanges that take a random time and uneven routing."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))

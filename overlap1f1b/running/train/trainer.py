@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
+from overlap1f1b.engine.tuner import State
 from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.link import PacedExchange
@@ -41,7 +42,7 @@ class Step:
     seconds: float  # from the batch to the updated weights
     exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
-    settling: bool  # whether the engine measured nodes in it, or tried a plan
+    state: State  # what the engine used it for
     by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
 
@@ -84,7 +85,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        settling = self.engine.tuner.settling
+        state = self.engine.tuner.state
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -120,7 +121,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=max(of.exposed for of in every),
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
-            settling=settling,
+            state=state,
             by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )
 
