@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: ranks and tests share the processors
+
+# A shell ignores Ctrl-C in what it runs in the background, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests.plan.tries import few_tries
 from tests.ranks import Ranks

@@ -76,9 +76,10 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
         (2, 0.77, None),
         (8, 0.25, None),
         (2, 0.5, "fp8"),
+        (2, 0.5, "mxfp8"),
     )
     for chosen, share, precision in cases:
-        layer = MoE(hidden, 16, RouterConfig(experts, chosen), precision=precision, group=mesh.get_group("ep"))
+        layer = MoE(hidden, 32, RouterConfig(experts, chosen), precision=precision, group=mesh.get_group("ep"))
         generator = torch.Generator().manual_seed(rank)
 
         def choose(x: Tensor, chosen: int = chosen, generator: torch.Generator = generator) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,7 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> li
         total = torch.tensor(sum(sizes.sent_bytes(rank) for sizes in recording.sizes.values()))
         dist.all_reduce(total)
         sent = int(total) / size
-        options = {"itemsize": 4, "weight_itemsize": 4, "eight": precision == "fp8"}
+        options = {"itemsize": 4, "weight_itemsize": 4, "precision": precision}
         counted = 2 * microbatches * sum(exchanged_bytes(tokens, hidden, experts, chosen, size, **options))
         before = 4 * microbatches * tokens * chosen * hidden * 4 / 2
         if not abs(sent / counted - 1) < 0.01 or not sent / before < share + 0.25:
@@ -118,7 +119,7 @@ def test_ranks_whose_rows_have_other_widths_are_refused(rank: int, size: int) ->
     for chosen, precision, capacity, said in (
         (1 + 3 * rank, None, None, ("is 1 experts a token", "4 experts")),
         (1 + 3 * rank, None, 2.0, ("is 1 experts a token", "4 experts")),
-        (2, "fp8" if rank else None, None, ("8 bits",)),
+        (2, "fp8" if rank else None, None, ("sent in fp8",)),
     ):
         moe = MoE(16, 16, RouterConfig(8, chosen), precision=precision, group=mesh.get_group("ep"))  # type: ignore[arg-type]
         program = build_schedule("combined_1f1b", microbatches=2)
