@@ -13,11 +13,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch: ranks and tests share the processors
 
-# A shell ignores Ctrl-C in what it runs in the background, and so would all processes that tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from tests.plan.tries import few_tries
 from tests.ranks import Ranks
+
+# A shell ignores Ctrl-C in what it runs in the background, and so would all processes that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COSTLY = {"kept", "alone", "megatron", "tmp_path_factory"}
 """Fixtures of tests that take processes of their own."""
