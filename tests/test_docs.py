@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import overlap1f1b as o1
 from overlap1f1b.integrations.megatron.config import REFUSED
 from overlap1f1b.integrations.transformers.arguments import _REFUSED
+from overlap1f1b.moe import Experts
 from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -53,8 +57,22 @@ def test_the_first_program_of_the_readme_runs(capsys: pytest.CaptureFixture[str]
     assert program is not None
     exec(program[1], {})
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 10
+    assert len(lines) == 20
     assert all(re.fullmatch(r"loss \d\.\d{3}", line) for line in lines)
+    assert float(lines[-1][5:]) < 1 < float(lines[0][5:])
+
+
+def test_the_experts_of_the_training_page_run() -> None:
+    given: dict[str, Any] = {"torch": torch, "nn": nn, "Tensor": Tensor, "Sequence": Sequence, "Experts": Experts}
+    page = (ROOT / "docs" / "training.md").read_text()
+    exec(
+        next(program for program in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "(Experts)" in program),
+        given,
+    )
+    experts = given["MyExperts"](4, 8, None)
+    tokens = torch.randn(5, 8)
+    found = experts(tokens, torch.full((5, 1), 2), torch.ones(5, 1))
+    assert torch.allclose(found, tokens @ experts.weight[2].T)
 
 
 def _play_the_page(rank: int, size: int) -> tuple[list[str], list[bool]]:

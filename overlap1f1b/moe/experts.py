@@ -34,7 +34,8 @@ class Experts(nn.Module):
     >>> y = experts(tokens, indices, weights)  # [T, H], [T, K] int64, [T, K] → [T, H]
 
     A call sends each token once to every rank that has experts of it, and back. In a plain loop it waits for both
-    exchanges; under an engine the forward is suspended at each. A subclass implements :meth:`compute`.
+    exchanges; under an engine the forward is suspended at each. A subclass implements :meth:`compute`; routing weights
+    are applied to what it returns.
 
     Attributes:
         experts: E, over all ranks.
@@ -46,8 +47,10 @@ class Experts(nn.Module):
         parts: Parts of the tokens of a call, each with exchanges of its own, in an engine's step; 1 outside.
         weights_in: Place where routing weights are applied.
         precision: Of products and of rows sent to the experts; None for that of what is given.
+        hidden: H, if a call checks it; None for any.
     """
 
+    hidden: int | None = None
     weights_in: WeightsIn = "combine"
     precision: Precision | None = None
     capacity: float | None = None
@@ -104,7 +107,7 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Apply the local experts to ``rows [R, H]``, which are grouped by expert, ``counts [E_local]`` rows each."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} without compute(rows, counts)")
 
     def answer(self, tokens: Tensor) -> Tensor | None:
         """Return ``[0, H]``, like the rows that come back; None if their width is not known before they come."""
@@ -118,7 +121,28 @@ class Experts(nn.Module):
         known = KnownRows(counts)
         rest = len(rows) - sum(known)
         result = self.compute(rows[: sum(known)], known)
+        if len(result) != sum(known):
+            raise ValueError(
+                f"compute of {type(self).__name__} returned {list(result.shape)} for {sum(known)} rows; "
+                "allowed: a row for each"
+            )
         return F.pad(result, (0, 0, 0, rest)) if rest else result, weights
+
+    def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
+        # reading values would make every call wait for a GPU. Route finds unknown experts.
+        hidden = tokens.shape[-1] if self.hidden is None else self.hidden
+        if indices.dim() != 2 or indices.dtype != torch.int64:
+            raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
+        if tokens.shape != (indices.shape[0], hidden):
+            raise ValueError(
+                f"tokens {_described(tokens)} with indices {list(indices.shape)}; allowed: {[indices.shape[0], hidden]}"
+            )
+        if weights.shape != indices.shape or not weights.is_floating_point():
+            raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
+        if self.precision == "fp8":
+            check_device(tokens)
+        return super().__call__(tokens, indices, weights)
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():  # in graphs of torch 2.11 these Functions lose gradients in silence
@@ -192,6 +216,7 @@ class GroupedExperts(Experts):
         super().__init__()
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
+        self.hidden = hidden
         self.share(experts, group)
         check_experts(weights_in, precision, hidden, intermediate)
         self.weights_in, self.precision = weights_in, precision
@@ -230,22 +255,6 @@ class GroupedExperts(Experts):
         if self.weights_in == "combine":
             return super().compute_routed(rows, weights, route)
         return self.compute(rows, route.expert_rows, weights), None
-
-    def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
-        # reading values would make every call wait for a GPU. Route finds unknown experts.
-        hidden = self.gate_up.shape[2]
-        if indices.dim() != 2 or indices.dtype != torch.int64:
-            raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
-        if tokens.shape != (indices.shape[0], hidden):
-            raise ValueError(
-                f"tokens {_described(tokens)} with indices {list(indices.shape)}; allowed: {[indices.shape[0], hidden]}"
-            )
-        if weights.shape != indices.shape or not weights.is_floating_point():
-            raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
-        if self.precision == "fp8":
-            check_device(tokens)
-        return super().__call__(tokens, indices, weights)
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
 
 from overlap1f1b.kernels.fp8 import check_device
-from overlap1f1b.moe import GroupedExperts, MoE, MoEConfig, RouterConfig
+from overlap1f1b.moe import Experts, GroupedExperts, MoE, MoEConfig, RouterConfig
 from tests.ranks import over
 
 T, K, E, H = 5, 2, 4, 8
@@ -140,3 +141,29 @@ def test_a_copy_has_parameters_of_its_own_and_shares_the_group(rank: int, size: 
         found += [torch.equal(copied(TOKENS, INDICES, WEIGHTS), wanted), copied.group is experts.group]
         found += [copied.gate_up is not experts.gate_up, copied.gate_up.data_ptr() != experts.gate_up.data_ptr()]
     return found
+
+
+class Scaled(Experts):
+    """Experts of a user's own; `lost` rows are not returned."""
+
+    def __init__(self, lost: int = 0) -> None:
+        super().__init__()
+        self.share(4, None)
+        self.lost = lost
+
+    def compute(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return rows[self.lost :] * 2
+
+
+def test_experts_of_a_users_own_check_what_they_are_given() -> None:
+    tokens, weights, indices = torch.randn(6, 8), torch.rand(6, 2), torch.randint(4, (6, 2))
+    assert torch.allclose(Scaled()(tokens, indices, weights), 2 * tokens * weights.sum(1, keepdim=True))
+    for given, error in (
+        ((tokens, weights, indices), r"indices torch.float32 \[6, 2\]; allowed: torch.int64"),
+        ((tokens[1:], indices, weights), r"tokens torch.float32 \[5, 8\] with indices \[6, 2\]; allowed: \[6, 8\]"),
+        ((tokens, indices, weights[:, :1]), r"weights torch.float32 \[6, 1\]; allowed: floating"),
+    ):
+        with pytest.raises(ValueError, match=f"^{error}"):
+            Scaled()(*given)
+    with pytest.raises(ValueError, match=r"^compute of Scaled returned \[11, 8\] for 12 rows; allowed: a row for each"):
+        Scaled(lost=1)(tokens, indices, weights)
