@@ -301,6 +301,8 @@ class Tuner:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
         if self.state is State.MEASURING:
             return f"{name} (measures the nodes)"
+        if self.state is State.TRYING:
+            return f"{name} (one of {len(self._now.turns)} that are tried in turns; the fastest stays)"
         return f"{name} ({'given' if self._now.is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
 
     @property

@@ -347,6 +347,9 @@ def test_bad_input_is_named() -> None:
         Engine(model, programs(1)[0], loss_fn=lambda o, t: o.flatten()[:4]).step(data[0], target=data[1])
     with pytest.raises(ValueError, match="program '1f1b' over 2 pipeline ranks on a mesh with 1 along 'pp'"):
         make(models.build(), build_schedule("1f1b", ranks=2, microbatches=4))
+    two = nn.Bilinear(8, 8, 8)  # its forward takes two tensors
+    with pytest.raises(ValueError, match=r"^block 5 \(Bilinear\) is given 1 tensor.* argument: 'input2'; allowed: a for"):
+        step(nn.Sequential(*models.build(), two), program, 1, data)
     with pytest.raises(ValueError, match="a model without blocks"):
         make([], program)
     message = r"^weight of block 0 \(Embedding\) is on the meta device in a step; allowed: parameters with values"

@@ -184,6 +184,7 @@ def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
     while engine.tuner.settling:
         if steps == 2:  # measured: the plan that is predicted to be the fastest comes next
             model[1].engine, model[1].order = engine, engine.plan.order
+            assert engine.tuner.choice.endswith("that are tried in turns; the fastest stays)")
         model.zero_grad()
         engine.step(inputs, target=target)
         steps += 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from overlap1f1b.plan import About
 from overlap1f1b.profiling import Recording, figures_of, read_file
 from overlap1f1b.profiling.verdict import advice, verdict
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome
@@ -90,6 +91,19 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
     assert verdict(sums).startswith(sentence)
     tips = advice(sums)
     assert (tip is None and tips == []) or any(tip is not None and tip in text for text in tips), tips
+
+
+@pytest.mark.parametrize(
+    ("about", "tip"),
+    [
+        (About("combined_1f1b", "pairs"), "a third is opened by overlap=3 and one more warm-up forward (extra_warmup=1)"),
+        (About("combined_1f1b+1", "pairs"), "a third is opened by overlap=3"),
+        (About("dualpipev", "3"), "though more were allowed: more microbatches or two chunks"),
+    ],
+)
+def test_advice_leaves_out_what_a_run_has(tmp_path: Path, about: About, tip: str) -> None:
+    sums = figures_of(written(tmp_path, step(*two(0, 20, (0, 40), (62, 80)))))
+    assert any(text.endswith(tip) for text in advice(sums, about))
 
 
 def test_the_largest_loss_comes_first(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -319,11 +320,24 @@ class BlockRun(Replaces):
                 f"{self.name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
                 "the graph; allowed: torch.compile without fullgraph"
             ) from None
+        except TypeError:
+            self._check_takes(values, given)
+            raise
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:
             return outs
         self._check_requires_grad(outs)
         return microbatch.with_loss(outs, self.name)
+
+    def _check_takes(self, values: Sequence[Tensor | None], given: Mapping[str, Any]) -> None:
+        """Check that the module's forward takes as many tensors as it is given."""
+        try:
+            signature(self.module.forward).bind(*values, **given)
+        except TypeError as error:
+            raise ValueError(
+                f"{self.name} is given {len(values)} tensor(s): {error}; allowed: a forward that takes what the block "
+                "before returns"
+            ) from None
 
     def _several(self, returned: Any, x: Tensors) -> Tensors:
         """Return the outputs of a module that returns another thing than one tensor."""
