@@ -160,7 +160,10 @@ class Again:
                     "a block calls torch.autograd.grad for activations that it drops and computes again; allowed: "
                     "recompute='none'"
                 )
-            self.compute([])  # stacks are used from one depth of C calls
+            stacks: list[Stack] = []  # each is used from one depth of C calls
+            self.compute(stacks)
+            for stack in stacks:
+                stack.end()
         value: Tensor = saved.value if self._hooks is None else self._hooks[1](saved.value)
         if self._hooks is None and version_of(value) != saved.version:
             raise RuntimeError(
