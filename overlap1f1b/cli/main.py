@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from overlap1f1b import __version__
 from overlap1f1b.cli.doctor import DoctorOptions, doctor
@@ -20,9 +20,6 @@ from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_wit
 from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, RunOptions, TrainOptions, check_run
 from overlap1f1b.running.wire import Wire
 from overlap1f1b.terminal.arguments import parse
-
-if TYPE_CHECKING:
-    from overlap1f1b.running.ranks import Rank
 
 MOST_RANKS = 32
 """Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
@@ -99,7 +96,7 @@ def _run_rank(options: RunOptions) -> int:
         os.environ.setdefault(name, value)
     from torch.distributed.distributed_c10d import _get_default_store as store
 
-    from overlap1f1b.running.ranks import NotJoinedError, joined, lost, no_room
+    from overlap1f1b.running.ranks import NotJoinedError, Rank, joined, lost, no_room
 
     verb: Callable[[Any, Rank], None]
     if isinstance(options, ProfileOptions):

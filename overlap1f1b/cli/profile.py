@@ -30,6 +30,7 @@ from overlap1f1b.simulation import Timeline
 from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.terminal.status import Say, showing
 
+Options = ProfileTrainOptions | ProfileBenchOptions
 COUNTERS = ("step_ms", "exchange_ms", "exposed_ms")
 
 
@@ -40,7 +41,7 @@ def counters(timeline: Timeline, *, alone: bool) -> dict[str, float | None]:
     return dict(zip(COUNTERS, times, strict=True)) | {"hidden_fraction": timeline.hidden_fraction if exchange else None}
 
 
-def profile(options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank) -> None:
+def profile(options: Options, rank: Rank) -> None:
     """Profile a few steps; every rank writes its files, and the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
     with showing(screen, "starting") as say, subject(options, rank, say) as (engine, step):
@@ -92,9 +93,7 @@ def remove_others(folder: Path, ranks: int) -> None:
             path.unlink()
 
 
-def _result(
-    options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, engine: Engine, ranks: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _result(options: Options, rank: Rank, engine: Engine, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     for found in ranks:
         steps = found["steps"]
         shares = [step["hidden_fraction"] for step in steps if step["hidden_fraction"] is not None]
@@ -131,9 +130,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
 
 
 @contextmanager
-def subject(
-    options: ProfileTrainOptions | ProfileBenchOptions, rank: Rank, say: Say
-) -> Iterator[tuple[Engine, Callable[[], object]]]:
+def subject(options: Options, rank: Rank, say: Say) -> Iterator[tuple[Engine, Callable[[], object]]]:
     """Yield an engine whose plan is compiled, and a function that makes its next step.
 
     A training goes on from its last checkpoint, if there is one, and is not saved.

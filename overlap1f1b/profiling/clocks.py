@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import floor
 from statistics import median
 
@@ -56,9 +56,6 @@ def sharing(dimension: str, recording: Recording) -> tuple[object, ...]:
     return tuple(sorted((name, at) for name, (at, _) in recording.mesh.items() if name != dimension))
 
 
-Arrivals = Mapping[object, int]
-
-
 def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     """Return the nanoseconds to add to the times of each rank, so that the first rank's step starts at 0.
 
@@ -81,7 +78,7 @@ def offsets(steps: Sequence[tuple[Recording, StepRecord]]) -> list[float]:
     return [found[place] for place in range(len(steps))]
 
 
-def _arrivals(recording: Recording, step: StepRecord) -> Arrivals:
+def _arrivals(recording: Recording, step: StepRecord) -> dict[object, int]:
     """Return the arrival time of each transfer that other ranks have too."""
     arrived: dict[object, int] = {}
     over_experts, over_stages = sharing("ep", recording), sharing("pp", recording)

@@ -133,10 +133,9 @@ class Lanes:
         """
         if self.recording.by == "stream":
             return {}
-        nodes = (
-            what if isinstance(what, Node) and what.op not in RECOMPUTES else None for what in self.recording.names
-        )
-        kinds = np.array([node.kind.value if node else "" for node in nodes], "U1")[self.step.compute.what]
+        names = self.recording.names
+        kind = [n.kind.value if isinstance(n, Node) and n.op not in RECOMPUTES else "" for n in names]
+        kinds = np.array(kind, "U1")[self.step.compute.what]
         forward, backward = self.step.compute[kinds == "F"], self.step.compute[(kinds == "I") | (kinds == "W")]
         start, end = first, last = self.window
         if len(forward) and len(backward):

@@ -28,11 +28,13 @@ def read_nsys(path: Path) -> list[Capture]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             return _captures(path, database)
     except sqlite3.Error as error:
-        why = shortened(str(error))
-        raise ValueError(f"{path}: {why}; allowed: a whole file of nsys export --type sqlite") from None
+        raise ValueError(
+            f"{path}: {shortened(str(error))}; allowed: a whole file of nsys export --type sqlite"
+        ) from None
     except (TypeError, OverflowError) as error:  # SQLite keeps text in a column of numbers
-        why = shortened(str(error))
-        raise ValueError(f"{path}: a row is malformed ({why}); allowed: a file of nsys export") from None
+        raise ValueError(
+            f"{path}: a row is malformed ({shortened(str(error))}); allowed: a file of nsys export"
+        ) from None
 
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:

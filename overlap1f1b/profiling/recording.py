@@ -21,12 +21,7 @@ Column = NDArray[np.int64]
 class Stream(NamedTuple):
     """Kernels and copies of one stream that have no range."""
 
-    number: int
-
-    @property
-    def name(self) -> str:
-        """Name in tables, in place of a sub-op."""
-        return f"stream {self.number}"
+    name: str  # in tables, in place of a sub-op
 
     def __str__(self) -> str:
         return self.name

@@ -161,7 +161,7 @@ class _Builder:
             note = f"kernels launched outside all ranges on streams {streams} count neither as compute nor as exchange"
             self.notes[note] = None
         numbers, place = np.unique(stream[~named], return_inverse=True)
-        unnamed = [self.index.setdefault(Stream(number), len(self.index)) for number in numbers.tolist()]
+        unnamed = [self.index.setdefault(Stream(f"stream {number}"), len(self.index)) for number in numbers.tolist()]
         what = owner.copy()
         what[~named] = np.array(unnamed, np.int64)[place]
         kernels = replace(kernels, what=what)

@@ -259,14 +259,11 @@ def check_run(options: RunOptions) -> None:
                 raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
     if isinstance(options, BenchOptions):
         _check_bench(options)
-    if isinstance(options, TrainOptions) and options.checkpoint is not None:
-        check_folder(options.checkpoint)
-    if isinstance(options, TrainOptions) and options.tensorboard is not None:
-        if find_spec("tensorboard") is None:
-            raise ValueError("--tensorboard needs its package; pip install tensorboard")
-        check_folder(options.tensorboard, "--tensorboard")
-    if isinstance(options, ProfileOptions):
-        check_folder(options.out, "--out")
+    if getattr(options, "tensorboard", None) is not None and find_spec("tensorboard") is None:
+        raise ValueError("--tensorboard needs its package; pip install tensorboard")
+    for name in ("checkpoint", "tensorboard", "out"):
+        if (folder := getattr(options, name, None)) is not None:
+            check_folder(folder, f"--{name}")
     check_files({"json": options.json})
 
 

@@ -193,10 +193,8 @@ def _remove(namespace: str) -> None:
     while pids := _run("ip", "netns", "pids", namespace, check=False).split():
         for pid in map(int, pids):
             assert pid != os.getpid(), "a wire is closed from outside its namespaces"
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         if time.monotonic() > deadline:
             break
         time.sleep(KILL_POLL_S)

@@ -105,12 +105,7 @@ def build(
         whole = HfModel(options, rank, program)
         return whole, whole.split, whole.split.loss_fn, None
     model = ByteModel(options, rank)
-    return model, model, loss_fn, block_weights(options)
-
-
-def block_weights(options: RunOptions) -> list[float]:
-    """Return the relative costs of the byte-level model's blocks: embedding and head take little time."""
-    return [0.0, *[1.0] * options.model.layers, 0.0]
+    return model, model, loss_fn, [0.0, *[1.0] * options.model.layers, 0.0]  # embedding and head take little time
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ from overlap1f1b.terminal.output import print_lines
 
 EVERY_S = 10.0
 """Seconds between two lines where there is no terminal."""
-
-
 Say = Callable[..., None]
 """``say(text)`` shows what is done and what is left, and ``say(text, now=True)`` prints it at once, too."""
 

@@ -228,8 +228,7 @@ def model_of(options: PlanOptions) -> Model:
             given["weight"] = given["backward"] / 2
         return Costs(**given)
     costs: dict[str, Any] = {name: value for name in SUB_OPS if (value := getattr(sub_ops, name)) is not None}
-    seconds = 10.0 if sub_ops.seconds is None else sub_ops.seconds
-    settings: dict[str, Any] = {"parts": sub_ops.parts or 1, "seconds": seconds}
+    settings: dict[str, Any] = {"parts": sub_ops.parts or 1, "seconds": sub_ops.seconds or 10.0}
     if options.search and options.chunks is None:
         settings["seconds"] /= len(CHUNKS)
     if sub_ops.overlap is not None:

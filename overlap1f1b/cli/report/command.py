@@ -11,7 +11,7 @@ from overlap1f1b.cli.draw import paint, tracks_of_bars
 from overlap1f1b.cli.report import figures
 from overlap1f1b.cli.report.figures import content_of, print_table, remarks
 from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
-from overlap1f1b.cli.report.page import write_page
+from overlap1f1b.cli.report.page import page_of
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
@@ -54,7 +54,9 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
     title = _title(recordings)
     _write(bars, output, f"{title}, step {content.get('drawn_step')}", screen)
     if output.html is not None:
-        write_page(content, recordings, predicted, output.html, title=title, screen=screen)
+        page = page_of(content, recordings, predicted, title)
+        with writing("html", output.html, screen) as file:
+            file.write_text(page, encoding="utf-8")
     write_json(output.json, content)
     print_lines(screen, title, style="bold")
     print_lines(screen, *remarks(content), *content["notes"])

@@ -8,11 +8,8 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 from typing import Any
-
-from rich.console import Console
 
 from overlap1f1b.cli.draw import STYLES, tracks_of_bars
 from overlap1f1b.cli.report.figures import remarks, tables_of
@@ -20,22 +17,13 @@ from overlap1f1b.plan import CostKey, cost_key
 from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.profiling import Bar, Lanes, Recording, Recordings, StepRecord, aligned, bars_of
 from overlap1f1b.simulation.drawing import LETTERS, style_of
-from overlap1f1b.terminal.output import writing
 
 _UNIT_NS = 100
 """Nanoseconds of a unit of time in the page; page.js has the same."""
 
 
-def write_page(
-    content: Mapping[str, Any],
-    recordings: Recordings,
-    predicted: Sequence[Bar],
-    path: Path,
-    *,
-    title: str,
-    screen: Console,
-) -> None:
-    """Write the page, and tell the screen; ``predicted`` are bars of the drawn step alone."""
+def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Sequence[Bar], title: str) -> str:
+    """Return the text of the page; ``predicted`` are bars of the drawn step alone."""
     data = {
         "title": title,
         "content": content,
@@ -46,13 +34,11 @@ def write_page(
         **_timelines(recordings, predicted, content["drawn_step"]),
     }
     here = files(__package__)
-    page = Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
+    return Template(here.joinpath("page.html").read_text(encoding="utf-8")).substitute(
         title=escape(title),
         data=b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)).decode(),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
     )
-    with writing("html", path, screen) as file:
-        file.write_text(page, encoding="utf-8")
 
 
 def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:

@@ -221,6 +221,5 @@ def adapter_keys(model: Any) -> dict[str, dict[int, str]]:
 
 def writes_adapters(model: Any) -> bool:
     """Return whether ``save_pretrained`` of a model writes its adapters alone: PEFT's, or after ``add_adapter``."""
-    return hasattr(model, "peft_config") and (
-        hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
-    )
+    alone = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    return alone and hasattr(model, "peft_config")

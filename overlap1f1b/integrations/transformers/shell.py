@@ -280,10 +280,7 @@ class _Walk:
             raise ValueError(
                 f"{name} calls its layer {number} after {len(self.calls)} others; allowed: each once, in order"
             )
-        if args:
-            hidden, *args_ = args
-        else:
-            hidden, args_ = kwargs.pop(next(iter(kwargs))), []
+        hidden, *args_ = args or (kwargs.pop(next(iter(kwargs))),)
         if not isinstance(hidden, Tensor) or (self.passed is not None and hidden is not self.passed):
             raise ValueError(
                 f"{name} gives its layer {number} another tensor than layer {number - 1} returned; "

@@ -15,14 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.engine.graph.segment import storage_of
+from overlap1f1b.integrations.transformers import checkpoint
 from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, base_of, writes_adapters
-from overlap1f1b.integrations.transformers.checkpoint import (
-    join_adapter,
-    load_adapters,
-    load_stages,
-    save_part,
-    write_index,
-)
 from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_elsewhere
 from overlap1f1b.integrations.transformers.shell import Shell
@@ -113,9 +107,9 @@ class SplitModel(dict[int, LanguageModelStage]):
             for number, stage in self.items():
                 if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
                     writes = at.get("ep", 0) == 0
-                    save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
+                    checkpoint.save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
 
-        finish = partial(join_adapter if adapters else write_index, folder, count, self.model)
+        finish = partial(checkpoint.join_adapter if adapters else checkpoint.write_index, folder, count, self.model)
         if self._mesh is None:
             write()
             finish()
@@ -141,7 +135,7 @@ class SplitModel(dict[int, LanguageModelStage]):
             ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
         """
         device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
-        load = load_adapters if (Path(folder) / CONFIG).exists() else load_stages
+        load = checkpoint.load_adapters if (Path(folder) / CONFIG).exists() else checkpoint.load_stages
         load(Path(folder), self.model, self.values(), device)
 
     def train(self, mode: bool = True) -> SplitModel:

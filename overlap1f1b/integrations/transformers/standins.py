@@ -42,8 +42,9 @@ class ShardedAccelerator(Accelerator):
 
     @property
     def device(self) -> torch.device:
-        """The rank's device: losses that move a batch there get the same tensors."""
-        return unnumbered(super().device)
+        """The rank's device; the CPU without a launcher's number: moving a batch to "cpu:1" would copy its tensors."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
 
     @property
     def num_processes(self) -> int:
@@ -108,11 +109,6 @@ class ShardedAccelerator(Accelerator):
     def backward(self, loss: Tensor, **_: Any) -> None:
         """Keep the loss of a microbatch, whose backward the engine plays."""
         self.loss = loss
-
-
-def unnumbered(device: torch.device) -> torch.device:
-    """Return the CPU without the number that a launcher gives it: moving a tensor to "cpu:1" would copy it."""
-    return torch.device("cpu") if device.type == "cpu" else device
 
 
 class Ahead:

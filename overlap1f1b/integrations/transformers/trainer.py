@@ -28,22 +28,10 @@ from overlap1f1b.engine.batch import split_batch
 from overlap1f1b.engine.checkpoint.state import RandomState
 from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers.adapters import base_of
-from overlap1f1b.integrations.transformers.arguments import (
-    OverlapArguments,
-    check_arguments,
-    with_checkpointing,
-)
+from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, with_checkpointing
 from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
-from overlap1f1b.integrations.transformers.standins import (
-    Ahead,
-    Batch,
-    RestOfModel,
-    ShardedAccelerator,
-    Step,
-    unnumbered,
-)
-from overlap1f1b.schedule import Program
+from overlap1f1b.integrations.transformers.standins import Ahead, Batch, RestOfModel, ShardedAccelerator, Step
 
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""
@@ -120,7 +108,7 @@ class Overlapped(Trainer):
         return found
 
     def _keeps_loss(self) -> bool:
-        """Return whether to keep the last layer: a subclass's code for the loss, which may count, would run twice."""
+        """Return whether the last layer keeps its activations: a subclass's loss, which may count, would run twice."""
         if self.overlap_args.recompute == "experts":
             return False
         pairs = ((self._mixed(), "training_step"), (type(self), "compute_loss"))
@@ -140,14 +128,10 @@ class Overlapped(Trainer):
 
     def _built(self) -> BuiltModel:
         """Return the split model and its engine; made again where ``model_init`` has made another model."""
-        count, parallel = self.args.gradient_accumulation_steps, self.overlap_args
         if self._model_built is None or self.model not in (self._model_built.given, self._model_built.module):
             if self._model_built is not None:
                 self._model_built.engine.close()
-            device = unnumbered(self.args.device)
-            self._model_built = BuiltModel(
-                self.model, parallel.program(count), self._mesh, parallel, device, keeps=self._keeps_loss()
-            )
+            self._model_built = BuiltModel(self)
         self._model_built.engine.verification.tables = lambda: [vars(self)]  # a subclass counts and logs in its losses
         return self._model_built
 
@@ -240,7 +224,7 @@ class Overlapped(Trainer):
         scale = 1.0 / self.accelerator.num_processes
         with self.accelerator.autocast():
             built.engine.microbatches = len(batches)
-            make_feed = partial(self._feed, built, dict(enumerate(batches)), len(batches), compute, scale)
+            make_feed = partial(self._feed, dict(enumerate(batches)), len(batches), compute, scale)
             self._last = built.engine.play(make_feed).result
         total = built.engine.mean_loss(self._last) * len(batches)
         return torch.tensor(total, device=self.args.device)
@@ -249,11 +233,9 @@ class Overlapped(Trainer):
         # Moving a tensor to a CPU with a number would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(
-        self, built: BuiltModel, batches: Mapping[int, Batch], count: int, compute: Compute, scale: float
-    ) -> Feed:
+    def _feed(self, batches: Mapping[int, Batch], count: int, compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
-        names = built.names
+        engine, names = self.engine, self._built().names
         for batch in batches.values():
             # Trainers that sample their own rows have lists, losses that join columns have names of their own.
             named = isinstance(batch, Mapping)
@@ -263,7 +245,7 @@ class Overlapped(Trainer):
                     f"{type(self).__name__}, a {self._mixed().__name__}, has a batch of {found or 'nothing'}; "
                     "allowed: trainers whose batches have input_ids by name"
                 )
-        if compare_batches({"batches": list(batches.values())}, built.engine.mesh):
+        if compare_batches({"batches": list(batches.values())}, engine.mesh):
             raise ValueError(
                 "ranks of a pipeline have read different batches; allowed: the same rows, for which a data set and a "
                 "collator draw the same random numbers on all of them"
@@ -271,7 +253,7 @@ class Overlapped(Trainer):
         given = {index: {name: batch.get(name) for name in names} for index, batch in batches.items()}
         token = {name: None if value is None else _first(value) for name, value in next(iter(given.values())).items()}
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
-        last = built.engine.program.placement.stages - 1
+        last = engine.program.placement.stages - 1
 
         def of(stage: int, index: int) -> dict[str, Any]:
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
@@ -375,17 +357,16 @@ class Overlapped(Trainer):
             ahead, number = Ahead((), 1), 0
             ahead.batches = [inputs]
         if number not in ahead.steps:
-            self._play_forwards(model, ahead, prediction_loss_only, ignore_keys)
+            model.eval()
+            self._play_forwards(ahead, prediction_loss_only, ignore_keys)
             ahead.at(number)
-        step, device = ahead.steps.pop(number), unnumbered(self.args.device)
+        step = ahead.steps.pop(number)
         if self.overlap_args.pp > 1:
             every = self.engine.mesh.gathered("pp", send_to_device(step, "cpu"))
             step = step or next(one for one in every if one is not None)
-        return send_to_device(step, device)
+        return send_to_device(step, self.accelerator.device)
 
-    def _play_forwards(
-        self, model: nn.Module, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None
-    ) -> None:
+    def _play_forwards(self, ahead: Ahead, prediction_loss_only: bool, ignore_keys: list[str] | None) -> None:
         """Play the batches that were read together, and keep what the last stage computes of each."""
         built = self._built()
         placement = built.engine.program.placement
@@ -400,11 +381,10 @@ class Overlapped(Trainer):
             ahead.steps[numbers[slot]] = step if prediction_loss_only else send_to_device(step, "cpu")
             return torch.zeros(()) if step[0] is None else step[0]
 
-        model.eval()
         ahead.steps = dict.fromkeys(range(len(slots)))
         batches = {slot: self._prepare_input(batch) for slot, batch in zip(slots, ahead.batches, strict=True)}
         with self.accelerator.autocast():
-            make_feed = partial(self._feed, built, batches, count, compute, 1.0)
+            make_feed = partial(self._feed, batches, count, compute, 1.0)
             built.engine.play(make_feed, grad=False, microbatches=count)
 
     # ------------------------------------------------------------------------------------------------- checkpoints
@@ -496,21 +476,12 @@ class BuiltModel:
         loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
         pipe: The pipe whose microbatches end there.
         ahead: Batches of an evaluation that are played together.
-
-    Args:
-        keeps: Whether the last layer, which runs the code of the loss, keeps its activations under any ``recompute``.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        program: Program,
-        mesh: DeviceMesh | None,
-        parallel: OverlapArguments,
-        device: torch.device,
-        *,
-        keeps: bool,
-    ) -> None:
+    def __init__(self, trainer: Overlapped) -> None:
+        model: Any = trainer.model
+        mesh, parallel, device = trainer._mesh, trainer.overlap_args, trainer.accelerator.device
+        program = parallel.program(trainer.args.gradient_accumulation_steps)
         if getattr(model, "is_distributed_loading_by_transformers", False):
             raise ValueError(f"a {type(model).__name__} that from_pretrained has sharded; allowed: a whole model")
         self.given = model
@@ -519,7 +490,7 @@ class BuiltModel:
         self.names = tuple(name for name in INPUTS if name == INPUTS[0] or name in known)
         self.stages = split_model(model, program, mesh, inputs=self.names)
         for stage in self.stages.values():
-            stage.blocks[-1].keeps = keeps and stage.blocks[-1].is_last
+            stage.blocks[-1].keeps = stage.blocks[-1].is_last and trainer._keeps_loss()
         if any(p.is_meta for p in self.stages.parameters()):
             if parallel.pretrained is None:
                 raise ValueError("a model on the meta device; allowed: with pretrained= a folder of its weights")

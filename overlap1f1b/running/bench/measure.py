@@ -45,8 +45,6 @@ FRAMES = 0.956  # share of a shaped link's rate that is left for TCP's payload
 CALIBRATIONS = 3  # measurements of compute from which the rate of a balanced wire is found
 T = TypeVar("T")
 Bounds = dict[str, Callable[[], float]]
-
-
 Player = Any
 """An engine, or another library's schedule with the same ``step`` and ``parameters``, and its ``name``."""
 
@@ -133,15 +131,15 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Measure everything and return the measured part of the JSON."""
-        variants = variants_of(self.options)
-        with self.ready(list(variants.values())) as (engines, rate):
-            default = next(engines[key] for key, variant in variants.items() if variant.default)
-            players: dict[str, Player] = {**engines, **{peer.name: peer for peer in self._peers()}}
-            self._record(default)
-            bounds, samples, share = self._rounds(players, default)
+        self.variants = variants_of(self.options)
+        with self.ready(list(self.variants.values())) as (engines, rate):
+            self.default = next(engines[key] for key, variant in self.variants.items() if variant.default)
+            self.players: dict[str, Player] = {**engines, **{peer.name: peer for peer in self._peers()}}
+            self._record(self.default)
+            bounds, samples, share = self._rounds()
         self.say(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
-        checked = self._check(players, variants)
-        rows = [row | checked[key] for key, row in self._rows(players, variants, samples, bounds, default).items()]
+        checked = self._check()
+        rows = [row | checked[key] for key, row in self._rows(samples, bounds).items()]
         return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
 
     @contextmanager
@@ -254,13 +252,11 @@ class Bench:
         travels = self.real.ranks > 1 or self.options.exchange is not None
         return slowest(self._replay.run() if travels else 0.0, self.rank)
 
-    def _rounds(
-        self, players: Mapping[str, Player], default: Engine
-    ) -> tuple[dict[str, float], dict[str, Samples], float]:
+    def _rounds(self) -> tuple[dict[str, float], dict[str, Samples], float]:
         """Measure bounds and rows in turn; return their seconds, and the share of the processors that rows use."""
-        phases = self._bounds(default)
+        phases = self._bounds(self.default)
         bounds: dict[str, list[float]] = {name: [] for name in phases}
-        samples = {key: Samples() for key in players}
+        samples = {key: Samples() for key in self.players}
         busy = lasted = 0.0
         for turn in range(self.options.rounds + 1):  # the first is for warming up
             what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {self.options.rounds} rounds"
@@ -268,8 +264,8 @@ class Bench:
             for name, measure in phases.items():
                 bounds[name].append(measure())
             busy, lasted = busy - time.process_time(), lasted - time.perf_counter()
-            for number, (key, player) in enumerate(players.items(), 1):
-                self.say(f"{what}, row {number} of {len(players)}, {key}")
+            for number, (key, player) in enumerate(self.players.items(), 1):
+                self.say(f"{what}, row {number} of {len(self.players)}, {key}")
                 seconds, result = self.step(player)
                 if not turn:
                     continue
@@ -288,17 +284,17 @@ class Bench:
         found["bound"] = max(found["compute_only"], found["exchange_only"])
         return found, samples, share
 
-    def _check(self, players: Mapping[str, Player], variants: Mapping[str, Variant]) -> dict[str, dict[str, Any]]:
+    def _check(self) -> dict[str, dict[str, Any]]:
         """Compare every row's gradients with the reference, by real compute, and measure its memory.
 
         With recomputation, the first reference is a row without it, and the memory of that row is measured too.
         """
         reference, factor = self._reference()
         found: dict[str, dict[str, Any]] = {}
-        for key, player in players.items():
+        for key, player in self.players.items():
             without = {}
             if self.options.recompute != "none" and isinstance(player, Engine):
-                plain = self.engine(variants[key], player.costs, "none")
+                plain = self.engine(self.variants[key], player.costs, "none")
                 without["peak_without_recompute_bytes"] = self._peak(plain)
                 reference = reference or taken(plain.parameters())
             memory = self._peak(player)
@@ -317,24 +313,17 @@ class Bench:
         clear(player.parameters())
         return int(slowest(peak_bytes(self.rank.device, lambda: self.step(player)), self.rank))
 
-    def _rows(
-        self,
-        players: Mapping[str, Player],
-        variants: Mapping[str, Variant],
-        samples: Mapping[str, Samples],
-        bounds: Mapping[str, float],
-        default: Engine,
-    ) -> dict[str, dict[str, Any]]:
+    def _rows(self, samples: Mapping[str, Samples], bounds: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         tokens = self.options.batch * self.options.sequence * self.rank.data_ranks
-        steps = {key: median(samples[key].seconds) for key in players}
+        steps = {key: median(samples[key].seconds) for key in self.players}
         first, rows = next(iter(steps.values())), {}
-        for key, player in players.items():
-            engine = default
+        for key, player in self.players.items():
+            engine = self.default
             if isinstance(player, Engine):
                 assert player.costs is not None
                 engine, simulated = player, simulate(player.plan, player.costs)
-                row: dict[str, Any] = {"program": variants[key].name, "overlap": str(player.plan.overlap)}
-                row |= {"default": variants[key].default, "order": player.plan.order}
+                row: dict[str, Any] = {"program": self.variants[key].name, "overlap": str(player.plan.overlap)}
+                row |= {"default": self.variants[key].default, "order": player.plan.order}
                 row |= {"tried": [str(one) for one in player.tuner.tried], "predicted_ms": 1e3 * simulated.makespan}
                 row["predicted_peak_bytes"] = max(map(round, simulated.plan.peak_bytes), default=None)
             else:

@@ -8,20 +8,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
+from torch.distributed import pipelining
 
 from overlap1f1b.engine import Engine, EngineOptions, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Op, Resource, pipeline_bound
 from overlap1f1b.running.bench.measure import Bench, Bounds, Player, slowest, taken
-from overlap1f1b.running.workload import block_weights, loss_fn
+from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.schedule import Placement
 
 
@@ -72,11 +66,11 @@ class TorchKind(NamedTuple):
 
 
 KINDS = {
-    "1F1B": TorchKind(Schedule1F1B, Placement.loop),
-    "Interleaved1F1B": TorchKind(ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
-    "ZBV": TorchKind(ScheduleZBVZeroBubble, Placement.v),
-    "DualPipeV": TorchKind(ScheduleDualPipeV, Placement.v),
-    "DualPipeV, overlapped": TorchKind(ScheduleDualPipeV, Placement.v, overlapped=True),
+    "1F1B": TorchKind(pipelining.Schedule1F1B, Placement.loop),
+    "Interleaved1F1B": TorchKind(pipelining.ScheduleInterleaved1F1B, partial(Placement.loop, chunks=2)),
+    "ZBV": TorchKind(pipelining.ScheduleZBVZeroBubble, Placement.v),
+    "DualPipeV": TorchKind(pipelining.ScheduleDualPipeV, Placement.v),
+    "DualPipeV, overlapped": TorchKind(pipelining.ScheduleDualPipeV, Placement.v, overlapped=True),
 }
 """Torch's schedules by their names in the tables."""
 
@@ -89,11 +83,11 @@ class TorchSchedule:
         assert rank.mesh is not None
         group = rank.mesh.get_group("pp")
         placement = kind.placement(group.size())
-        parts = split_blocks(blocks_of(bench.model), placement.stages, block_weights(options))
+        parts = split_blocks(blocks_of(bench.model), placement.stages, bench.block_weights)
         held = [stage for _, stage in placement.places(group.rank())]
         self.modules = {stage: nn.Sequential(*parts[stage]) for stage in held}
         stages = [
-            PipelineStage(module, stage, placement.stages, rank.device, group=group)
+            pipelining.PipelineStage(module, stage, placement.stages, rank.device, group=group)
             for stage, module in self.modules.items()
         ]
         self.name, self.overlap = f"torch {name}", ""
