@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,7 @@ from overlap1f1b.engine.foreign.declared import KNOWN, Declared, declared_of
 from tests.all_to_all import Own
 from tests.engine.foreign.test_exchanges import Behind, WithHandle
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
+from tests.engine.run.test_crossing import Block as Layers
 from tests.ranks import Ranks, over
 
 
@@ -124,33 +126,21 @@ declare(ScalesBack, tensor=1, send=3, receive=2, group=0)
 declare(ScalesForward, tensor=1, send=3, receive=2, group=0)
 
 
-class Numbered(nn.Module):
+def numbered(s: Layers, x: Tensor, _: Any, ways: Sequence[Any]) -> Tensor:
     """Exchanges of uneven sizes, there and back, by ``apply(rows, receive, send, group)`` of each way."""
-
-    def __init__(self, group: dist.ProcessGroup, ways: Sequence[Any]) -> None:
-        super().__init__()
-        self.group, self.ways, self.a = group, ways, nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rank, more = self.group.rank(), int(x[0, 0].abs() * 8) % 2  # in some microbatches, to this rank itself
-        for way, sent in zip(self.ways, ((2, 1), (4, 3)), strict=True):
-            send, receive = [more, more], [more, more]
-            send[1 - rank], receive[1 - rank] = sent[rank], sent[1 - rank]
-            y = way(self.a(x)[: sum(send)], receive, list(send), self.group)
-            y = way(y * 2, list(send), list(receive), self.group)
-            x = x + F.pad(y, (0, 0, 0, len(x) - len(y)))
-        return x
+    rank, more = s.group.rank(), int(x[0, 0].abs() * 8) % 2  # in some microbatches, to this rank itself
+    for way, sent in zip(ways, ((2, 1), (4, 3)), strict=True):
+        send, receive = [more, more], [more, more]
+        send[1 - rank], receive[1 - rank] = sent[rank], sent[1 - rank]
+        y = way(s.a(x)[: sum(send)], receive, list(send), s.group)
+        y = way(y * 2, list(send), list(receive), s.group)
+        x = x + F.pad(y, (0, 0, 0, len(x) - len(y)))
+    return x
 
 
-class Even(nn.Module):
+def even(s: Layers, x: Tensor, _: Any, way: Any) -> Tensor:
     """An exchange of equal parts, there and back."""
-
-    def __init__(self, group: dist.ProcessGroup, way: Any) -> None:
-        super().__init__()
-        self.group, self.way, self.a = group, way, nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.way(self.way(self.a(x), [3, 3], [3, 3], self.group).tanh(), [3, 3], [3, 3], self.group)
+    return x + way(way(s.a(x), [3, 3], [3, 3], s.group).tanh(), [3, 3], [3, 3], s.group)
 
 
 def applied(function: Any) -> Any:
@@ -206,7 +196,7 @@ LINES: dict[str, tuple[Any, str]] = {
     ),
     "a plain call": (
         left_alone,
-        f"all_to_all_single outside of a Function, in block 0 (Numbered), {STANDS}: overlap1f1b.exchange, torch's "
+        f"all_to_all_single outside of a Function, in block 0 (Block), {STANDS}: overlap1f1b.exchange, torch's "
         "functional all_to_all_single, or a declared Function",
     ),
 }
@@ -222,13 +212,13 @@ def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> list[s
         f"{HERE}Undeclared {STANDS}, if it is an all-to-all and no more: "
         "overlap1f1b.declare(Undeclared, tensor=1, send=?, receive=?, group=0)"
     )
-    cases = [(name, lambda way=way: Numbered(group, (way, OWN)), line, 4) for name, (way, line) in LINES.items()]
-    cases += [("equal sizes", lambda: Even(group, applied(Undeclared)), both_sizes, 0)]
-    for name, build, line, hidden in cases:
+    cases = [(name, partial(numbered, ways=(way, OWN)), line, 4) for name, (way, line) in LINES.items()]
+    cases += [("equal sizes", partial(even, way=applied(Undeclared)), both_sizes, 0)]
+    for name, body, line, hidden in cases:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             exchanges = MICROBATCHES * hidden
-            problems += compare(name, lambda build=build: nn.Sequential(build()), mesh, exchanges=exchanges)  # type: ignore[misc]
+            problems += compare(name, lambda body=body: nn.Sequential(Layers(group, body)), mesh, exchanges=exchanges)  # type: ignore[misc]
         lines = [str(one.message) for one in told if STANDS in str(one.message)]
         problems += [f"{name}: {lines}"] * (lines != [line])
     return problems
@@ -240,18 +230,13 @@ def test_declared_functions_are_hidden(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
     sized = lambda rows, receive, send, group: Sized.apply(rows, receive, send, group, sum(receive), rows.shape)  # noqa: E731
-    evens = {
-        "no sizes": lambda rows, receive, send, group: Own.apply(group, rows, None, None),
-        "Tutel": as_tutel,
-        "one size": lambda rows, receive, send, group: OneSize.apply(rows, send),
-    }
-    for name, way in evens.items():
-        build = lambda way=way: nn.Sequential(Even(group, way))  # noqa: E731
-        problems += compare(name, build, mesh, exchanges=2 * 2 * MICROBATCHES)
+    no_sizes = lambda rows, receive, send, group: Own.apply(group, rows, None, None)  # noqa: E731
+    evens = (no_sizes, as_tutel, lambda rows, receive, send, group: OneSize.apply(rows, send))
     for name, ways in (("sizes", (OWN, sized)), ("unseen", (applied(Unseen), OWN))):
-        build = lambda ways=ways: nn.Sequential(Numbered(group, ways))  # noqa: E731
+        build = lambda ways=ways: nn.Sequential(Layers(group, partial(numbered, ways=ways)))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
-    return problems
+    build = lambda: nn.Sequential(*(Layers(group, partial(even, way=way)) for way in evens))  # noqa: E731
+    return problems + compare("equal sizes", build, mesh, exchanges=3 * 2 * 2 * MICROBATCHES)
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -276,8 +261,8 @@ def _first_step(rank: int, size: int, functions: Sequence[Any]) -> list[str]:
         function = Wrong if isinstance(given, dict) else given
         if isinstance(given, dict):
             declare(Wrong, **given)
-        engine = engine_of(nn.Sequential(Numbered(mesh.get_group("ep"), (applied(function), OWN))), mesh, timeout=10)
-        data = batch(rank)
+        body, data = partial(numbered, ways=(applied(function), OWN)), batch(rank)
+        engine = engine_of(nn.Sequential(Layers(mesh.get_group("ep"), body)), mesh, timeout=10)
         with pytest.raises((ValueError, RuntimeError)) as caught:
             engine.step(data[0], target=data[1])
         told.append(str(caught.value).splitlines()[0])

@@ -7,6 +7,7 @@ from functools import reduce
 from operator import and_
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd as imported
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, declare
 from overlap1f1b.engine.foreign.declared import Arrived
@@ -29,7 +30,8 @@ from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.all_to_all import Own, any_sizes
-from tests.engine.run.plain import HIDDEN, MICROBATCHES, STEPS, batch, compare, engine_of, loss_fn
+from tests.engine.run.plain import HIDDEN, MICROBATCHES, ROWS, STEPS, batch, compare, engine_of, loss_fn
+from tests.engine.run.test_crossing import Block as Layers
 from tests.engine.test_engine import Delayed
 from tests.ranks import Ranks, over
 
@@ -235,10 +237,24 @@ def build(group: dist.ProcessGroup, ways: Sequence[str], kind: str) -> nn.Sequen
     return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
 
 
-def _compare(rank: int, size: int, cases: Sequence[tuple[Sequence[str], str, Any, Any]]) -> list[str]:
+NAMES = list(WAYS)
+CASES: list[tuple[Sequence[str], str, Any, Any]] = [
+    *[(pair, "blocks", 3, "none") for pair in zip(NAMES[::2], NAMES[1::2], strict=True)],
+    (("exchange",) * 2, "probabilities", 3, "block"),
+    (("a Function of its own",) * 2, "one block", 3, "none"),
+    (("functional",) * 2, "one block", 2, "attention"),
+    (("a plain call before a Function",) * 2, "one block", "pairs", "block"),
+    (("exchange",) * 2, "one block", "serial", "none"),
+    (("exchange",) * 2, "blocks", 3, "experts"),
+]
+"""Ways of two blocks, or of two layers of one."""
+
+
+@pytest.mark.parametrize("cases", [CASES[:-4], CASES[-4:]], ids=["ways", "options"])
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int, cases: list[tuple[Sequence[str], str, Any, Any]]) -> list[str]:
     """Bit by bit, three steps of each case; and exchanges are nodes of the plan from the second step on."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    problems = []
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
     for ways, kind, overlap, recompute in cases:
         # From torch 2.14 on it is called directly: its exchange is not hidden.
         seen = [way for way in ways if way != KEPT or torch.__version__ < "2.14"]
@@ -254,44 +270,15 @@ def _compare(rank: int, size: int, cases: Sequence[tuple[Sequence[str], str, Any
     return problems
 
 
-OTHERS = [way for way in WAYS if way != KEPT]
-CASES: list[tuple[Sequence[str], str, Any, Any]] = [
-    *[(pair, "blocks", 3, "none") for pair in zip(OTHERS[::2], [*OTHERS[1::2], OTHERS[0]], strict=True)],
-    ((KEPT,) * 2, "blocks", 3, "none"),
-    (("exchange",) * 2, "probabilities", 3, "block"),
-    (("a Function of its own",) * 2, "one block", 3, "none"),
-    (("functional",) * 2, "one block", 2, "attention"),
-    (("a plain call before a Function",) * 2, "one block", "pairs", "block"),
-    (("exchange",) * 2, "one block", "serial", "none"),
-    (("exchange",) * 2, "blocks", 3, "experts"),
-]
-"""Ways of two blocks, or of two layers of one."""
-
-
-@pytest.mark.parametrize("cases", [CASES[:-4], CASES[-4:]], ids=["ways", "options"])
-def test_two_ranks(ranks2: Ranks, cases: list[tuple[Sequence[str], str, Any, Any]]) -> None:
-    assert ranks2.run(_compare, cases, timeout=120) == [[], []]
-
-
 def test_a_handle_orders_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may take rows on a side stream of its own, which it orders by the handle alone."""
-    compute, side = Stream(), Stream()
+    compute, side = MagicMock(), MagicMock()
     gpu = SimpleNamespace(current_stream=lambda device: compute)
     monkeypatch.setattr(devices, "KINDS", {"cuda": gpu})
     handle = Arrived(torch.device("cuda", 0))
     gpu.current_stream = lambda device: side
     assert handle.wait()
-    assert side.behind == [compute]
-
-
-class Stream:
-    """A stream of a GPU that notes behind what it is ordered."""
-
-    def __init__(self) -> None:
-        self.behind: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.behind.append(other)
+    side.wait_stream.assert_called_once_with(compute)
 
 
 def seen(send: list[int], receive: list[int], dimensions: int = 2) -> Seen:
@@ -323,73 +310,58 @@ def test_sizes_that_are_symmetric_by_chance_on_one_rank_tell_nothing(rank: int, 
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(HIDDEN, HIDDEN)
+    def by_chance(s: Layers, y: Tensor, _: Any) -> Tensor:
+        for table in ([[2, 4], [3, 3]], [[2, 3], [4, 1]]):
+            send = table[rank]
+            y = exchange(s.a(y)[: sum(send)] * 2, send, [row[rank] for row in table], group)
+        return torch.cat([y, y])[:ROWS]
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            for table in ([[2, 4], [3, 3]], [[2, 3], [4, 1]]):
-                send = table[rank]
-                y = exchange(y[: sum(send)] * 2, send, [row[rank] for row in table], group)
-            return torch.cat([y, y])[: len(x)]
-
-    return compare("by chance", lambda: nn.Sequential(Twice()), mesh, exchanges=2 * 2 * MICROBATCHES)
+    return compare("by chance", lambda: nn.Sequential(Layers(group, by_chance)), mesh, exchanges=2 * 2 * MICROBATCHES)
 
 
-def _second_step(model: nn.Module, mesh: DeviceMesh) -> str:
+class Changing(nn.Module):
+    """Exchanges something else in the second step than in the first."""
+
+    def __init__(self, group: dist.ProcessGroup, change: str) -> None:
+        super().__init__()
+        self.group, self.change, self.calls, self.linear = group, change, 0, nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        change, sizes = self.change if self.calls >= 2 else "", [3, 1] if self.group.rank() == 0 else [1, 3]
+        self.calls += 1
+        back = [2, 2] if change == "sizes" else sizes
+        y = exchange(self.linear(x), sizes, sizes, self.group)
+        if change == "fewer":
+            return y
+        y = exchange(y.double() if change == "dtype" else y, back, back, self.group).float()
+        return exchange(y, None, None, self.group) if change == "more" else y
+
+
+CHANGES = {
+    "sizes": "exchange 1 of block 0 (Changing) sends [2, 2] and receives [2, 2]; allowed: ",
+    "dtype": "exchange 1 of block 0 (Changing) has tensors of dtypes and dimensions [(torch.float64, 2)]; ",
+    "more": "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all",
+    "fewer": "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks",
+}
+
+
+def _changing(rank: int, size: int) -> list[str]:
     """Return the first line of the second step's error, of two microbatches of four rows."""
-    engine = engine_of(model, mesh, program=build_schedule("sequential", microbatches=2), timeout=10)
-    data = torch.randn(2, 8, HIDDEN)
-    engine.step(data[0], target=data[1])
-    with pytest.raises((ValueError, RuntimeError)) as caught:
+    mesh, told, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str](), torch.randn(2, 8, HIDDEN)
+    program = build_schedule("sequential", microbatches=2)
+    for change in CHANGES:
+        engine = engine_of(nn.Sequential(Changing(mesh.get_group("ep"), change)), mesh, program=program, timeout=10)
         engine.step(data[0], target=data[1])
-    return str(caught.value).splitlines()[0]
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            engine.step(data[0], target=data[1])
+        told.append(str(caught.value).splitlines()[0])
+    return told
 
 
-def _changing(rank: int, size: int, change: str) -> list[str]:
-    """The second step exchanges something else than the first."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    group = mesh.get_group("ep")
-
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls, self.linear = 0, nn.Linear(HIDDEN, HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h, late = self.linear(x), self.calls >= 2
-            self.calls += 1
-            sizes = [3, 1] if rank == 0 else [1, 3]
-            back = sizes if not (late and change == "sizes") else [2, 2]
-            y = exchange(h, sizes, sizes, group)
-            if late and change == "fewer":
-                return y
-            if late and change == "dtype":
-                y = y.double()
-            y = exchange(y, back, back, group).float()
-            return exchange(y, None, None, group) if late and change == "more" else y
-
-    torch.manual_seed(1)
-    return [_second_step(nn.Sequential(Changing()), mesh)]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("sizes", "exchange 1 of block 0 (Changing) sends [2, 2] and receives [2, 2]; allowed: "),
-        (
-            "dtype",
-            "exchange 1 of block 0 (Changing) has tensors of dtypes and dimensions [(torch.float64, 2)]; ",
-        ),
-        ("more", "block 0 (Changing) exchanges rows more than 2 times; allowed: 2 times, as in the first step, on all"),
-        ("fewer", "block 0 (Changing) exchanges rows 1 times; allowed: 2 times, as in the first step, on all ranks"),
-    ],
-)
-def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks, change: str, message: str) -> None:
-    every = [line for lines in ranks2.run(_changing, change, timeout=60) for line in lines]
-    assert any(line.startswith(message) for line in every), every
+def test_exchanges_that_change_between_steps_are_named(ranks2: Ranks) -> None:
+    every = zip(*ranks2.run(_changing, timeout=60), strict=True)
+    for message, lines in zip(CHANGES.values(), every, strict=True):
+        assert any(line.startswith(message) for line in lines), lines
 
 
 @over(2, timeout=60)
@@ -398,20 +370,16 @@ def test_tensors_of_any_strides_travel_together(rank: int, size: int) -> list[st
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
 
-    class Together(nn.Module):
-        def __init__(self, room: int) -> None:
-            super().__init__()
-            self.room, self.router, self.norm = room, nn.Linear(HIDDEN, EXPERTS), nn.LayerNorm(HIDDEN)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h, weights = self.norm(x), self.router(x).softmax(-1)
-            rows, weight = exchange((h[:, : self.room], weights[:, 0]), None, None, group)
-            back = exchange(rows.tanh(), None, None, group)
-            return x * weight.sum() + F.pad(back, (0, HIDDEN - self.room)) + h
+    def together(s: Layers, x: Tensor, room: int) -> Tensor:
+        h, weights = s.a(x), s.b(x).softmax(-1)
+        rows, weight = exchange((h[:, :room], weights[:, 0]), None, None, group)
+        back = exchange(rows.tanh(), None, None, group)
+        return x * weight.sum() + F.pad(back, (0, HIDDEN - room)) + h
 
     problems = []
     for room in (HIDDEN, 0):
-        build = lambda room=room: nn.Sequential(Together(room), Together(room))  # noqa: E731
+        body = lambda s, x, _, room=room: together(s, x, room)  # noqa: E731
+        build = lambda body=body: nn.Sequential(Layers(group, body), Layers(group, body))  # noqa: E731
         problems += compare(f"room {room}", build, mesh, exchanges=2 * 2 * 2 * MICROBATCHES)
     return problems
 
@@ -456,18 +424,16 @@ def test_rows_of_another_shape_in_each_microbatch(rank: int, size: int, way: str
     return problems
 
 
+@pytest.mark.wide
 @over(4, timeout=120)
 def test_two_stages_of_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
-    group, stage = mesh.get_group("ep"), mesh.get_local_rank("pp")
-    generator = torch.Generator().manual_seed(mesh.get_local_rank("ep"))
-    data = torch.randn(2, MICROBATCHES * 5, HIDDEN, generator=generator)
+    group, stage, data = mesh.get_group("ep"), mesh.get_local_rank("pp"), batch(mesh.get_local_rank("ep"))
 
     def build() -> nn.Sequential:
         torch.manual_seed(7)
-        return nn.Sequential(
-            *[Block(group, way) for way in ("exchange", "functional", "a Function of its own", "exchange")]
-        )
+        ways = ("exchange", "functional", "a Function of its own", "exchange")
+        return nn.Sequential(*(Block(group, way) for way in ways))
 
     plain, problems = build(), []
     for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
@@ -480,8 +446,7 @@ def test_two_stages_of_two_ranks(rank: int, size: int) -> list[str]:
         for step in range(STEPS):
             model.zero_grad()
             engine.step(data[0], target=data[1])
-            found = models.gradients(model)
-            wrong = [name for name, grad in expected.items() if not torch.equal(found[name], grad)]
+            wrong = models.equal(expected, models.gradients(model))
             problems += [f"{schedule} {overlap}, step {step}: {name}" for name in wrong]
         exchanged = [node for node in engine.plan.ranks[stage] if node.op in (Op.DISPATCH, Op.COMBINE)]
         problems += [f"{schedule}: {len(exchanged)} exchanges"] * (len(exchanged) != 2 * 2 * 2 * MICROBATCHES)
@@ -508,16 +473,13 @@ def test_beside_experts_and_over_two_stages_of_a_rank(rank: int, size: int) -> l
     problems = compare(
         "behind Experts", lambda: nn.Sequential(Hidden(group), Block(group, "exchange"), Hidden(group)), mesh
     )
-    for schedule in ("interleaved_1f1b", "combined_1f1b"):
-        problems += compare(
-            f"two stages of one rank, {schedule}",
-            lambda: nn.Sequential(Block(group, "a Function of its own"), Block(group, "functional")),
-            mesh,
-            exchanges=2 * 2 * 2 * 4,
-            microbatches=4,
-            program=build_schedule(schedule, ranks=1, microbatches=4, chunks=2),  # type: ignore[call-overload]
-        )
-    return problems
+    return problems + compare(
+        "two stages of one rank",
+        lambda: nn.Sequential(Block(group, "a Function of its own"), Block(group, "functional")),
+        mesh,
+        exchanges=2 * 2 * 2 * MICROBATCHES,
+        program=build_schedule("combined_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2),
+    )
 
 
 class Crowded(Hidden):
@@ -533,13 +495,8 @@ def test_a_first_step_that_is_played_again(rank: int, size: int) -> list[str]:
     """The first step is played twice: not all rows find room."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group = mesh.get_group("ep")
-    return compare(
-        "rerun",
-        lambda: nn.Sequential(Block(group, "exchange"), Block(group, "a Function of its own"), Crowded(group)),
-        mesh,
-        capacity=1.0,
-        overflow="rerun",
-    )
+    build = lambda: nn.Sequential(Block(group, "exchange"), Block(group, "a Function of its own"), Crowded(group))  # noqa: E731
+    return compare("rerun", build, mesh, capacity=1.0, overflow="rerun")
 
 
 @over(2, gives=[True] * 3, timeout=60)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.graph.autograd import Root, SplitLinear, WeightQueue, accumulate
+from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engine.test_engine import OVERLAPS, programs, step
+from tests.engine.test_engine import overlaps_of, programs, step
 from tests.engines import COSTS, make
 
 
@@ -41,60 +43,53 @@ def test_a_waiting_weight_gradient_holds_no_weight(fused: bool) -> None:
 H = 8
 
 
-class Gradient(nn.Module):
-    """Uses the gradient of a layer by its input, with or without a gradient of its own."""
+class Layers(nn.Module):
+    """Layers for a body, which is given them and its input."""
 
-    def __init__(self, create_graph: bool) -> None:
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.mix, self.energy, self.create_graph = nn.Linear(H, H), nn.Linear(H, 1), create_graph
+        self.body, self.energy = body, nn.Linear(H, 1)
+        self.a, self.b, self.c, self.d = (nn.Linear(H, H) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        energy = self.energy(x.tanh()).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=self.create_graph)
-        y: Tensor = self.mix(x) - 0.1 * force
-        return y
+        return self.body(self, x)
 
 
-class Made(nn.Module):
-    """Calls a layer with a weight that is made in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.layer.weight * self.scale(x.mean((0, 1)))
-        y: Tensor = torch.func.functional_call(self.layer, {"weight": weight}, (x,))
-        return y
+def gradient_by_the_input(s: Layers, x: Tensor, *, create_graph: bool = False) -> Tensor:
+    (force,) = torch.autograd.grad(s.energy(x.tanh()).sum(), x, create_graph=create_graph)
+    return s.a(x) - 0.1 * force
 
 
-class Transformed(nn.Module):
-    """Calls layers under transforms of ``torch.func``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.energy = nn.Linear(H, H), nn.Linear(H, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        force = torch.func.grad(lambda z: self.energy(z.tanh()).sum())(x)
-        y: Tensor = torch.vmap(self.mix)(x) - 0.1 * force
-        return y
+def its_own_gradient(s: Layers, x: Tensor) -> Tensor:
+    return gradient_by_the_input(s, x, create_graph=True)
 
 
-class InPlace(nn.Module):
-    """Changes the outputs of layers in place."""
+def weight_made_in_the_forward(s: Layers, x: Tensor) -> Tensor:
+    return torch.func.functional_call(s.a, {"weight": s.a.weight * s.b(x.mean((0, 1)))}, (x,))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y, z, w, v = (layer(x) for layer in self.layers)
-        y.relu_()
-        z += 1
-        w[..., :3].mul_(2)
-        v[:, 0] = 0
-        return y + z + w + v
+def transforms(s: Layers, x: Tensor) -> Tensor:
+    force = torch.func.grad(lambda z: s.energy(z.tanh()).sum())(x)
+    return torch.vmap(s.a)(x) - 0.1 * force
+
+
+def outputs_in_place(s: Layers, x: Tensor) -> Tensor:
+    y, z, w, v = (layer(x) for layer in (s.a, s.b, s.c, s.d))
+    y.relu_()
+    z += 1
+    w[..., :3].mul_(2)
+    v[:, 0] = 0
+    return y + z + w + v
+
+
+def gradients_by_weights(s: Layers, x: Tensor) -> Tensor:
+    """By a parameter, and by a weight that is made in the forward."""
+    plain = F.linear(x, s.a.weight).square().sum()
+    (slope,) = torch.autograd.grad(plain, s.a.weight, create_graph=True)
+    weight = s.a.weight.detach().clone().requires_grad_()
+    inner = torch.func.functional_call(s.a, {"weight": weight}, (x,)).square().sum()
+    (step,) = torch.autograd.grad(inner, weight)
+    return s.b(x) + (slope.sum() + step.sum()) * 1e-3 * s.a(x)
 
 
 class Checkpoint(torch.autograd.Function):
@@ -115,42 +110,19 @@ class Checkpoint(torch.autograd.Function):
         return None, *torch.autograd.grad(y, [x, *ctx.parameters], grads, allow_unused=True)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Checkpoint.apply(lambda z: self.b(self.a(z).tanh()), x, *self.parameters())
-        return y
+def checkpoint(s: Layers, x: Tensor) -> Tensor:
+    return Checkpoint.apply(lambda z: s.b(s.a(z).tanh()), x, *s.a.parameters(), *s.b.parameters())
 
 
-class OfAWeight(nn.Module):
-    """Uses gradients by a parameter and by a weight that is made in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(H, H), nn.Linear(H, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        plain = F.linear(x, self.a.weight).square().sum()
-        (slope,) = torch.autograd.grad(plain, self.a.weight, create_graph=True)
-        weight = self.a.weight.detach().clone().requires_grad_()
-        inner = torch.func.functional_call(self.a, {"weight": weight}, (x,)).square().sum()
-        (step,) = torch.autograd.grad(inner, weight)
-        y: Tensor = self.b(x) + (slope.sum() + step.sum()) * 1e-3 * self.a(x)
-        return y
+BODIES = [gradient_by_the_input, its_own_gradient, weight_made_in_the_forward, transforms, outputs_in_place]
+BODIES += [gradients_by_weights, checkpoint]
 
 
 @pytest.mark.parametrize("overlap", ["serial", 3])
-@pytest.mark.parametrize(
-    "make",
-    [lambda: Gradient(True), lambda: Gradient(False), Made, Transformed, InPlace, Checkpointed, OfAWeight],
-    ids=["second", "first", "made", "func", "in_place", "checkpoint", "of_a_weight"],
-)
-def test_layers_may_be_used_as_outside_an_engine(make: Any, overlap: Any) -> None:
+@pytest.mark.parametrize("body", BODIES)
+def test_layers_may_be_used_as_outside_an_engine(body: Any, overlap: Any) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(H, H), make(), nn.Linear(H, H))
+    model = nn.Sequential(nn.Linear(H, H), Layers(body), nn.Linear(H, H))
     assert not _differences(model, torch.randn(6, 5, H), torch.randn(6, 5, H), nn.functional.mse_loss, overlap)
 
 
@@ -185,7 +157,7 @@ def _differences(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Any, over
         (loss_fn(model(part), wanted) / 3).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     program, found = build_schedule("combined_1f1b", microbatches=3), list[str]()
-    engine = make(model, program, loss_fn=loss_fn, overlap=overlap)
+    engine = make(model, program, loss_fn=loss_fn, overlap=overlap, verify=False)
     for _ in range(3):
         model.zero_grad()
         engine.step(x, target=target)
@@ -227,23 +199,29 @@ def test_a_root_takes_gradients_of_its_shape_or_a_scalar() -> None:
     assert Root.of(torch.zeros(2)) is None
 
 
+def _stepped(build: Callable[[], nn.Sequential], data: tuple[Tensor, Tensor]) -> Iterator[tuple[str, nn.Sequential]]:
+    """Models after a step of three microbatches in each program, in overlaps that take turns, each with a recompute."""
+    for number, (program, recompute) in enumerate(zip(programs(3), get_args(Recompute), strict=True)):
+        for overlap in overlaps_of(number, every=False):
+            model = build()
+            step(model, program, overlap, data, recompute=recompute, verify=False)
+            yield f"{program.name} {overlap} {recompute}", model
+
+
 def test_frozen_parameters_and_bias_free_layers_are_right() -> None:
     data = models.batch(3)
 
-    def freeze(model: nn.Sequential) -> nn.Sequential:
+    def build() -> nn.Sequential:
+        model = models.build()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(
-                not any(part in name for part in ("1.mix.weight", "3.experts", "post.0.bias", "0.w"))
-            )
+            frozen = any(part in name for part in ("1.mix.weight", "3.experts", "post.0.bias", "0.w"))
+            parameter.requires_grad_(not frozen)
         return model
 
-    _, expected = models.plain_gradients(freeze(models.build()), *data, 3)
-    for program in programs(3):
-        for overlap in OVERLAPS:
-            model = freeze(models.build())
-            step(model, program, overlap, data)
-            assert not models.equal(models.gradients(model), expected), (program.name, overlap)
-            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    _, expected = models.plain_gradients(build(), *data, 3)
+    for where, model in _stepped(build, data):
+        assert not models.equal(models.gradients(model), expected), where
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 def test_a_weight_used_by_a_split_layer_and_otherwise_is_summed_once() -> None:
@@ -252,16 +230,13 @@ def test_a_weight_used_by_a_split_layer_and_otherwise_is_summed_once() -> None:
             y = experts(tokens, indices, weights)
             return self.mix(y) + self.mix(tokens) + torch.nn.functional.linear(tokens, self.mix.weight)
 
-    data, reference = models.batch(3), None
+    data, reference = models.batch(3), dict[str, Tensor]()
     _, expected = models.plain_gradients(models.build(block=Twice), *data, 3)
-    for program in programs(3):
-        for overlap in OVERLAPS:
-            model = models.build(block=Twice)
-            step(model, program, overlap, data)
-            found = models.gradients(model)
-            reference = reference or found
-            assert not models.equal(found, reference), (program.name, overlap)
-    for name, gradient in (reference or {}).items():
+    for where, model in _stepped(lambda: models.build(block=Twice), data):
+        found = models.gradients(model)
+        reference = reference or found
+        assert not models.equal(found, reference), where
+    for name, gradient in reference.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
 
 

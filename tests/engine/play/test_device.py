@@ -6,16 +6,17 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from overlap1f1b.engine import DeviceOptions, Engine
+from overlap1f1b.engine import DeviceOptions, Engine, StepResult
 from overlap1f1b.engine.record.recorder import Recorder
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, cost_key, parse_node, row_bytes
 from overlap1f1b.schedule import Kind, build_schedule
@@ -31,31 +32,24 @@ CPU = torch.device("cpu")
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1)
 
 
-class Noise:
-    """Delays of a pattern: most jobs go at once, some wait up to a millisecond."""
-
-    def __init__(self) -> None:
-        self.random = random.Random(0)
-
-    def __call__(self) -> float:
-        return self.random.random() * 1e-3 if self.random.random() < 0.15 else 0.0
-
-
 def engine(microbatches: int, exchange: Exchange | None, overlap: Overlap, **options: Any) -> Engine:
     name, warmup = ("sequential", {}) if overlap == "serial" else ("combined_1f1b", {"extra_warmup": 1})
     program = build_schedule(name, microbatches=microbatches, **warmup)  # type: ignore[arg-type]
     return make(models.build(layers=1, dropout=0.1), program, overlap=overlap, exchange=exchange, **options)
 
 
-def step(engine: Engine, model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def step(engine: Engine) -> StepResult:
+    inputs, target = models.batch(engine.program.microbatches)
     torch.manual_seed(1)
+    return engine.step(inputs, target=target)
+
+
+def gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Of one step."""
+    model = torch.nn.Sequential(*engine.stages[0].blocks)
     model.zero_grad()
-    engine.step(data[0], target=data[1])
+    step(engine)
     return models.gradients(model)
-
-
-def model_of(engine: Engine) -> torch.nn.Module:
-    return torch.nn.Sequential(*engine.stages[0].blocks)
 
 
 HOST = Watch(time.perf_counter, lambda a, b: b - a, lambda: None)
@@ -72,15 +66,12 @@ def clocked(engine: Engine, watch: Watch = HOST) -> None:
 @pytest.mark.parametrize("overlap", [2, 3])
 def test_gradients_are_the_same_under_every_pattern_of_delays(overlap: Overlap) -> None:
     """A wait that were missing would read rows that are not there yet; a tensor let go too early raises."""
-    data = models.batch(3)
-    plain = engine(3, None, "serial", costs=COSTS)
-    wanted = step(plain, model_of(plain), data)
-    noise = Noise()
-    overlapped = engine(3, loopback(noise), overlap, costs=COSTS)
-    model = model_of(overlapped)
-    for pattern in range(100):
-        noise.random.seed(pattern)
-        assert not models.equal(step(overlapped, model, data), wanted), pattern
+    wanted, noise = gradients(engine(3, None, "serial", costs=COSTS)), random.Random()
+    late = lambda: noise.random() * 1e-3 if noise.random() < 0.15 else 0.0  # noqa: E731
+    overlapped = engine(3, loopback(late), overlap, costs=COSTS)
+    for pattern in range(40):
+        noise.seed(pattern)
+        assert not models.equal(gradients(overlapped), wanted), pattern
 
 
 def test_a_step_is_measured_by_the_device_and_read_late() -> None:
@@ -90,7 +81,7 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     exchange = LoopbackExchange(CPU, gbps=1e-3)
     overlapped = engine(2, exchange, 2, costs=COSTS)
     clocked(overlapped, watch)
-    result = overlapped.step(*models.batch(2)[:1], target=models.batch(2)[1])
+    result = step(overlapped)
     assert not settled
     spans = {span.node: span for span in result.overlap.spans if span.node.resource is Resource.COMPUTE}
     assert settled == [True]
@@ -102,12 +93,11 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
 def test_launches_are_measured_without_waits_for_counts() -> None:
     """Counts take 50 ms; on a CPU no launch is measured."""
     overlapped = engine(2, loopback(lambda: 0.0, lambda: 0.05), 2, costs=COSTS)
-    data = models.batch(2)
-    overlapped.step(data[0], target=data[1])
+    step(overlapped)
     assert overlapped.player.launches == []
     clocked(overlapped)
     begun = time.perf_counter()
-    overlapped.step(data[0], target=data[1])
+    step(overlapped)
     launches = overlapped.player.launches
     assert [span.node for span in launches] == list(overlapped.plan.nodes)
     assert all(begun <= span.start <= span.end <= time.perf_counter() for span in launches)
@@ -128,8 +118,7 @@ def test_the_streams_know_when_an_exchange_ended() -> None:
     """It ends when its bytes are there, not when compute asks for them."""
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     overlapped.player.around = _slowly
-    data = models.batch(2)
-    result = overlapped.step(data[0], target=data[1])
+    result = step(overlapped)
     rows = [span for span in result.overlap.spans if span.node.op in (Op.DISPATCH, Op.COMBINE)]
     assert len(rows) == 2 * 2 * 2
     assert sorted(span.end - span.start for span in rows)[len(rows) // 2] < 0.015
@@ -137,10 +126,9 @@ def test_the_streams_know_when_an_exchange_ended() -> None:
 
 def test_costs_are_measured_over_the_loopback() -> None:
     measured = engine(2, LoopbackExchange(CPU, gbps=1e-3), 3)
-    data = models.batch(2)
     sizes = 2 * 7 * row_bytes(models.H, models.K, 4, 4)
     for _ in range(2):
-        measured.step(data[0], target=data[1])
+        step(measured)
     assert measured.costs is not None
     rows = [node for node in measured.plan.nodes if node.op is Op.DISPATCH]
     assert all(measured.costs.by_node[cost_key(node)] >= sizes / 1e6 for node in rows)  # type: ignore[operator]
@@ -178,32 +166,20 @@ def test_products_leave_two_multiprocessors_for_each_block_of_rows(
     exchange = LoopbackExchange(CPU)
     exchange.sms = 12
     overlapped = engine(4, exchange, 3, costs=COSTS, verify=False, device=DeviceOptions(carveout=wanted))
-    data = models.batch(4)
-    overlapped.step(data[0], target=data[1])
+    step(overlapped)
     assert told == ([24, 5] if wanted else [])
 
 
 def test_a_record_of_a_device_has_the_times_of_both_clocks(tmp_path: Path) -> None:
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
     clocked(overlapped)
-    data = models.batch(2)
-    with Recorder(overlapped, Silent()) as recorder:
+    with Recorder(overlapped, MagicMock()) as recorder:
         for _ in range(2):
-            result = overlapped.step(data[0], target=data[1])
+            result = step(overlapped)
     recorder.save(tmp_path / "rank0.json")
-    *_, step = json.loads((tmp_path / "rank0.json").read_text())["steps"]
-    by_device = {text: (start, end) for kind, text, start, end in step["spans"] if kind == "device"}
+    *_, recorded = json.loads((tmp_path / "rank0.json").read_text())["steps"]
+    by_device = {text: (start, end) for kind, text, start, end in recorded["spans"] if kind == "device"}
     assert set(by_device) == {str(span.node) for span in result.overlap.spans}
-    for kind, text, start, end in step["spans"]:
+    for kind, text, start, end in recorded["spans"]:
         if kind == "node" and text in by_device and parse_node(text).resource is Resource.COMPUTE:  # type: ignore[union-attr]
             assert start - 0.01 <= by_device[text][0] <= by_device[text][1] <= end + 0.01
-
-
-class Silent:
-    """A writer of ranges that writes nothing."""
-
-    def range(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def range_start(self, name: str) -> None: ...
-    def range_end(self, handle: None) -> None: ...

@@ -20,7 +20,7 @@ from overlap1f1b.engine.record.profile import added
 from overlap1f1b.engine.record.recorder import RecordedSpan, RecordedStep
 from overlap1f1b.plan import ActionRange, Label, Node, NodeRange, Op, StepRange, parse_range
 from overlap1f1b.schedule import Action, Kind
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.models import H, batch, build, loss_fn
 from tests.ranks import over
 
@@ -32,10 +32,9 @@ def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
     """Files of a pipeline of two ranks, whose transfers and gradients travel beside nothing else."""
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=3)
-    engine = make(build(), program, mesh=mesh, loss_fn=loss_fn, overlap=3)
+    engine = make(build(), program, mesh=mesh, loss_fn=loss_fn, overlap=3, costs=COSTS)
     inputs, target = batch(3)
-    for _ in range(2):
-        engine.step(inputs, target=target)
+    engine.step(inputs, target=target)
     os.environ["KINETO_LOG_LEVEL"] = "6"
     with Profile(engine, tmp_path / "new" / "tmp_path", first=7) as profile:
         for _ in range(2):
@@ -117,29 +116,25 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
-    with pytest.raises(ValueError, match=r"file/in: Not a directory; allowed: a folder that can be written$"):
-        Profile(engine, tmp_path / "file" / "in")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"folder": "file/in"}, "file/in: Not a directory; allowed: a folder that can be written"),
         ({"tool": "nvtx"}, "tool='nvtx'; allowed: 'torch', 'nsys'"),
         ({"engine": None}, "engine=None; allowed: Engine"),
         ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),
+        pytest.param(
+            {"tool": "nsys"},
+            r"nsys without a GPU that torch \S+ can use; allowed: torch.profiler",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        ),
     ],
 )
-def test_what_a_profile_does_not_take(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_a_profile_does_not_take(
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
     with pytest.raises(ValueError, match=f"^{message}$"):
-        Profile(**{"engine": engine, "folder": tmp_path, **options})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
-def test_nsys_needs_a_gpu(tmp_path: Path) -> None:
-    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
-    with pytest.raises(ValueError, match=r"^nsys without a GPU that torch \S+ can use; allowed: torch.profiler$"):
-        Profile(engine, tmp_path, tool="nsys")
+        Profile(**{"engine": engine, "folder": "folder", **options})

@@ -22,7 +22,7 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 from tests.engines import make
 from tests.models import batch, build, loss_fn
-from tests.ranks import Ranks
+from tests.ranks import over
 
 
 class Log:
@@ -57,7 +57,8 @@ class Log:
         return [parse_range(name) for what, name in self.told if what == "nested"]
 
 
-def record(rank: int, size: int, folder: Path) -> None:
+@over(2)
+def test_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
     """Steps of two ranks that share experts, with a recorder and after it."""
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "ep"))
     program = build_schedule("combined_1f1b", microbatches=3)
@@ -104,8 +105,8 @@ def record(rank: int, size: int, folder: Path) -> None:
         expected = [str(NodeRange("flight", node)) for node in away]
         assert sorted(flown[: 2 * len(away)]) == sorted(expected * 2)
 
-    recorder.save(folder / f"rank{rank}.json")
-    saved = json.loads((folder / f"rank{rank}.json").read_text())
+    recorder.save(tmp_path / f"rank{rank}.json")
+    saved = json.loads((tmp_path / f"rank{rank}.json").read_text())
     assert (saved["format"], saved["version"], saved["rank"]) == ("overlap1f1b-spans", 1, rank)
     assert saved["mesh"] == {"pp": [0, 1], "dp": [0, 1], "ep": [rank, 2]}
     assert [step["step"] for step in saved["steps"]] == [3, 4]
@@ -123,10 +124,6 @@ def record(rank: int, size: int, folder: Path) -> None:
         assert {parse_node(text) for kind, text, *_ in step["spans"] if kind == "flight"} == {
             node for node in nodes if node.resource is not Resource.COMPUTE
         }
-
-
-def test_two_ranks(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(record, tmp_path)
 
 
 class Failing(nn.Module):

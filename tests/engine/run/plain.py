@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,16 @@ from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
 
 HIDDEN, MICROBATCHES, ROWS, STEPS = 12, 3, 6, 3
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of another type than float32."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -54,8 +65,9 @@ def compare(
         mesh: Ranks along "ep".
         exchanges: Nodes of dispatch and combine that a step has once they are known; None for any number.
         microbatches: Microbatches of a step.
-        options: Of the engine.
+        options: Of the engine, which does not verify by itself.
     """
+    options = {"verify": False} | options
     ranks, rank, problems, losses = mesh.size(), mesh.get_local_rank("ep"), list[str](), list[Tensor]()
     data = batch(rank, microbatches).to(mesh.device_type)
     torch.manual_seed(7)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.moe.experts import WeightsIn
-from overlap1f1b.plan import Overlap, Recompute
+from overlap1f1b.plan import Overlap
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
+from tests.engine.run.plain import default_dtype
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
 from tests.ranks import over
@@ -36,7 +36,9 @@ def gradients(model: torch.nn.Sequential, data: tuple[Tensor, Tensor], case: Cas
     name, overlap, more = case
     program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
     torch.manual_seed(1)
-    options = {"loss_fn": models.loss_fn, "overlap": overlap, "costs": COSTS, "timeout": 20} | more | options
+    options = (
+        {"loss_fn": models.loss_fn, "overlap": overlap, "costs": COSTS, "timeout": 20, "verify": False} | more | options
+    )
     make(model, program, **options).step(data[0], target=data[1])
     return models.gradients(model)
 
@@ -46,26 +48,24 @@ def far(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) -> li
     return [n for n, w in wanted.items() if float((found[n] - w).norm()) > limit * float(w.norm())]
 
 
-@pytest.mark.parametrize("expert_calls", [1, 2])
+@pytest.mark.parametrize("expert_calls", [1, pytest.param(2, marks=pytest.mark.wide)])
 def test_one_rank(expert_calls: int) -> None:
     data = models.batch(MICROBATCHES)
     _, outside = models.plain_gradients(models.build(expert_calls=expert_calls), *data, MICROBATCHES)
-    _, inside = models.plain_gradients(
-        models.build(expert_calls=expert_calls, weights_in="activation"), *data, MICROBATCHES
-    )
+    within: dict[str, Any] = {"expert_calls": expert_calls, "weights_in": "activation"}
+    _, inside = models.plain_gradients(models.build(**within), *data, MICROBATCHES)
     assert not far(inside, outside, 1e-5)
     reference: dict[str, Tensor] = {}
     for case in CASES:
         exchange = LoopbackExchange(torch.device("cpu")) if case[1] == 3 else None
-        found = gradients(
-            models.build(expert_calls=expert_calls, weights_in="activation"), data, case, exchange=exchange
-        )
+        found = gradients(models.build(**within), data, case, exchange=exchange)
         reference = reference or found
         assert not models.equal(found, reference), case
     assert not (models.equal(reference, inside) if expert_calls == 1 else far(reference, inside, 1e-5))
 
 
-def _compared(rank: int, size: int) -> list[str]:
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int) -> list[str]:
     """Uneven routing in one layer, and one in which the second rank has no token; the same bits in every case."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), []
@@ -74,49 +74,19 @@ def _compared(rank: int, size: int) -> list[str]:
         (torch.float64, 1e-12, CASES[:-1]),
         (torch.bfloat16, None, (CASES[0], CASES[2])),
     ):
-        torch.set_default_dtype(dtype)
-        whole = models.build()
-        for batch in data:
-            _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
-        reference: dict[str, Tensor] = {}
-        for case in cases:
-            model = models.build(group, weights_in="activation")
-            exchange = Delayed(build_exchange(group), seed=rank)
-            found = gradients(model, data[rank], case, mesh=mesh, exchange=exchange)
-            reference = reference or found
-            problems += [f"{dtype} {case}: {name}" for name in models.equal(found, reference)]
+        with default_dtype(dtype):
+            whole = models.build()
+            for batch in data:
+                _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
+            reference: dict[str, Tensor] = {}
+            for case in cases:
+                model = models.build(group, weights_in="activation")
+                exchange = Delayed(build_exchange(group), seed=rank)
+                found = gradients(model, data[rank], case, mesh=mesh, exchange=exchange)
+                reference = reference or found
+                problems += [f"{dtype} {case}: {name}" for name in models.equal(found, reference)]
         local = models.E // size
         mine = {n: g[rank * local : (rank + 1) * local] if "experts" in n else g for n, g in expected.items()}
         if limit is not None:
             problems += [f"{dtype}: {name} is not that of one process" for name in far(reference, mine, limit)]
     return problems
-
-
-@over(2, timeout=120)
-def test_two_ranks(rank: int, size: int) -> list[str]:
-    try:
-        return _compared(rank, size)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("recompute", ["experts", "block"])
-@pytest.mark.parametrize("weights_in", get_args(WeightsIn))
-def test_what_experts_return_may_be_changed(recompute: Recompute, weights_in: WeightsIn) -> None:
-    """A copy is kept where the block is computed again."""
-
-    class Frozen(models.Block):
-        def forward(self, x: Tensor) -> Tensor:
-            tokens = self.mix(x).flatten(0, -2)
-            choice = self.choose(tokens, self.gates[0](tokens))
-            with torch.no_grad():
-                y = self.experts[0](tokens, *choice)
-            y += tokens
-            return y.view(x.shape)
-
-    data = models.batch(MICROBATCHES)
-    expected, found = (
-        gradients(models.build(block=Frozen, weights_in=weights_in), data, ("sequential", "serial", more))
-        for more in ({}, {"recompute": recompute})
-    )
-    assert not models.equal(found, expected)

@@ -28,7 +28,7 @@ from overlap1f1b.transport.calls import exchange
 from tests import models
 from tests.engine.run.plain import HIDDEN, batch, compare, engine_of
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 Exchanging = Callable[[Tensor], Tensor]
 Body = Callable[["Block", Tensor, Exchanging], Tensor]
@@ -37,12 +37,14 @@ Body = Callable[["Block", Tensor, Exchanging], Tensor]
 class Block(nn.Module):
     """Layers for a body that is given the block, its input, and an exchange."""
 
-    def __init__(self, group: dist.ProcessGroup, body: Body) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, body: Body) -> None:
         super().__init__()
         self.group, self.body = group, body
         self.a, self.b, self.c = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
         self.scale = nn.Parameter(torch.ones(HIDDEN))
         self.attention = nn.MultiheadAttention(HIDDEN, 2)
+        self.left: list[Tensor] = []  # terms for the loss
+        self.kept: list[Tensor] = []  # made of weights, for all microbatches of a step
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x, lambda rows: exchange(rows, None, None, self.group))
@@ -86,16 +88,10 @@ def list_is_filled(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     return ex(y) + filled[1]
 
 
-def named_tuple(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
-    pair = Pair(s.a(x), s.b(x))
+def tuples_and_dictionaries(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    pair, kept = Pair(s.a(x), s.b(x)), s.a(x).topk(HIDDEN)
     y = ex(s.c(x))
-    return torch.stack(pair).sum(0) + y
-
-
-def kinds_of_torch(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
-    kept = s.a(x).topk(HIDDEN)
-    y = ex(s.b(x))
-    return torch.cat(kept[:1]) + torch.stack(list(OrderedDict(a=kept.values, b=y).values())).sum(0)
+    return torch.stack(pair).sum(0) + torch.cat(kept[:1]) + sum(OrderedDict(a=kept.values, b=y).values())
 
 
 def added_in_place(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
@@ -173,8 +169,7 @@ def changed_without_a_graph(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
 EQUAL: list[Body] = [
     changed_without_a_graph,
     list_is_filled,
-    named_tuple,
-    kinds_of_torch,
+    tuples_and_dictionaries,
     added_in_place,
     received_in_place,
     written_in_place,
@@ -187,21 +182,11 @@ EQUAL: list[Body] = [
 ]
 
 
-def _equal(rank: int, size: int, bodies: list[Body]) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    return [
-        problem
-        for body in bodies
-        for problem in compare(
-            body.__name__,
-            lambda body=body: nn.Sequential(Block(mesh.get_group("ep"), body)),  # type: ignore[misc]
-            mesh,
-        )
-    ]
-
-
-def test_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_equal, EQUAL, timeout=120) == [[], []]
+@over(2, timeout=120)
+def test_two_ranks(rank: int, size: int) -> list[str]:
+    group = (mesh := init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))).get_group("ep")
+    models_of = {body.__name__: lambda body=body: nn.Sequential(Block(group, body)) for body in EQUAL}  # type: ignore[misc]
+    return [problem for name, build in models_of.items() for problem in compare(name, build, mesh)]
 
 
 def item_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
@@ -283,71 +268,54 @@ def test_uses_that_are_refused_in_one_line(ranks2: Ranks) -> None:
         assert any(line.startswith(wanted) for line in lines), lines
 
 
-class Left(nn.Module):
-    """Leaves an auxiliary loss in an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(HIDDEN, HIDDEN)
-        self.left: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left.append(self.gate(x).mean())
-        return x + self.gate(x)
+def left_without_an_exchange(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
+    s.left.append(s.a(x).mean())
+    return x + s.a(x)
 
 
 def test_a_tensor_that_another_block_has_left() -> None:
     """A warning names it: a loss of another microbatch was taken in silence, or torch spoke of a second backward."""
-    model = nn.Sequential(Left(), Left())
+    model = nn.Sequential(*(Block(None, left_without_an_exchange) for _ in range(2)))
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         return (output - target).square().mean() + model[0].left.pop()
 
     engine = Engine(model, build_schedule("combined_1f1b", microbatches=2), loss_fn=loss_fn)
     data = torch.randn(2, 4, HIDDEN)
-    said = r"block 1 \(Left\) or the loss uses a tensor of MeanBackward0 that another block"
+    said = r"block 1 \(Block\) or the loss uses a tensor of MeanBackward0 that another block"
     with pytest.warns(UserWarning, match=said), suppress(RuntimeError):
         engine.step(data[0], target=data[1])
 
 
-class Keeps(Block):
-    """A block that leaves a term for the loss, or keeps a tensor of its weights for all microbatches of a step."""
-
-    def __init__(self, group: dist.ProcessGroup, body: Body) -> None:
-        super().__init__(group, body)
-        self.left: list[Tensor] = []
-        self.kept: list[Tensor] = []
-
-
-def left_of_a_layer(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def left_of_a_layer(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     s.left.append(s.a(x).square().mean())
     return s.b(ex(s.c(x)))
 
 
-def left_of_the_input(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def left_of_the_input(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     s.left.append(x.square().mean())
     return s.b(ex(s.c(x)))
 
 
-def left_of_a_parameter(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def left_of_a_parameter(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     s.left.append((x * s.scale).mean())
     return s.b(ex(s.c(x)))
 
 
-def left_of_received_rows(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def left_of_received_rows(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     y = ex(s.c(x))
     s.left.append(y.square().mean())
     return s.b(ex(y))
 
 
-def sum_of_weights(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def sum_of_weights(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     y = ex(s.a(x))
     if not s.kept:
         s.kept.append(s.b.bias + s.c.bias)
     return y + s.kept[0]
 
 
-def views_of_a_weight(s: Any, x: Tensor, ex: Exchanging) -> Tensor:
+def views_of_a_weight(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
     y = ex(s.a(x))
     if not s.kept:
         s.kept.append(s.attention.in_proj_weight[:HIDDEN].triu() + s.attention.in_proj_weight[:HIDDEN].triu(1).mT)
@@ -358,13 +326,13 @@ def _left(rank: int, size: int, body: Body, place: str, overlap: Overlap, microb
     """Return what differs from a plain loop in four steps, or the error."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
-    def build() -> tuple[nn.Sequential, Keeps]:
+    def build() -> tuple[nn.Sequential, Block]:
         torch.manual_seed(1)
-        keeps = Keeps(mesh.get_group("ep"), body)
+        keeps = Block(mesh.get_group("ep"), body)
         layer = [nn.Linear(HIDDEN, HIDDEN)]
         return nn.Sequential(*(layer * (place == "second")), keeps), keeps
 
-    def loss_of(keeps: Keeps) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss_of(keeps: Block) -> Callable[[Tensor, Tensor], Tensor]:
         def loss_fn(output: Tensor, target: Tensor) -> Tensor:
             loss = (output - target).square().mean() + target.sum().exp().clamp(max=9) * sum(keeps.left)
             keeps.left.clear()
@@ -409,16 +377,21 @@ def test_a_list_that_another_microbatch_has_filled(ranks2: Ranks, body: Body, pl
     assert any(said.match(lines[-1]) and len(lines) == 1 for lines in every), every
 
 
-@pytest.mark.parametrize("overlap", ["serial", "pairs"])
-def test_a_list_that_no_other_microbatch_fills(ranks2: Ranks, overlap: Overlap) -> None:
-    assert ranks2.run(_left, left_of_a_layer, "alone", overlap, 3, timeout=60) == [[], []]
+APART: list[tuple[Body, str, Overlap, int]] = [
+    (left_of_a_layer, "alone", "serial", 3),
+    (sum_of_weights, "alone", 3, 8),
+    (left_of_a_layer, "alone", "pairs", 3),
+    (sum_of_weights, "second", 3, 8),
+    (views_of_a_weight, "alone", 3, 8),
+    (views_of_a_weight, "second", 3, 8),
+]
 
 
-@pytest.mark.parametrize("body", [sum_of_weights, views_of_a_weight])
-@pytest.mark.parametrize("place", ["alone", "second"])
-def test_microbatches_may_share_what_is_made_of_weights_alone(ranks2: Ranks, body: Body, place: str) -> None:
-    """As ``parametrize.cached`` does."""
-    assert ranks2.run(_left, body, place, 3, 8, timeout=60) == [[], []]
+@pytest.mark.parametrize("cases", [APART[:2], APART[2:]])
+@over(2, timeout=60)
+def test_a_list_that_no_other_microbatch_fills(rank: int, size: int, cases: list[Any]) -> list[str]:
+    """And what is made of weights alone, which microbatches may share, as with ``parametrize.cached``."""
+    return [line for case in cases for line in _left(rank, size, *case)]
 
 
 class Turned(nn.Module):
@@ -447,8 +420,7 @@ def test_a_view_of_a_weight_that_another_block_has_made() -> None:
     Engine(model, build_schedule("sequential", microbatches=2), loss_fn=loss_of(model)).step(data[0], target=data[1])
     for x, y in zip(data[0].chunk(2), data[1].chunk(2), strict=True):
         (loss_of(expected)(expected(x), y) / 2).backward()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad)
+    torch.testing.assert_close(models.gradients(model), models.gradients(expected))
 
 
 class AddsToMain(torch.autograd.Function):
@@ -558,6 +530,10 @@ def test_an_input_that_is_needed_again_may_not_be_changed(recompute: Recompute) 
         engine.step(inputs, target=target)
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_mode_that_comes_back_after_ctrl_c_does_nothing() -> None:
     """Torch takes a mode off while it is called, and puts it back when Python collects what was interrupted."""
     left: list[Any] = []
@@ -596,9 +572,6 @@ def test_a_mode_that_comes_back_after_ctrl_c_does_nothing() -> None:
 def test_what_ctrl_c_has_left_of_a_step_is_not_undone_in_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python finishes a generator when it collects it: Functions were called in C++ again, inside the later step."""
 
-    def interrupted(self: Any) -> None:
-        raise KeyboardInterrupt
-
     step = functions_cross()
     step.__enter__()
     left = [LAST.__dict__["crossing"]]
@@ -617,9 +590,6 @@ def test_what_ctrl_c_has_left_of_a_step_is_not_undone_in_a_later_one(monkeypatch
 def test_changes_that_ctrl_c_has_cut_short_are_made_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step ran without them: tensors of an earlier segment did not enter the later one."""
 
-    def interrupted(_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
         patch.setattr(crossing, "applying", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -632,15 +602,15 @@ def test_a_stance_that_ctrl_c_has_left_ends_with_the_step() -> None:
     eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
     before = eval_frame._stance
 
-    def interrupted(*_: Any) -> None:
+    def ends(*_: Any) -> None:
         del stance.__exit__
-        raise KeyboardInterrupt
+        interrupted()
 
     with functions_cross():
         segment: Any = eager(mode=True)
         segment.__enter__()
         stance: Any = LAST.__dict__["crossing"].stance
-        stance.__exit__ = interrupted
+        stance.__exit__ = ends
         with pytest.raises(KeyboardInterrupt):
             segment.__exit__(None, None, None)
         assert eval_frame._stance != before
