@@ -453,7 +453,7 @@ def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tupl
             for number, accumulation in enumerate(accumulations):
                 trainer.args.gradient_accumulation_steps = accumulation
                 trainer.train()
-                trainer.evaluate(Sentences(3 + 5 * (number % 3), seed=9))
+                trainer.evaluate(Sentences(3 + 5 * (number % 2), seed=9))
                 lines += loops.history(trainer)
                 held += [min(_held() for _ in range(5) if not time.sleep(0.05))] * overlapped
     return lines, serial, held
@@ -462,15 +462,14 @@ def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tupl
 @pytest.mark.parametrize("pp", [1, 2])
 def test_one_engine_plays_any_number_of_microbatches(kept: dict[int, Ranks], pp: int, tmp_path: Path) -> None:
     """Accumulations that change between runs, shorter last steps of epochs, and evaluations of any size."""
-    accumulations = [4, 5, 2] * 2
-    layout = OverlapArguments(pp=pp, ep=2)
-    spec = Spec(tmp_path, rows=36, steps=2, arguments={"per_device_eval_batch_size": 2}, layout=layout)
+    accumulations, layout = [4, 5] * 2, OverlapArguments(pp=pp, ep=2)  # five, and then three
+    spec = Spec(tmp_path, rows=32, steps=2, arguments={"per_device_eval_batch_size": 2}, layout=layout)
     own = replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, layout=None)
     expected, *_ = kept[2].run(_numbers, own, accumulations, timeout=120)[0]
     for lines, serial, held in kept[2 * pp].run(_numbers, spec, accumulations, timeout=280):
         loops.close(lines, expected)
         assert serial == {(4, 0), (4, 1)}
-        for early, late in zip(held[:3], held[3:], strict=True):  # tensors, bytes, threads, files
+        for early, late in zip(held[:2], held[2:], strict=True):  # tensors, bytes, threads, files
             assert late[:3] == early[:3]
             assert late[3] <= early[3]
 
