@@ -46,14 +46,14 @@ def folder(titan1: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="package")
-def plain(titan1: Ranks, folder: str) -> Plain:
-    """Returns what torchtitan's own trainer logs on one rank."""
+def plain(titan1: Ranks, titan2: Ranks, folder: str) -> Plain:
+    """Returns what torchtitan's own trainer logs on the first of one rank or two."""
     known: dict[str, dict[str, Any]] = {}
 
-    def result(**case: Any) -> dict[str, Any]:
+    def result(ranks: int = 1, **case: Any) -> dict[str, Any]:
         given = own(folder, **case)
         if given["run"] not in known:
-            known[given["run"]] = titan1.run(train, [given])[0][0]
+            known[given["run"]] = (titan1 if ranks == 1 else titan2).run(train, [given])[0][0]
         return known[given["run"]]
 
     return result

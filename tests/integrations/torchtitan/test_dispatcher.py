@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
 from tests.integrations.torchtitan import on_cpu
-from tests.ranks import over
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None or find_spec("spmd_types") is None, reason="torchtitan is not installed"
@@ -44,9 +44,7 @@ class Block(nn.Module):
         return x + self.dispatcher.combine(torch.cat(made), metadata, h) + self.shared(h)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torchtitan 0.3.0 needs torch 2.13")
-@over(2, timeout=120)
-def test_two_ranks(rank: int, size: int) -> list[str]:
+def _compared(rank: int, size: int) -> list[str]:
     on_cpu.install()
     from torchtitan.distributed.utils import set_spmd_backend
 
@@ -58,3 +56,7 @@ def test_two_ranks(rank: int, size: int) -> list[str]:
 
     exchanges = 2 * 2 * LAYERS * MICROBATCHES
     return compare("overlap 3", build, mesh, exchanges=exchanges, overlap=3)
+
+
+def test_two_ranks(titan2: Ranks) -> None:
+    assert titan2.run(_compared) == [[], []]

@@ -64,9 +64,8 @@ def test_two_stages(titan2: Ranks, folder: str, plain: Plain, case: dict[str, An
 @installed
 def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
     expected = plain(dtype="bfloat16")
-    found = titan2.run(train, [{"folder": folder, "run": "bf16", "by": "pipelining_fn", "pp": 2, "dtype": "bfloat16"}])[
-        1
-    ][0]
+    case = {"folder": folder, "run": "bf16", "by": "pipelining_fn", "pp": 2, "dtype": "bfloat16"}
+    ((_,), (found,)) = titan2.run(train, [case])
     assert equal(found["loss"][:1], expected["loss"][:1], 1e-6)
     assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
     assert equal(found["loss"], expected["loss"], 1e-3)
@@ -75,13 +74,13 @@ def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
 
 @pytest.mark.wide
 @installed
-def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain: Plain) -> None:
+def test_experts_over_two_ranks(titan4: Ranks, folder: str, plain: Plain) -> None:
     """Loss, norm and weights are those of torchtitan's trainer with its FSDP2 over the same ranks."""
     family: dict[str, Any] = {"family": "qwen3"}
     case = {**family, "chunked": True, "checkpointing": "selective", "schedule": "Interleaved1F1B"}
     ours = {"run": "ours", "pp": 2, "ep": 2, "batch": SEQUENCES // 2, "writes": True, **case}
-    theirs = own(folder, ep=2, writes=True, **family)
-    expected = titan2.run(train, [theirs])[0][0]
+    theirs = {"ep": 2, "writes": True, **family}
+    expected = plain(2, **theirs)
     found = titan4.run(train, [{"folder": folder, "by": "pipelining_fn", **ours}])
     assert equal(found[2][0]["loss"], expected["loss"], 1e-6)
     assert equal(expected["norm"], plain(**family)["norm"], 1e-4)
@@ -89,30 +88,37 @@ def test_experts_over_two_ranks(titan2: Ranks, titan4: Ranks, folder: str, plain
         assert_close(rank[0]["norm"], expected["norm"])
         assert sum(rank[0]["cut"]) == 2 * 2  # two layers with experts, there and back
         assert rank[0]["ops"]["DISPATCH"] == rank[0]["ops"]["COMBINE"] > 0
-    assert_same_weights(folder, ours, theirs)
+    assert_same_weights(folder, ours, own(folder, **theirs))
 
 
 @installed
 @pytest.mark.parametrize(
-    "options", [{"parts": 2}, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}], ids=str
+    ("pp", "options"),
+    [
+        (1, {"parts": 2}),
+        (2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}),
+    ],
 )
-def test_our_exchange_in_its_layers(titan2: Ranks, titan4: Ranks, folder: str, options: dict[str, Any]) -> None:
+def test_our_exchange_in_its_layers(
+    request: pytest.FixtureRequest, folder: str, plain: Plain, pp: int, options: dict[str, Any]
+) -> None:
     """Loss, norm and weights are as by torchtitan's own dispatcher; the checkpoint has the same entries.
 
     torchtitan's experts multiply in bfloat16, so sums of another order differ more than elsewhere.
     """
-    same: dict[str, Any] = {"family": "qwen3", "writes": True, "ep": 2}
-    theirs, given = own(folder, micro=SEQUENCES // 2, **same), {"dispatcher": "rows", **options}
-    ours = {"run": f"rows {options}", "by": "pipelining_fn", "options": given, "pp": 2, "batch": SEQUENCES // 2, **same}
-    expected = titan2.run(train, [theirs])[0][0]
-    every = [found for (found,) in titan4.run(train, [{"folder": folder, **ours}])]
-    assert equal(every[2]["loss"], expected["loss"], 1e-5)
+    theirs: dict[str, Any] = {"writes": True, "ep": 2}
+    given, by = {"dispatcher": "rows", **options}, "mixin" if pp == 1 else "pipelining_fn"
+    ours = {"run": f"rows {options}", "by": by, "options": given, "pp": pp, "batch": SEQUENCES // 2, **theirs}
+    expected = plain(2, **theirs)
+    ranks: Ranks = request.getfixturevalue(f"titan{2 * pp}")
+    every = [found for (found,) in ranks.run(train, [{"folder": folder, **ours}])]
+    assert equal(every[-1]["loss"], expected["loss"], 1e-5)
     for found in every:
         assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
         assert equal(found["norm"], expected["norm"], 1e-4)
         assert sum(found["cut"]) == 0  # torchtitan's own exchanges are gone
         assert found["ops"]["COUNTS"] > 0
-    assert_same_weights(folder, ours, theirs)
+    assert_same_weights(folder, ours, own(folder, **theirs))
 
 
 @pytest.mark.wide
@@ -125,7 +131,7 @@ def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
     unbroken: dict[str, Any] = {"run": "unbroken", "by": "pipelining_fn", "pp": 2, "saves": True, "validates": True}
     again = {**unbroken, "run": "again", "resumes": "unbroken"}
     for rank, (expected, found) in enumerate(
-        titan2.run(train, [{"folder": folder, **unbroken}, {"folder": folder, **again}])
+        titan2.run(train, [{"folder": folder, **case} for case in (unbroken, again)])
     ):
         assert_close(expected["norm"], plain()["norm"])
         assert found["norm"] == expected["norm"][STOPPED:]
@@ -143,12 +149,12 @@ def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
 
 @pytest.mark.wide
 @installed
-def test_tensor_parallelism(titan2: Ranks, titan4: Ranks, folder: str) -> None:
+def test_tensor_parallelism(titan4: Ranks, folder: str, plain: Plain) -> None:
     """Loss and norm are those of torchtitan's own trainer over a tensor group, which shares the experts."""
     # DTensors take their time for each microbatch and step, so costs are given: the second step is overlapped.
     same: dict[str, Any] = {"family": "qwen3", "tp": 2, "ep": 2, "micro": SEQUENCES // 2, "steps": 2}
     ours = {"run": "tensor", "by": "pipelining_fn", "pp": 2, "options": {"costs": COSTS}}
-    expected = titan2.run(train, [own(folder, **same)])[0][0]
+    expected = plain(2, **same)
     found = titan4.run(train, [{"folder": folder, **ours, **same}])
     assert equal(found[-1][0]["loss"], expected["loss"], 1e-6)
     for rank in found:

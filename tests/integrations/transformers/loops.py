@@ -21,6 +21,7 @@ from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
 from overlap1f1b.plan import Node
 from tests.integrations.transformers import tiny
+from tests.ranks import Ranks
 
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
 LAYOUTS = {
@@ -82,7 +83,7 @@ class Spec:
     layers: int = 2  # as many as most layouts have stages
     rows: int = 44
     accumulation: int = 4
-    steps: int = 4
+    steps: int = 3  # the second changes the weights: the first has a rate of zero
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     layout: OverlapArguments | None = None
@@ -200,7 +201,15 @@ def plain(spec: Spec, shards: int = 1, **changes: Any) -> Any:
         arguments["per_device_eval_batch_size"] *= shards
     accumulation = spec.accumulation * shards
     own = {"kind": transformers.Trainer, "layout": None, "arguments": arguments, "accumulation": accumulation}
-    return alone(replace(spec, folder=spec.folder / "plain", **own, **changes))
+    return alone(replace(spec, folder=spec.folder / "plain", **{**own, **changes}))
+
+
+def as_plain(spec: Spec, ranks: Ranks | None = None, shards: int = 1, **changes: Any) -> Any:
+    """Compare the logs, of this process without ``ranks``, with those of :func:`plain`; return the latter's trainer."""
+    expected = plain(spec, shards, **changes)
+    every = [alone(spec).state.log_history] if ranks is None else ranks.run(train, spec)
+    same_logs(every, history(expected))
+    return expected
 
 
 def counted(spec: Spec, microbatches: int) -> list[int]:

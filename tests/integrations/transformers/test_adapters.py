@@ -19,7 +19,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 import peft
-import transformers
 from transformers import AutoModelForCausalLM
 
 from overlap1f1b.engine import consolidate, save_checkpoint
@@ -28,7 +27,7 @@ from overlap1f1b.integrations.transformers.adapters import adapter_in
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import loops, tiny
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 class Added(nn.Module):
@@ -46,10 +45,8 @@ def parametrized(model: Any) -> Any:
     return model
 
 
-def peft_linear(model: Any, **options: Any) -> Any:
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1], **options)
-    )
+def peft_linear(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1]))
 
 
 def peft_inside(model: Any) -> Any:
@@ -62,30 +59,19 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_adapters_that_nobody_can_write_are_not_saved(kind: str, tmp_path: Path) -> None:
-    adapt, name = REFUSED[kind]
-    stages = split_model(adapt(tiny.build("mixtral")), build_schedule("sequential", microbatches=1))
-    with pytest.raises(ValueError, match="is an adapter") as caught:
-        stages.save_pretrained(tmp_path / "saved")
-    assert str(caught.value) == (
-        f"{name} is an adapter, and the folder would hold neither an adapter nor a model; allowed: PEFT's model around "
-        "it, adapters that are merged first, or state_dict() of each rank"
-    )
-    assert not (tmp_path / "saved").exists()
-
-
-def _save(rank: int, size: int, folder: Path) -> str:
-    """Every rank raises, also the one whose stage has no adapter."""
+@over(2)
+def test_adapters_that_nobody_can_write_are_not_saved(rank: int, size: int, tmp_path: Path) -> None:
+    """The rank whose stage has no adapter refuses, too."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    stages = split_model(peft_inside(tiny.build("mixtral")), build_schedule("1f1b", ranks=size, microbatches=2), mesh)
-    with pytest.raises(ValueError, match="is an adapter") as caught:
-        stages.save_pretrained(folder)
-    return str(caught.value).split(" is ", maxsplit=1)[0]
-
-
-def test_all_ranks_refuse_to_save(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(_save, tmp_path) == ["model.layers.1.self_attn.q_proj (Linear)"] * 2
+    for adapt, name in REFUSED.values():
+        stages = split_model(adapt(tiny.build("mixtral")), build_schedule("1f1b", ranks=size, microbatches=2), mesh)
+        with pytest.raises(ValueError, match="is an adapter") as caught:
+            stages.save_pretrained(tmp_path / "saved")
+        assert str(caught.value) == (
+            f"{name} is an adapter, and the folder would hold neither an adapter nor a model; allowed: PEFT's model "
+            "around it, adapters that are merged first, or state_dict() of each rank"
+        )
+        assert not (tmp_path / "saved").exists()
 
 
 def test_a_merged_model_is_saved(tmp_path: Path) -> None:
@@ -96,38 +82,25 @@ def test_a_merged_model_is_saved(tmp_path: Path) -> None:
     assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
 
 
-def _adopted(rank: int, size: int) -> str:
+def _refused(rank: int, size: int, method: str) -> str:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)) if size > 1 else None
-    model = parametrized(tiny.build("mixtral"))
-    with pytest.raises(ValueError, match="adapter") as caught:
-        split_model(model, build_schedule("1f1b", microbatches=2), mesh, grouped=True)
-    return str(caught.value)
-
-
-def test_adapters_that_change_the_call_of_experts_are_refused(ranks2: Ranks) -> None:
-    message = (
-        f"{REFUSED['parametrized'][1]} is an adapter that changes the call of experts; allowed: LoRA of "
-        "their stacked parameters (target_parameters), adapters of other layers, or merged into the experts"
-    )
-    assert [*ranks2.run(_adopted), _adopted(0, 1)] == [message] * 3
-
-
-def _peft_message(rank: int, size: int, method: str) -> str:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    config = {
+    model = tiny.build("gpt_oss" if method == "bias" else "mixtral")
+    config: dict[str, Callable[[], Any]] = {
         "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
         "adalora": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], total_step=9, task_type="CAUSAL_LM"),
         "whole experts": lambda: peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["experts"]),
         "bias": lambda: peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj_bias"]),
-    }[method]()
-    model = tiny.build("gpt_oss" if method == "bias" else "mixtral")
+    }
+    adapted = parametrized(model) if method == "parametrized" else peft.get_peft_model(model, config[method]())
     with pytest.raises(ValueError, match="allowed") as caught:
-        split_model(peft.get_peft_model(model, config), build_schedule("1f1b", microbatches=2), mesh)
+        split_model(adapted, build_schedule("1f1b", microbatches=2), mesh, grouped=mesh is None or None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 METHODS = {
+    "parametrized": f"{REFUSED['parametrized'][1]} is an adapter that changes the call of experts; allowed: LoRA of "
+    "their stacked parameters (target_parameters), adapters of other layers, or merged into the experts",
     "prompt": "peft_type='PROMPT_TUNING' changes the call of the whole model",
     "adalora": "peft_type='ADALORA' changes the call of the whole model",
     "whole experts": "mlp.experts (ModulesToSaveWrapper) is an adapter that changes the call of experts",
@@ -135,9 +108,11 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_methods_of_peft_that_cannot_be_honoured(ranks2: Ranks, method: str) -> None:
-    assert all(METHODS[method] in text for text in ranks2.run(_peft_message, method))
+def test_adapters_that_cannot_be_honoured(ranks2: Ranks) -> None:
+    """On one rank, too, where experts are replaced."""
+    for method, message in METHODS.items():
+        assert all(message in text for text in ranks2.run(_refused, method))
+    assert _refused(0, 1, "parametrized") == METHODS["parametrized"]
 
 
 # --------------------------------------------------------------------------------------------------------- PEFT's LoRA
@@ -228,6 +203,7 @@ def test_gradients_are_those_of_peft(ranks4: Ranks, targets: str) -> None:
 SUMMED: dict[str, set[tuple[int, int]]] = {"experts": set(), "last": {(1, 1)}}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "pp", "schedule", "grouped", "options"),
     [
@@ -246,25 +222,20 @@ def test_models_ranks_and_options(
     assert [wrong for _, wrong, _ in found] == [[]] * 4
 
 
-def _exported(rank: int, size: int, folder: Path) -> list[str]:
-    """Write a checkpoint, and return the tensors of its export that are not those of the whole model."""
+@over(2)
+def test_an_export_has_the_factors_as_peft_has_them(rank: int, size: int, tmp_path: Path) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     program = build_schedule("sequential", microbatches=2)
     stages = split_model(adapted("mixtral", "experts"), program, mesh)
     engine = tiny.engine(stages, program, mesh, timeout=60)
     trained = [p for p in stages.parameters() if p.requires_grad]
-    save_checkpoint(engine, folder / "saved", 1, torch.optim.SGD(trained))
+    save_checkpoint(engine, tmp_path / "saved", 1, torch.optim.SGD(trained))
     if rank:
         return []
-    found = load_file(consolidate(folder / "saved", folder / "exported") / "model.safetensors")
+    found = load_file(consolidate(tmp_path / "saved", tmp_path / "exported") / "model.safetensors")
     wanted = adapted("mixtral", "experts").state_dict()
-    factors = [name for name in wanted if ".lora_B." in name]
-    assert factors
+    assert any(".lora_B." in name for name in wanted)
     return [name for name in wanted if name not in found or not torch.equal(found[name], wanted[name])]
-
-
-def test_an_export_has_the_factors_as_peft_has_them(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(_exported, tmp_path, timeout=60) == [[], []]
 
 
 def _saved(rank: int, size: int, targets: str, folder: Path) -> bool:
@@ -437,24 +408,21 @@ def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, sta
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
-@pytest.mark.parametrize("targets", ["everything", "tokens"])
-def test_the_trainer_trains_saves_and_resumes_adapters(ranks4: Ranks, targets: str, tmp_path: Path) -> None:
-
-    def spec(name: str, **more: Any) -> loops.Spec:
-        init = {"model_init": partial(adapted, "mixtral", targets, 2)}
-        given = {"model": None, "arguments": EVALUATED, "trainer": init, **more}
-        return loops.Spec(tmp_path / name, **given)
-
-    plain = loops.alone(spec("plain", accumulation=8, kind=transformers.Trainer))
-    layout = OverlapArguments(pp=2, ep=2)
-    saving = {**EVALUATED, "save_strategy": "steps", "save_steps": 2}
-    for lines in ranks4.run(loops.train, spec("four", layout=layout, arguments=saving), timeout=120):
-        loops.close(loops.shown(lines), loops.history(plain))
-    loops.same_weights(tmp_path / "four", tmp_path / "plain")
+@pytest.mark.parametrize(("targets", "pp"), [("everything", 1), ("tokens", 2)])
+def test_the_trainer_trains_saves_and_resumes_adapters(
+    kept: dict[int, Ranks], targets: str, pp: int, tmp_path: Path
+) -> None:
+    arguments = {**loops.EVALUATES, "save_strategy": "steps", "save_steps": 2}
+    model = {"model_init": partial(adapted, "mixtral", targets, 2)}
+    layout = OverlapArguments(pp=pp, ep=2)
+    spec = loops.Spec(tmp_path, None, arguments=arguments, trainer=model, accumulation=2, layout=layout)
+    loops.as_plain(spec, kept[2 * pp], 2)
+    loops.same_weights(tmp_path, tmp_path / "plain")
     # The middle of it, on one process: the layout of experts' factors differs.
-    checkpoint = tmp_path / "four" / "checkpoint-2"
+    checkpoint = tmp_path / "checkpoint-2"
     assert not list(checkpoint.glob("model*.safetensors"))
-    loops.alone(spec("again", accumulation=8, layout=OverlapArguments(), resume=str(checkpoint)))
+    again = replace(spec, folder=tmp_path / "again", accumulation=4, layout=OverlapArguments(), resume=str(checkpoint))
+    loops.alone(again)
     loops.same_weights(tmp_path / "again", tmp_path / "plain")
 
 
@@ -468,38 +436,25 @@ def _new(targets: str) -> Any:
     return on_meta("mixtral", targets, 2)
 
 
-def test_the_trainer_reads_a_base_and_an_adapter(ranks4: Ranks, tmp_path: Path) -> None:
+def test_the_trainer_reads_a_base_and_an_adapter(ranks2: Ranks, tmp_path: Path) -> None:
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     _ends(adapted).save_pretrained(tmp_path / "adapter")
-    spec = loops.Spec(
-        tmp_path, model=None, arguments=EVALUATED, rows=48, steps=2, trainer={"model_init": partial(_ends, adapted)}
-    )
-    plain = loops.alone(replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer, accumulation=8))
+    model = {"model_init": partial(_ends, adapted)}
+    spec = loops.Spec(tmp_path, None, arguments=loops.EVALUATES, steps=2, trainer=model)
+    plain = loops.plain(spec)
     folders = {"pretrained": str(tmp_path / "base"), "adapter": str(tmp_path / "adapter")}
     parts = replace(spec, layout=OverlapArguments(pp=2, **folders), trainer={"model_init": partial(_ends, on_meta)})
-    for lines in ranks4.run(loops.train, parts, timeout=120):
-        loops.close(loops.shown(lines), loops.history(plain))
+    loops.same_logs(ranks2.run(loops.train, parts), loops.history(plain))
     loops.same_weights(tmp_path, tmp_path / "plain")
 
 
-def test_the_trainer_begins_adapters_on_the_meta_device(ranks4: Ranks, tmp_path: Path) -> None:
+def test_the_trainer_begins_adapters_on_the_meta_device(ranks2: Ranks, tmp_path: Path) -> None:
     """With the losses of one rank; what PEFT would compute from the base is refused."""
     tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path / "base")
     layout = OverlapArguments(pretrained=str(tmp_path / "base"))
-    spec = loops.Spec(
-        tmp_path,
-        model=None,
-        rows=48,
-        steps=2,
-        trainer={"model_init": partial(_new, "everything")},
-        layout=layout,
-    )
-    expected = loops.history(loops.alone(replace(spec, accumulation=8)))
-    for lines in ranks4.run(loops.train, replace(spec, layout=replace(layout, pp=2)), timeout=120):
-        loops.close(loops.shown(lines), expected)
+    spec = loops.Spec(tmp_path, None, steps=2, trainer={"model_init": partial(_new, "everything")}, layout=layout)
+    expected = loops.history(loops.alone(spec))
+    loops.same_logs(ranks2.run(loops.train, replace(spec, layout=replace(layout, pp=2))), expected)
     with pytest.raises(ValueError, match=r"lora_magnitude.* has no values .*; allowed: adapter= a folder") as caught:
         replace(spec, trainer={"model_init": partial(_new, "dora")}).build()
     assert "\n" not in str(caught.value)
-
-
-EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}

@@ -57,7 +57,7 @@ CUT = {
 }  # fmt: skip
 
 
-FIRST = {"deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe", *UNUSUAL, *REFUSED}
+FIRST = {"mixtral", *REFUSED}
 """Those of the first tier; further architectures are wide."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -19,15 +18,7 @@ from overlap1f1b.integrations.transformers import OverlapArguments
 from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_arguments
 from overlap1f1b.plan.node import MOST_PARTS
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.loops import (
-    Spec,
-    alone,
-    close,
-    history,
-    plain,
-    shown,
-    train,
-)
+from tests.integrations.transformers.loops import Spec, alone, close, history, plain, shown, train
 from tests.ranks import Ranks
 
 
@@ -47,13 +38,6 @@ def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert get_args(get_type_hints(OverlapArguments)["parts"]) == (*range(1, MOST_PARTS + 1), "auto")
 
 
-REFUSED_BY_VALUE: dict[str, tuple[dict[str, Any], str]] = {
-    "dispatch": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
-    "lomo": ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
-    "layerwise": ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward"),
-}
-
-
 @pytest.mark.parametrize("name", _REFUSED)
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
     args, (harmless, instead) = transformers.TrainingArguments(str(tmp_path), use_cpu=True), _REFUSED[name]
@@ -65,21 +49,15 @@ def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("case", REFUSED_BY_VALUE)
-def test_values_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
-    arguments, message = REFUSED_BY_VALUE[case]
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        Spec(tmp_path, arguments=arguments).build()
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), ("experts", "experts")])
 def test_gradient_checkpointing_is_recomputation(
     recompute: Any, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of whole layers, if nothing else is asked for; what was given is as before."""
-    spec = Spec(tmp_path, arguments={"gradient_checkpointing": True}, layout=OverlapArguments(recompute=recompute))
+    spec = Spec(
+        tmp_path, arguments={"gradient_checkpointing": True}, layout=OverlapArguments(recompute=recompute), steps=2
+    )
     trainer = alone(spec)
     said = "gradient_checkpointing=True is taken as recompute='block' of OverlapArguments: "
     assert caplog.text.count(said) == (taken == "block")
@@ -92,7 +70,7 @@ def test_gradient_checkpointing_is_recomputation(
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
 def test_options_of_checkpointing_are_the_layers_own(ranks2: Ranks, tmp_path: Path) -> None:
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}
-    spec = Spec(tmp_path, arguments=options, layout=OverlapArguments(), rows=40)
+    spec = Spec(tmp_path, arguments=options, layout=OverlapArguments(), rows=40, steps=2)
     expected = history(plain(spec, 2))
     for lines, checkpointed in ranks2.run(train, spec, _checkpointed):
         close(shown(lines), expected)
@@ -111,28 +89,35 @@ def test_strategies_that_differ_along_a_pipeline(tmp_path: Path) -> None:
         check_arguments(args, OverlapArguments(pp=2))
 
 
-@pytest.mark.parametrize(
-    ("layout", "accumulation", "message"),
-    [
-        ({"schedule": "gpipe"}, 4, "schedule='gpipe' with pp=1 and gradient_accumulation_steps=4: "),
-        ({"schedule": "dualpipe"}, 1, "schedule='dualpipe' with pp=1 and gradient_accumulation_steps=1: "),
-        ({"pp": 2}, 4, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
-        ({"ep": -1}, 4, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
-        ({"overlap": "much"}, 4, "overlap='much'; allowed: serial, pairs"),
-        ({"parts": 0}, 4, "parts=0; allowed: 1 to 8, or auto"),
-        ({"parts": "2"}, 4, "parts='2'; allowed: 1 to 8, or auto"),
-        ({"recompute": "all"}, 4, "recompute='all'; allowed: none, experts, attention, block"),
-    ],
-)
-def test_layouts_that_cannot_be_played(layout: Any, accumulation: int, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        Spec(tmp_path, accumulation=accumulation, layout=OverlapArguments(**layout)).build()
-    assert "allowed: " in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_what_a_trainer_is_given_too_much(tmp_path: Path) -> None:
-    spec = Spec(tmp_path)
+def test_layouts_and_values_that_cannot_be_played(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(tiny.build("qwen3_moe").parameters(), lr=1e-3)
-    with pytest.raises(ValueError, match="optimizers with a SGD of the whole model; allowed: optimizer_cls_and_kwargs"):
-        replace(spec, trainer={"optimizers": (optimizer, None)}).build()
+    given: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"schedule": "gpipe"}, {}, "schedule='gpipe' with pp=1 and gradient_accumulation_steps=4: "),
+        (
+            {"schedule": "dualpipe"},
+            {"accumulation": 1},
+            "schedule='dualpipe' with pp=1 and gradient_accumulation_steps=1: ",
+        ),
+        ({"pp": 2}, {}, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
+        ({"ep": -1}, {}, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
+        ({"overlap": "much"}, {}, "overlap='much'; allowed: serial, pairs"),
+        ({"parts": 0}, {}, "parts=0; allowed: 1 to 8, or auto"),
+        ({"parts": "2"}, {}, "parts='2'; allowed: 1 to 8, or auto"),
+        ({"recompute": "all"}, {}, "recompute='all'; allowed: none, experts, attention, block"),
+        (
+            {},
+            {"trainer": {"optimizers": (optimizer, None)}},
+            "optimizers with a SGD of the whole model; allowed: optimizer_cls_and_kwargs",
+        ),
+    ]
+    values: list[tuple[dict[str, Any], str]] = [
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True; allowed"),
+        ({"optim": "lomo"}, "optim='lomo' steps inside the backward; allowed"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' steps inside the backward; allowed"),
+    ]
+    given += [({}, {"arguments": value}, message) for value, message in values]
+    for layout, changes, message in given:
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            Spec(tmp_path, layout=OverlapArguments(**layout), **changes).build()
+        assert "allowed: " in str(caught.value)
+        assert "\n" not in str(caught.value)

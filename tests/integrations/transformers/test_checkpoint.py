@@ -13,11 +13,12 @@ from unittest.mock import patch
 import pytest
 import safetensors
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
 
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program, build_schedule
 from tests.integrations.transformers import tiny
+from tests.integrations.transformers.loops import same_weights
 from tests.ranks import Ranks, over
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -88,8 +90,7 @@ def _loaded(rank: int, size: int, folders: list[Path]) -> list[tuple[list[Tensor
 @pytest.mark.slow
 def test_each_rank_reads_its_part(ranks4: Ranks, tmp_path: Path) -> None:
     """Folders have one file, as transformers writes them, or several; below all models on one rank."""
-    expected = []
-    folders = []
+    expected, folders = [], []
     for index, (name, options) in enumerate(MODELS[1::2]):
         model = tiny.build(name, **options)
         folders.append(tmp_path / str(index))
@@ -119,10 +120,7 @@ def test_logits_are_those_of_from_pretrained(name: str, options: dict[str, Any],
         expected = model(tokens, use_cache=False).logits
         assert torch.equal(logits, expected)
         assert torch.equal(again(tokens, use_cache=False).logits, expected)
-    own = load_file(tmp_path / "own" / "model.safetensors")
-    ours = {k: t for file in sorted((tmp_path / "ours").glob("*.safetensors")) for k, t in load_file(file).items()}
-    assert own.keys() == ours.keys()
-    assert all(torch.equal(own[key], ours[key]) for key in own)
+    same_weights(tmp_path / "ours", tmp_path / "own", 0.0)
 
 
 def test_the_layout_of_the_modules_is_read_too(tmp_path: Path) -> None:
@@ -197,18 +195,15 @@ def test_what_was_trained_is_saved(ranks4: Ranks, name: str, options: dict[str, 
             assert torch.equal(value, whole), label
 
 
-def _of_a_part(rank: int, size: int, folder: Path) -> None:
+@over(2)
+def test_a_model_of_which_a_rank_has_a_part_is_not_saved(rank: int, size: int, tmp_path: Path) -> None:
+    """Its folder would lack experts, which from_pretrained then draws anew."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = tiny.build("mixtral")
     split_model(model, build_schedule("sequential", microbatches=2), mesh)
-    for name, call in (("save_pretrained", lambda: model.save_pretrained(folder)), ("state_dict", model.state_dict)):
+    for name, call in (("save_pretrained", lambda: model.save_pretrained(tmp_path)), ("state_dict", model.state_dict)):
         with pytest.raises(ValueError, match=rf"^{name} of a model of which a rank has a part; allowed: "):
             call()
-
-
-def test_a_model_of_which_a_rank_has_a_part_is_not_saved(ranks2: Ranks, tmp_path: Path) -> None:
-    """Its folder would lack experts, which from_pretrained then draws anew."""
-    ranks2.run(_of_a_part, tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
@@ -226,16 +221,13 @@ def test_a_model_of_which_a_rank_has_a_stage_is_not_called(rank: int, size: int)
             call()
 
 
-def _hindered(rank: int, size: int, folder: Path) -> None:
+@over(2)
+def test_a_rank_that_cannot_write_leaves_no_other_waiting(rank: int, size: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     stages = split_model(tiny.build("mixtral"), build_schedule("combined_1f1b", ranks=size, microbatches=2), mesh)
-    with pytest.raises(OSError, match=rf"^{folder} cannot be written: rank pp 1: "):
-        stages.save_pretrained(folder)
-
-
-def test_a_rank_that_cannot_write_leaves_no_other_waiting(ranks2: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "model-00002-of-00002.safetensors").mkdir()
-    ranks2.run(_hindered, tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").mkdir(exist_ok=True)
+    with pytest.raises(OSError, match=rf"^{tmp_path} cannot be written: rank pp 1: "):
+        stages.save_pretrained(tmp_path)
 
 
 def test_an_earlier_save_is_replaced(tmp_path: Path) -> None:

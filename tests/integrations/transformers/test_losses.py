@@ -21,29 +21,10 @@ import transformers
 from overlap1f1b.engine import LostRankError
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.plan import RECOMPUTES
-from tests.integrations.transformers import tiny
-from tests.integrations.transformers.loops import (
-    EVALUATES,
-    LAYOUTS,
-    Sentences,
-    Spec,
-    alone,
-    close,
-    counted,
-    history,
-    launched,
-    layers_of,
-    pad,
-    plain,
-    played,
-    refused,
-    same_logs,
-    same_weights,
-    shown,
-    train,
-)
+from tests.integrations.transformers import loops, tiny
+from tests.integrations.transformers.loops import EVALUATES, LAYOUTS, Sentences, Spec, pad, train
 from tests.integrations.transformers.test_adapters import adapted
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 class Own(transformers.Trainer):
@@ -77,63 +58,50 @@ def smoothed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "label smoothing": {"arguments": {"label_smoothing_factor": 0.1}},
-    "compute_loss_func": {"trainer": {"compute_loss_func": smoothed}},
+    "label smoothing": {"arguments": {**EVALUATES, "label_smoothing_factor": 0.1}},
+    "compute_loss_func": {"arguments": EVALUATES, "trainer": {"compute_loss_func": smoothed}},
 }
 
 
 @pytest.mark.parametrize("case", LOSSES)
 def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path) -> None:
-    changes = LOSSES[case]
-    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), trainer=changes.get("trainer", {}))
-    spec = replace(spec, arguments={**EVALUATES, **changes.get("arguments", {})})
-    expected = history(plain(spec))
-    default = plain(replace(spec, folder=tmp_path / "default", trainer={}, arguments={}, steps=1))
-    assert expected[0]["loss"] != history(default)[0]["loss"]
-    same_logs(ranks2.run(train, spec), expected)
-    same_weights(tmp_path, tmp_path / "plain")
+    spec = Spec(tmp_path, layout=OverlapArguments(pp=2), **LOSSES[case])
+    expected = loops.history(loops.as_plain(spec, ranks2))
+    default = loops.plain(replace(spec, folder=tmp_path / "default", trainer={}, arguments={}, steps=1))
+    assert expected[0]["loss"] != loops.history(default)[0]["loss"]
+    loops.same_weights(tmp_path, tmp_path / "plain")
 
 
 def test_label_smoothing_of_a_model_with_adapters(tmp_path: Path) -> None:
     """Trainer shifts the labels of a causal LM inside PEFT's model, too."""
     pytest.importorskip("peft")
-    arguments = {"label_smoothing_factor": 0.1}
-    spec = Spec(
-        tmp_path,
-        None,
-        steps=2,
-        trainer={"model_init": partial(adapted, "qwen3_moe", "everything", 2)},
-        arguments=arguments,
-    )
-    close(history(alone(spec)), history(plain(spec)))
+    model = {"model_init": partial(adapted, "qwen3_moe", "everything", 2)}
+    loops.as_plain(Spec(tmp_path, None, steps=2, trainer=model, arguments={"label_smoothing_factor": 0.1}))
 
 
 def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     """As Trainer over two processes."""
-    spec = Spec(tmp_path, rows=40, arguments={**EVALUATES, "average_tokens_across_devices": False})
+    spec = Spec(tmp_path, rows=40, steps=2, arguments={**EVALUATES, "average_tokens_across_devices": False})
     expected = ranks2.run(train, replace(spec, folder=tmp_path / "plain", kind=transformers.Trainer))
     found = ranks2.run(train, replace(spec, layout=OverlapArguments()))
-    close(shown(found[0]), shown(expected[0]))
-    assert [line["tokens"] for line in found[1] if "loss" in line] == counted(spec, 8)
+    loops.close(loops.shown(found[0]), loops.shown(expected[0]))
+    assert [line["tokens"] for line in found[1] if "loss" in line] == loops.counted(spec, 8)
 
 
-@pytest.mark.parametrize("recompute", ["none", "block"])
-def test_a_subclass_keeps_its_own_code(ranks4: Ranks, recompute: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "recompute"), [(2, "none"), (4, "block")])
+def test_a_subclass_keeps_its_own_code(kept: dict[int, Ranks], ranks: int, recompute: Any, tmp_path: Path) -> None:
     """It runs once for each microbatch, also where layers are computed again."""
-    spec = Spec(tmp_path, kind=OverlappedOwn, arguments=EVALUATES, rows=40, layers=4)
+    shards = ranks // 2
+    spec = Spec(tmp_path, kind=OverlappedOwn, arguments=EVALUATES, rows=40, layers=2 * shards)
     spec = replace(spec, layout=OverlapArguments(pp=2, recompute=recompute))
-    alone_spec = replace(spec, folder=tmp_path / "plain", layout=None, kind=Own, accumulation=8)
-    alone_spec = replace(alone_spec, arguments={**EVALUATES, "per_device_eval_batch_size": 8})
-    expected = alone(alone_spec)
-    every = ranks4.run(played, spec)
-    for found, _, nodes in every:
-        close(shown(found), history(expected))
-        assert any(node.op in RECOMPUTES for node in nodes) == (recompute != "none")
+    expected = loops.plain(spec, shards, kind=Own)
+    every = kept[ranks].run(loops.played, spec)
     own = [(line["right"], line["calls"]) for line in expected.state.log_history]
-    for found, _, _ in every:  # the last stage's own code has run there alone
-        seen = [(line["right"], line["calls"]) for line in found]
-        assert [right for right, _ in seen] == [right for right, _ in own]
-        assert [2 * calls for _, calls in seen] == [calls for _, calls in own]  # of two ranks with data
+    for found, _, nodes in every:
+        loops.close(loops.shown(found), loops.history(expected))
+        assert any(node.op in RECOMPUTES for node in nodes) == (recompute != "none")
+        # The last stage's own code has run there alone.
+        assert [(line["right"], shards * line["calls"]) for line in found] == own
     assert own[-1][0] > 0
 
 
@@ -218,18 +186,18 @@ def test_losses_that_log(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
     _, sizes, accumulation = LAYOUTS[layout]
     sizes = replace(sizes, timeout=20.0)
     spec = Spec(tmp_path, kind=Telling, rows=40, accumulation=accumulation, layout=sizes, arguments=EVALUATES)
-    spec = replace(spec, layers=layers_of(layout))
-    expected = history(plain(spec, 2 if layout == "ep 2" else 1))
+    spec = replace(spec, layers=loops.layers_of(layout))
+    expected = loops.history(loops.plain(spec, 2 if layout == "ep 2" else 1))
     for found in ranks2.run(train, spec):
         own = [line for line in found if line.get("loss") == -1.0]  # where Trainer's line has none
         assert [line.pop("loss") for line in own if "eval_loss" in line] == [-1.0] * 2
-        close(shown(found), expected)
-        assert [line.get("rows") for line in found] == [2, 2, 4, 2, 2, 4, None]
-    every = ranks2.run(train, replace(spec, kind=TellingAlone, arguments={}))
+        loops.close(loops.shown(found), expected)
+        assert [line.get("rows") for line in found] == [2, 2, 4, 2, 4, None]
+    every = ranks2.run(train, replace(spec, kind=TellingAlone, arguments={}, steps=2))
     for found in every:
-        close(shown(found), [line for line in expected if "eval_loss" not in line])
-    assert [line.get("own_loss") for line in every[0]] == [1.0, None] * 4 + [None]
-    assert [line.get("rows") for line in every[0]] == [None, 2] * 4 + [None]
+        loops.close(loops.shown(found), [line for line in expected if "eval_loss" not in line][:2])
+    assert [line.get("own_loss") for line in every[0]] == [1.0, None] * 2 + [None]
+    assert [line.get("rows") for line in every[0]] == [None, 2] * 2 + [None]
 
 
 class Noting(OverlapTrainer):
@@ -266,18 +234,22 @@ def test_workers_that_draw(ranks2: Ranks, tmp_path: Path) -> None:
     assert len(first) == 8
 
 
-@pytest.mark.parametrize("strategy", ["group_by_length", "random"])
+@pytest.mark.parametrize(("strategy", "ep"), [("group_by_length", 1), ("random", 2)])
 def test_resuming_on_more_stages_reads_the_same_rows(
-    ranks2: Ranks, ranks4: Ranks, strategy: str, tmp_path: Path
+    kept: dict[int, Ranks], strategy: str, ep: int, tmp_path: Path
 ) -> None:
     """Ranks without random numbers of their own in the checkpoint get those of their pipeline's first rank."""
     arguments = {"train_sampling_strategy": strategy, "save_strategy": "steps", "save_steps": 3}
-    spec = Spec(tmp_path, rows=32, kind=Noting, steps=3, layout=OverlapArguments(ep=2), arguments=arguments)
-    spec = replace(spec, trainer={"train_dataset": DrawnRows(32)})  # two steps an epoch
-    ranks2.run(_read, spec)
+    spec = Spec(tmp_path, rows=16 * ep, kind=Noting, layout=OverlapArguments(ep=ep), arguments=arguments)
+    spec = replace(spec, trainer={"train_dataset": DrawnRows(16 * ep)})  # two steps an epoch
+    if ep == 1:
+        loops.alone(spec)
+    else:
+        kept[ep].run(_read, spec)
     resume = str(tmp_path / "checkpoint-3")
-    found = ranks4.run(_read, replace(spec, steps=6, layout=OverlapArguments(pp=2, ep=2), resume=resume))
-    assert found[0] == found[2] != found[1] == found[3]
+    found = kept[2 * ep].run(_read, replace(spec, steps=6, layout=OverlapArguments(pp=2, ep=ep), resume=resume))
+    assert found[:ep] == found[ep:]
+    assert len({str(rows) for rows in found}) == ep
     assert len(found[0]) == 12
 
 
@@ -291,23 +263,22 @@ class RankRows(Sentences):
 
 
 @pytest.mark.parametrize(("dp", "evaluates"), [(2, False), (1, True)])
-def test_other_rows_along_a_pipeline_are_refused(ranks4: Ranks, dp: int, evaluates: bool, tmp_path: Path) -> None:
+@over(4)
+def test_other_rows_along_a_pipeline_are_refused(
+    rank: int, size: int, dp: int, evaluates: bool, tmp_path: Path
+) -> None:
     """The ranks of the other pipeline learn of it at once."""
     spec = Spec(tmp_path, steps=2, layout=OverlapArguments(pp=2, dp=dp, ep=2 // dp, timeout=30.0))
-    for rank, (found, took) in enumerate(ranks4.run(_refused_rows, spec, evaluates)):
-        assert found.startswith("ranks of a pipeline have read different" if rank % 2 else "LostRankError: "), found
-        assert "ranks of a pipeline have read different batches; allowed: the same rows" in found
-        assert took < 15.0
-
-
-def _refused_rows(rank: int, size: int, spec: Spec, evaluates: bool) -> tuple[str, float]:
-    with launched(rank, size):
+    with loops.launched(rank, size):
         trainer = replace(spec, trainer={"train_dataset": RankRows(40), "eval_dataset": RankRows(40)}).build()
         begin = time.monotonic()
         with pytest.raises((ValueError, LostRankError)) as caught:
             trainer.evaluate() if evaluates else trainer.train()
-        name = "" if caught.type is ValueError else "LostRankError: "
-        return name + str(caught.value), time.monotonic() - begin
+    found = str(caught.value)
+    assert caught.type is (ValueError if rank % 2 else LostRankError)
+    assert found.startswith("ranks of a pipeline have read different") == (rank % 2)
+    assert "ranks of a pipeline have read different batches; allowed: the same rows" in found
+    assert time.monotonic() - begin < 15.0
 
 
 class Weighing(transformers.Trainer):
@@ -335,10 +306,8 @@ def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
     """The last stage has no embedding, whose device would be the model's."""
     arguments, more = {"remove_unused_columns": False, **EVALUATES}, {"data_collator": pad_with_weights}
-    spec = Spec(tmp_path, rows=40, kind=OverlappedWeighing, arguments=arguments, trainer=more)
-    spec = replace(spec, layout=OverlapArguments(pp=2))
-    expected = history(alone(replace(spec, folder=tmp_path / "plain", kind=Weighing, layout=None)))
-    same_logs(ranks2.run(train, spec), expected)
+    spec = Spec(tmp_path, kind=OverlappedWeighing, arguments=arguments, trainer=more, layout=OverlapArguments(pp=2))
+    loops.as_plain(spec, ranks2, kind=Weighing)
 
 
 class Modes(OverlapTrainer):
@@ -368,13 +337,6 @@ class Regularised(OverlapTrainer):
         return loss + 1e-3 * sum(p.square().sum() for _, p in model.named_parameters())
 
 
-class Twice(OverlapTrainer):
-    """Calls the model with other inputs than the batch's."""
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, "input_ids": inputs["input_ids"] + 1}, *args, **kwargs)
-
-
 class Corrupting(OverlapTrainer):
     """Changes the inputs of the batch itself."""
 
@@ -391,14 +353,15 @@ class Sampling(OverlapTrainer):
 
 
 class Asking(OverlapTrainer):
-    """Calls the model with one more argument."""
+    """Calls the model with one more argument, or with other inputs than the batch's."""
 
     def __init__(self, *args: Any, more: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.more = {more: True}
+        self.more = more
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(model, {**inputs, **self.more}, *args, **kwargs)
+        value = inputs["input_ids"] + 1 if self.more == "input_ids" else True
+        return super().compute_loss(model, {**inputs, self.more: value}, *args, **kwargs)
 
 
 class Calling(OverlapTrainer):
@@ -406,10 +369,6 @@ class Calling(OverlapTrainer):
 
     def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return model(**inputs).loss, None, None
-
-
-def with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {**pad(rows), "weights": torch.ones(len(rows))}
 
 
 def preferred(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -420,7 +379,7 @@ def preferred(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 OTHER_INPUTS = "calls the model with another input_ids than the batch has; allowed: "
 UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "parameters": ({"kind": Regularised}, "parameters or modules of the model in a loss, .*; allowed: "),
-    "other inputs": ({"kind": Twice}, f"Twice {OTHER_INPUTS}"),
+    "other inputs": ({"kind": Asking, "trainer": {"more": "input_ids"}}, f"Asking {OTHER_INPUTS}"),
     "changed inputs": ({"kind": Corrupting}, f"Corrupting {OTHER_INPUTS}"),
     "lists": ({"kind": Sampling}, "^Sampling, a Trainer, has a batch of type list; allowed: trainers whose "),
     "hidden states": ({"kind": Asking, "trainer": {"more": "output_hidden_states"}}, "of a model in stages; allowed: "),
@@ -431,7 +390,7 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
         "^OverlapTrainer, a Trainer, has a batch of chosen_input_ids; allowed: ",
     ),
     "columns": (
-        {"trainer": {"data_collator": with_weights}, "arguments": {"remove_unused_columns": False}},
+        {"trainer": {"data_collator": pad_with_weights}, "arguments": {"remove_unused_columns": False}},
         "a batch with weights, given to the model; allowed: input_ids, attention_mask, position_ids",
     ),
     "evaluation": ({"kind": Calling}, r"as a whole model; allowed: super\(\).prediction_step"),
@@ -458,6 +417,6 @@ class Inside(OverlapTrainer):
 @pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
 def test_a_loss_that_calls_a_part_of_the_model_is_refused(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
     sizes = OverlapArguments(pp=2 if layout == "pp 2" else 1, timeout=20.0)
-    for found in ranks2.run(refused, Spec(tmp_path, kind=Inside, layout=sizes)):
+    for found in ranks2.run(loops.refused, Spec(tmp_path, kind=Inside, layout=sizes)):
         assert "Inside calls its own model in a loss, of which a rank has a part; allowed: " in found
         assert "\n" not in found

@@ -20,7 +20,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_adapters import adapted
 from tests.integrations.transformers.test_split import _OneOf, problems_of
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 STAGES, EXPERTS = build_schedule("1f1b", ranks=2, microbatches=2), build_schedule("1f1b", microbatches=2)
 
@@ -46,9 +46,8 @@ def _tied(rank: int, size: int, folder: Path, device: str, expected: dict[str, T
     stages = split_model(hooked(device), STAGES, mesh)
     if device == "meta":
         stages.load_pretrained(folder)
-    engine = tiny.engine(stages, STAGES, mesh)
     tokens, labels = tiny.batch(4)
-    engine.step(tokens, target=labels)
+    tiny.engine(stages, STAGES, mesh).step(tokens, target=labels)
     marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
     assert marked == ["lm_head.weight" if rank else "model.embed_tokens.weight"]
     return problems_of(stages, expected, 1e-6)
@@ -122,24 +121,19 @@ def _clamp(model: Any) -> None:
             parameter.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
 
 
-def _on_parts(rank: int, size: int, expected: dict[str, Tensor]) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    stages = split_model(tiny.build("mixtral", num_hidden_layers=2), EXPERTS, mesh)
-    _clamp(stages)
-    engine = tiny.engine(stages, EXPERTS, mesh)
+@over(2)
+def test_hooks_of_parts_run_once_for_each_microbatch(rank: int, size: int) -> list[str]:
     tokens, labels = tiny.batch(4)  # the same on both ranks
-    engine.step(tokens, target=labels)
-    return problems_of(stages, expected, 1e-5)
-
-
-def test_hooks_of_parts_run_once_for_each_microbatch(ranks2: Ranks) -> None:
-    tokens, labels = tiny.batch(4)
     plain = tiny.build("mixtral", num_hidden_layers=2)
     _clamp(plain)
     _, expected = tiny.own_gradients(plain, {"input_ids": tokens}, labels, 2)
     most = max(float(grad.abs().max()) for name, grad in expected.items() if ".experts." in name)
     assert most == pytest.approx(2e-3)  # of two microbatches
-    assert ranks2.run(_on_parts, expected) == [[]] * 2
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    stages = split_model(tiny.build("mixtral", num_hidden_layers=2), EXPERTS, mesh)
+    _clamp(stages)
+    tiny.engine(stages, EXPERTS, mesh).step(tokens, target=labels)
+    return problems_of(stages, expected, 1e-5)
 
 
 REFUSED = (
@@ -176,9 +170,8 @@ def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
     if folder is not None:
         optimizer = torch.optim.SGD(stages.parameters())
         stages.load_pretrained(folder)
-    engine = tiny.engine(stages, program, mesh)
     tokens, labels = tiny.batch(4)
-    engine.step(tokens, target=labels)
+    tiny.engine(stages, program, mesh).step(tokens, target=labels)
     with pytest.raises(ValueError, match=REFUSED) as caught:
         optimizer.step()
     return str(caught.value)

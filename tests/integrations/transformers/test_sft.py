@@ -90,7 +90,7 @@ def built(case: Case) -> Any:
         str(case.folder),
         per_device_eval_batch_size=case.rows,
         gradient_accumulation_steps=case.accumulation,
-        max_steps=4,
+        max_steps=3,
         warmup_steps=2,
         eval_strategy="steps",
         eval_steps=2,
@@ -122,7 +122,12 @@ def trained(rank: int, size: int, case: Case) -> list[dict[str, float]]:
         return list(trainer.state.log_history)
 
 
-LAYOUTS = {"one rank": OverlapArguments(), "ep 2": OverlapArguments(ep=2), "pp 2 × ep 2": OverlapArguments(pp=2, ep=2)}
+LAYOUTS = {
+    "one rank": OverlapArguments(ep=1),
+    "ep 2": OverlapArguments(ep=2),
+    "pp 2": OverlapArguments(pp=2, ep=1),
+    "pp 2 × ep 2": OverlapArguments(pp=2, ep=2),
+}
 
 
 @pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
@@ -137,15 +142,16 @@ def test_rows_of_uneven_lengths(kept: dict[int, Ranks], layout: str, model: str,
     compare(kept, Case(tmp_path, model, layout=LAYOUTS[layout], checkpoints=layout == "ep 2"))
 
 
-def test_sft_goes_on(kept: dict[int, Ranks], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [("pp 2", "one rank"), ("pp 2 × ep 2", "ep 2")])
+def test_sft_goes_on(kept: dict[int, Ranks], first: str, then: str, tmp_path: Path) -> None:
     """From stages on ranks without; TRL counts the tokens of a run since its start."""
-    case = Case(tmp_path, "mixtral", layout=LAYOUTS["pp 2 × ep 2"], saves=True)
-    unbroken = kept[4].run(trained, case)[0]
+    case = Case(tmp_path, "mixtral", layout=LAYOUTS[first], saves=True)
+    unbroken = run(kept, case)[0]
     final = weights(tmp_path)
     resume = str(tmp_path / "checkpoint-2")
     for file in tmp_path.glob("model*.safetensors"):
         file.unlink()
-    for found in kept[2].run(trained, replace(case, layout=LAYOUTS["ep 2"], saves=False, resume=resume)):
+    for found in run(kept, replace(case, layout=LAYOUTS[then], saves=False, resume=resume)):
         same(found, unbroken, [name for name in (*SHOWN, *METRICS) if name != "num_tokens"])
     same_weights(tmp_path, final)
 
@@ -159,17 +165,19 @@ def test_sft_of_adapters(kept: dict[int, Ranks], layout: str, tmp_path: Path) ->
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+def run(kept: dict[int, Ranks], case: Case, shards: int = 1) -> list[list[dict[str, float]]]:
+    """Train on the ranks of its layout, without one on ``shards``; return the logs."""
+    ranks = shards if case.layout is None else case.layout.pp * case.layout.ep
+    return kept[ranks].run(trained, case) if ranks > 1 else [trained(0, 1, case)]
+
+
 def compare(kept: dict[int, Ranks], case: Case) -> None:
     assert case.layout is not None
-
-    def run(case: Case, ranks: int) -> list[list[dict[str, float]]]:
-        return kept[ranks].run(trained, case) if ranks > 1 else [trained(0, 1, case)]
-
-    shards, plain = max(1, case.layout.ep), replace(case, folder=case.folder / "plain", layout=None)
+    shards, plain = case.layout.ep, replace(case, folder=case.folder / "plain", layout=None)
     if case.even:  # one process has the microbatches of all ranks
         plain = replace(plain, accumulation=case.accumulation * shards, rows=case.rows * shards)
-    expected = run(plain, 1 if case.even else shards)[0]
-    for found in run(case, case.layout.pp * shards):
+    expected = run(kept, plain, 1 if case.even else shards)[0]
+    for found in run(kept, case):
         same(found, expected, (*SHOWN, *METRICS))
     assert any("mean_token_accuracy" in line and "entropy" in line for line in expected)
     assert case.even or any(line.get("aux_loss", 0) > 0 for line in expected)
@@ -209,66 +217,48 @@ class OverlapDPOTrainer(Overlapped, DPOTrainer):
     pass
 
 
-def preferring(rank: int, size: int, folder: Path, layout: OverlapArguments | None) -> Any:
-    """Train by preferences; return the log."""
+class OverlapKTOTrainer(Overlapped, KTOTrainer):
+    pass
+
+
+def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArguments | None) -> list[dict[str, float]]:
+    """Train beside a reference model, by pairs or on completions that are good or bad; return the log."""
     from datasets import Dataset
 
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(3, tiny.V, (16, 9), generator=generator).tolist()
-    parts = {"prompt": (0, 3), "chosen": (3, 5), "rejected": (5, 9)}
-    texts = {name: [" ".join(map(str, row[begin:end])) for row in rows] for name, (begin, end) in parts.items()}
-    data = Dataset.from_dict(texts)
+    rows = torch.randint(3, tiny.V, (16, 9), generator=torch.Generator().manual_seed(5)).tolist()
+
+    def texts(begin: int, ends: Sequence[int], before: str = "") -> list[str]:
+        return [before + " ".join(map(str, row[begin:end])) for row, end in zip(rows, ends, strict=True)]
+
+    columns: dict[str, Any] = {"prompt": texts(0, [3] * 16)}
     accumulation = 1 if layout is not None and layout.ep == 2 else 2
-    with launched(rank, size):
-        args = DPOConfig(str(folder), gradient_accumulation_steps=accumulation, max_steps=3, **ALIGNED)
-        return aligned(DPOTrainer if layout is None else OverlapDPOTrainer, args, data, layout)
-
-
-ALIGNED: dict[str, Any] = {**COMMON, "save_strategy": "no", "router_aux_loss_coef": 0.0}
-
-
-def aligned(kind: Any, args: Any, data: Any, layout: OverlapArguments | None) -> list[dict[str, float]]:
-    """Train beside a reference model; return the log."""
+    given = {"router_aux_loss_coef": 0.0, "gradient_accumulation_steps": accumulation, "save_strategy": "no", **COMMON}
     more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
-    model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (3, 4))
-    trainer = kind(model, ref_model=reference, args=args, processing_class=words(), train_dataset=data, **more)
-    trainer.train()
-    return list(trainer.state.log_history)
+    with launched(rank, size):
+        if issubclass(kind, DPOTrainer):
+            columns |= {"chosen": texts(3, [5] * 16), "rejected": texts(5, [9] * 16)}
+            args = DPOConfig(str(folder), max_steps=3, **given)
+        else:  # without the KL term
+            columns["completion"] = texts(3, [5 + number % 4 for number in range(16)], " ")
+            columns["label"] = [row[0] % 2 == 0 for row in rows]
+            args = KTOConfig(str(folder), max_steps=2, loss_type="apo_zero_unpaired", **given)
+        more |= {"train_dataset": Dataset.from_dict(columns), "processing_class": words()}
+        model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (3, 4))
+        trainer = kind(model, ref_model=reference, args=args, **more)
+        trainer.train()
+        return list(trainer.state.log_history)
 
 
 @pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
 def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
     """A reference model of its own runs whole on each rank."""
-    expected = preferring(0, 1, tmp_path, None)
-    for found in ranks2.run(preferring, tmp_path, layout):
+    expected = aligned(0, 1, DPOTrainer, tmp_path, None)
+    for found in ranks2.run(aligned, OverlapDPOTrainer, tmp_path, layout):
         same(found, expected, SHOWN)
-
-
-class OverlapKTOTrainer(Overlapped, KTOTrainer):
-    pass
-
-
-def judging(rank: int, size: int, folder: Path, layout: OverlapArguments | None) -> Any:
-    """Train on completions that are good or bad, without the KL term; return the log."""
-    from datasets import Dataset
-
-    rows = torch.randint(3, tiny.V, (16, 9), generator=torch.Generator().manual_seed(5)).tolist()
-    ends = {number: 5 + number % 4 for number in range(len(rows))}
-    data = Dataset.from_dict(
-        {
-            "prompt": [" ".join(map(str, row[:3])) for row in rows],
-            "completion": [" " + " ".join(map(str, row[3 : ends[number]])) for number, row in enumerate(rows)],
-            "label": [row[0] % 2 == 0 for row in rows],
-        }
-    )
-    with launched(rank, size):
-        given = {"loss_type": "apo_zero_unpaired", "gradient_accumulation_steps": 2, "max_steps": 2}
-        args = KTOConfig(str(folder), **given, **ALIGNED)
-        return aligned(KTOTrainer if layout is None else OverlapKTOTrainer, args, data, layout)
 
 
 def test_judgements(ranks2: Ranks, tmp_path: Path) -> None:
     """KTOTrainer moves a batch to the accelerator's device, which must not copy it."""
-    expected = judging(0, 1, tmp_path, None)
-    for found in ranks2.run(judging, tmp_path, OverlapArguments(pp=2)):
+    expected = aligned(0, 1, KTOTrainer, tmp_path, None)
+    for found in ranks2.run(aligned, OverlapKTOTrainer, tmp_path, OverlapArguments(pp=2)):
         same(found, expected, (*SHOWN, "rewards/chosen", "logps/rejected"))

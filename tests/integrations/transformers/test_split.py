@@ -23,7 +23,7 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import PeerExchange
 from tests import models
 from tests.integrations.transformers import tiny
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 PLAYED: list[tuple[str, Overlap]] = [("sequential", "pairs"), ("combined_1f1b", 3), ("dualpipev", "pairs")]
 MICROBATCHES = 4
@@ -91,7 +91,10 @@ def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
         assert models.equal(found, expected) == [], mode
 
 
-def _checkpointed(rank: int, size: int, name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@over(2)
+def test_checkpoints_of_layers_exchange_nothing_twice(rank: int, size: int, name: str) -> list[str]:
+    """All layers, or every second; gradients are equal to the bit."""
     mesh, problems = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), list[str]()
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
     expected: dict[str, Tensor] = {}
@@ -116,12 +119,6 @@ def _checkpointed(rank: int, size: int, name: str) -> list[str]:
 
 def _count(calls: list[int], number: int, *_: Any) -> None:
     calls[number] += 1
-
-
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_checkpoints_of_layers_exchange_nothing_twice(ranks2: Ranks, name: str) -> None:
-    """All layers, or every second; gradients are equal to the bit."""
-    assert ranks2.run(_checkpointed, name) == [[]] * 2
 
 
 Own = tuple[list[list[Tensor]], dict[str, Tensor]]
@@ -191,28 +188,23 @@ def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict
 
 
 def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:
-    """Return other arguments of a model: padding on the left and on the right, sequences packed in one row."""
-    left, right, positions = torch.ones(rows, tiny.S), torch.ones(rows, tiny.S), torch.arange(tiny.S).repeat(rows, 1)
+    """Return other arguments of a model: padding on the right, sequences packed in one row."""
+    right, positions = torch.ones(rows, tiny.S), torch.arange(tiny.S).repeat(rows, 1)
     for row in range(rows):
-        left[row, : row % 4], right[row, tiny.S - row % 3 :] = 0, 0
-        cut = 2 + row % 5
-        positions[row, cut:] = torch.arange(tiny.S - cut)
-    return {
-        "padded left": {"attention_mask": left.long()},
-        "padded right": {"attention_mask": right},
-        "packed": {"position_ids": positions},
-        "both": {"attention_mask": left.long(), "position_ids": (left.cumsum(1) - 1).clamp_min(0).long()},
-    }
+        right[row, tiny.S - row % 3 :] = 0
+        positions[row, 2 + row % 5 :] = torch.arange(tiny.S - 2 - row % 5)
+    return {"padded right": {"attention_mask": right}, "packed": {"position_ids": positions}}
 
 
-@pytest.mark.parametrize(("name", "case"), zip(tiny.MODELS, _inputs(1), strict=True))
+@pytest.mark.parametrize(
+    ("name", "case"), [("qwen3_moe", "padded right"), ("deepseek_v3", "packed"), ("gpt_oss", "packed")]
+)
 def test_masks_and_positions(name: str, case: str) -> None:
-    tokens, labels = tiny.batch(6)
-    more = _inputs(6)[case]
+    """Padding on the left stands in ``test_stage.py``."""
+    (tokens, labels), more = tiny.batch(6), _inputs(6)[case]
     if "attention_mask" in more:
         labels = labels.masked_fill(more["attention_mask"] == 0, -100)
-    options = {} if name == "deepseek_v3" else AUXILIARY
-    options = {"num_hidden_layers": 2, **options}
+    options = {"num_hidden_layers": 2, **(AUXILIARY if name != "deepseek_v3" else {})}
     whole = tiny.build(name, **options)
     losses, expected = tiny.own_gradients(whole, {"input_ids": tokens, **more}, labels, 3)
     without, _ = tiny.own_gradients(whole, {"input_ids": tokens}, labels, 3)
@@ -298,8 +290,10 @@ def _own(loss: Any, *_: Any) -> Any:
     return loss
 
 
-def _without_labels(rank: int, size: int, counts: bool) -> tuple[list[float], list[str]]:
-    """Return the losses of a step in which one of two ranks with data has no label, and gradients that are wrong."""
+@pytest.mark.parametrize("counts", [False, True])
+@over(4)
+def test_a_rank_without_labels(rank: int, size: int, counts: bool) -> list[str]:
+    """Of two with data: its losses are zero, and its tokens at the other's experts change no gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     tokens, labels = tiny.batch(4)
     whole = tiny.build("mixtral")
@@ -311,17 +305,10 @@ def _without_labels(rank: int, size: int, counts: bool) -> tuple[list[float], li
     if mesh["ep"].get_local_rank() == 1:
         tokens, labels = tiny.batch(4, seed=6)[0], torch.full_like(labels, -100)
     result = engine.step(tokens, target=labels)
-    return [float(loss) for loss in result.losses], problems_of(stages, expected, 1e-5)
-
-
-@pytest.mark.parametrize("counts", [False, True])
-def test_a_rank_without_labels(ranks4: Ranks, counts: bool) -> None:
-    """Its losses are zero, and its tokens at the other's experts change no gradient."""
-    found = ranks4.run(_without_labels, counts)
-    assert [problems for _, problems in found] == [[]] * 4
-    assert [losses for losses, _ in found[:2]] == [[], []]  # of the first stage
-    assert min(found[2][0]) > 0
-    assert found[3][0] == [0.0, 0.0]
+    losses = [float(loss) for loss in result.losses]
+    assert losses == {0: [], 1: [], 2: losses, 3: [0.0, 0.0]}[rank]  # the first two are of the first stage
+    assert rank != 2 or min(losses) > 0
+    return problems_of(stages, expected, 1e-5)
 
 
 def test_a_loss_of_ones_own_sees_the_logits() -> None:
@@ -372,13 +359,9 @@ class _OneOf:
         return [self.rank]
 
 
-def _not_divisible(rank: int, size: int) -> str:
+@over(2)
+def test_experts_that_are_not_divisible(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     with pytest.raises(ValueError, match="experts") as caught:
         split_model(tiny.build("mixtral", num_local_experts=3), build_schedule("sequential", microbatches=1), mesh)
-    return str(caught.value)
-
-
-def test_experts_that_are_not_divisible(ranks2: Ranks) -> None:
-    message = "model.layers.0.mlp.experts: 3 experts cannot be divided over 2 ranks; allowed: 1, 3"
-    assert ranks2.run(_not_divisible) == [message] * 2
+    assert str(caught.value) == "model.layers.0.mlp.experts: 3 experts cannot be divided over 2 ranks; allowed: 1, 3"
