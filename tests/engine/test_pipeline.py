@@ -133,7 +133,7 @@ def _compared(
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
     blocks = build(pp, mesh.get_group("ep"), rank)
-    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, verify=False, timeout=30)
     for overlap in overlaps:
         engine.plan = compiled(program, engine.shapes, overlap)
         for parameter in engine.parameters():
@@ -183,7 +183,7 @@ SORTS = ["combined_1f1b", "zb_v", "dualpipe"]
 OTHERS = [name for name in SCHEDULES if name not in SORTS]  # these have more stages and expert ranks with eight ranks
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SORTS, *OTHERS])
 def test_two_stages(ranks2: Ranks, name: str) -> None:
     function = _compare_of_all_tries if name in SORTS else _compare
     assert ranks2.run(function, name, 2, 1, 1, timeout=120) == [[]] * 2

@@ -61,7 +61,7 @@ def test_many_choices_over_two_ranks(rank: int, size: int) -> list[str]:
 def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> list[str]:
     """Within one per cent, with what rows carry; experts are all equally likely."""
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), []
-    experts, hidden, tokens, microbatches = 16, 32, 8192, 2
+    experts, hidden, tokens, microbatches = 16, 32, 16_384, 2
     cases: tuple[tuple[int, float, Precision | None], ...] = (
         (1, 1.0, None),
         (2, 0.77, None),
