@@ -16,3 +16,8 @@ def make(model: Any, program: Program, **given: Any) -> Engine:
     """Return an engine: what is no argument of it is one of its options; the loss is that of ``tests.models``."""
     arguments = {name: given.pop(name) for name in ("mesh", "loss_fn", "exchange") if name in given}
     return Engine(model, program, **{"loss_fn": loss_fn, **arguments}, options=EngineOptions(**given))
+
+
+def said_of(error: BaseException) -> str:
+    """Its message with all notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])

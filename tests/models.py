@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,6 +128,33 @@ def plain_gradients(
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by name; zeros where there is none."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors and parameters that are made meanwhile have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def apart(
+    found: dict[str, Tensor], whole: dict[str, Tensor], rank: int, size: int, limit: float, least: float = -1.0
+) -> list[str]:
+    """Gradients that are not within a relative limit of one process's, or experts' that are as near as ``least``.
+
+    Of experts each of ``size`` ranks has its part. A gradient that is zero there has to be zero here.
+    """
+    problems = []
+    for name, mine in found.items():
+        full = whole[name].chunk(size)[rank] if "experts" in name else whole[name]
+        error = float((mine.to(full.dtype) - full).norm() / full.norm().clamp(min=1e-30))
+        if not (least if "experts" in name else min(least, 0.0)) < error <= limit:
+            problems.append(f"{name} differs by {error:.1e} from one process")
+    return problems
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:

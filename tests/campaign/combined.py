@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -13,10 +12,9 @@ from overlap1f1b.engine import Microbatch, Stage, combined_forward_backward_step
 from overlap1f1b.transport.exchange import build_exchange
 from tests.campaign import plain
 from tests.campaign.build import batch, build, loss_fn
-from tests.campaign.compare import Values, apart, limit_of, unequal, values_of
+from tests.campaign.compare import Values, apart, limit_of, paused, unequal, values_of
 from tests.campaign.draw import Case, Layout
 from tests.campaign.engine import TIMEOUT_S
-from tests.pauses import pauses
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
@@ -25,7 +23,7 @@ def play(rank: int, size: int, case: Case) -> list[str]:
     (layout,), problems = case.layouts, []
     for step in range(len(case.updates)):
         data = [batch(case, step, shard, entry=False) for shard in range(size)]
-        with pauses(100 * case.seed + rank) if case.paused else nullcontext():
+        with paused(case, rank):
             found = walk(case, layout, data[rank], group)
         serial = replace(layout, overlap="serial", recompute="none", split=False)
         again = walk(case, serial, data[rank], group)

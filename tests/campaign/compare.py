@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.campaign.draw import Case
+from tests.campaign.draw import Case, Hidden
+from tests.pauses import pauses
 
 Values = dict[str, Tensor]
 
@@ -47,6 +49,11 @@ def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], shard: in
 def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
     """Names of values that are not the same to the bit."""
     return [name for name in found | expected if not torch.equal(found[name], expected[name])]
+
+
+def paused(case: Case | Hidden, rank: int) -> AbstractContextManager[None]:
+    """Pauses of the threads where a case has them."""
+    return pauses(100 * case.seed + rank) if case.paused else nullcontext()
 
 
 def limit_of(case: Case) -> float:

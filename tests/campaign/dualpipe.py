@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from random import Random
 
 import torch
@@ -13,10 +12,9 @@ from overlap1f1b.engine import EngineOptions, split_blocks
 from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV
 from tests.campaign import plain
 from tests.campaign.build import Microbatch, batch, build, loss_fn
-from tests.campaign.compare import Values, apart, limit_of, values_of
+from tests.campaign.compare import Values, apart, limit_of, paused, values_of
 from tests.campaign.draw import Case
 from tests.campaign.engine import TIMEOUT_S, costs_of
-from tests.pauses import pauses
 
 CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
 
@@ -27,7 +25,7 @@ def play(rank: int, size: int, case: Case) -> list[str]:
     for step in range(len(case.updates)):
         data = pipeline.data(step)
         expected = plain.on_first_rank(lambda data=data: [plain.walk(case, pipe, entry=False) for pipe in data])
-        with pauses(100 * case.seed + rank) if case.paused else nullcontext():
+        with paused(case, rank):
             found = pipeline.step(data)
         wanted = pipeline.wanted(expected)
         problems += [f"step {step}: {problem}" for problem in apart(found, wanted, pipeline.shard, limit_of(case))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -22,11 +21,10 @@ from overlap1f1b.engine import Engine, EngineOptions, split_blocks
 from overlap1f1b.plan import NodeCosts, compile
 from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
-from tests.campaign.compare import Values, apart, limit_of, unequal, values_of
+from tests.campaign.compare import Values, apart, limit_of, paused, unequal, values_of
 from tests.campaign.draw import Case, Layout
 from tests.engine.reduce import test_fsdp
 from tests.engine.reduce.test_tied import Stage
-from tests.pauses import pauses
 
 TIMEOUT_S = 90.0
 
@@ -34,7 +32,7 @@ TIMEOUT_S = 90.0
 def play(rank: int, size: int, case: Case) -> list[str]:
     """Return the problems of a case on this rank."""
     expected = plain.on_first_rank(lambda: plain.train(case)) if case.deterministic else []
-    with pauses(100 * case.seed + rank) if case.paused else nullcontext():
+    with paused(case, rank):
         found, problems = train(case, expected)
     again, _ = train(replace(case, layouts=tuple(map(serial, case.layouts))), [])
     return problems + [f"{name} is not that of a serial step" for name in unequal(found, again)]

@@ -6,7 +6,6 @@ block or for the backward, must not become another microbatch's without a word.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,15 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
+from tests.campaign.compare import paused
 from tests.campaign.draw import Hidden
 from tests.campaign.places import PLACES, Get
+from tests.engines import COSTS
 from tests.models import gradients
-from tests.pauses import pauses
 
 HIDDEN, ROWS = 8, 5
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 
 
 class _Scaled(torch.autograd.Function):
@@ -95,7 +93,7 @@ def play(rank: int, size: int, case: Hidden) -> list[str]:
         ),
     )
     try:
-        with pauses(100 * case.seed + rank) if case.paused else nullcontext():
+        with paused(case, rank):
             engine.step(batch[0], target=batch[1])
     except VerificationError as error:
         return [] if case.place else [f"refused although nothing is kept: {error}"]

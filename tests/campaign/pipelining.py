@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from random import Random
 
 import torch
@@ -15,10 +14,9 @@ from overlap1f1b.engine import EngineOptions, split_blocks
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from tests.campaign import plain
 from tests.campaign.build import batch, build, loss_fn
-from tests.campaign.compare import apart, limit_of, values_of
+from tests.campaign.compare import apart, limit_of, paused, values_of
 from tests.campaign.draw import TORCH_SCHEDULES, Case
 from tests.campaign.engine import TIMEOUT_S, costs_of
-from tests.pauses import pauses
 
 
 def play(rank: int, size: int, case: Case) -> list[str]:
@@ -29,7 +27,8 @@ def play(rank: int, size: int, case: Case) -> list[str]:
     blocks = build(case, mesh.get_group("ep") if layout.ep > 1 else None)
     folded, _ = TORCH_SCHEDULES[layout.schedule]
     numbers = (at, 2 * layout.pp - 1 - at if folded else layout.pp + at)
-    parts = [nn.Sequential(*part) for part in split_blocks(blocks, 2 * layout.pp, _weights(case))]
+    weights = [0.0, *[1.0] * len(case.model.layers), 0.0]  # of embedding and head none: every stage has experts
+    parts = [nn.Sequential(*part) for part in split_blocks(blocks, 2 * layout.pp, weights)]
     stages = [PipelineStage(parts[n], n, len(parts), torch.device("cpu"), group=mesh.get_group("pp")) for n in numbers]
     costs = {} if layout.overlap in ("serial", "pairs") else {"costs": costs_of(Random(case.seed))}
     schedule = overlapped(
@@ -45,7 +44,7 @@ def play(rank: int, size: int, case: Case) -> list[str]:
         losses: list[Tensor] = []
         for _, parameter in held:
             parameter.grad = None
-        with pauses(100 * case.seed + rank) if case.paused else nullcontext():
+        with paused(case, rank):
             schedule.step(
                 *[inputs] if 0 in numbers else [], target=target if len(parts) - 1 in numbers else None, losses=losses
             )
@@ -55,8 +54,3 @@ def play(rank: int, size: int, case: Case) -> list[str]:
             found["losses"], wanted["losses"] = torch.stack(losses).detach(), torch.stack(expected.losses)
         problems += [f"step {step}: {problem}" for problem in apart(found, wanted, shard, limit_of(case))]
     return problems
-
-
-def _weights(case: Case) -> list[float]:
-    """Return weights for the split that give every stage experts: embedding and head weigh nothing."""
-    return [0.0, *[1.0] * len(case.model.layers), 0.0]

@@ -41,27 +41,19 @@ class Attention(nn.Module):
             y = RingAttention.apply(*(part.transpose(1, 2) for part in heads), self.context)
             ringed: Tensor = self.o(y.transpose(1, 2).flatten(-2))
             return ringed
-        if self.context is not None:
-            heads = [self._sequences(part) for part in heads]
+        if self.context is not None:  # whole sequences of some heads, from a part of each sequence of all heads
+            heads = [self._exchanged(part, self.context, 2, 1) for part in heads]
         y = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in heads), is_causal=True).transpose(1, 2)
         if self.context is not None:
-            y = self._heads(y)
+            y = self._exchanged(y, self.context, 1, 2)
         found: Tensor = self.o(y.flatten(-2))
         return found
 
-    def _sequences(self, x: Tensor) -> Tensor:
-        """Whole sequences of some heads, from a part of each sequence of all heads."""
-        assert self.context is not None
-        ranks = self.context.size()
-        sent = torch.stack(x.chunk(ranks, 2)).contiguous()
-        got = all_to_all_single(torch.empty_like(sent), sent, group=self.context)
-        return torch.cat(list(got), 1)
-
-    def _heads(self, x: Tensor) -> Tensor:
-        assert self.context is not None
-        sent = torch.stack(x.chunk(self.context.size(), 1)).contiguous()
-        got = all_to_all_single(torch.empty_like(sent), sent, group=self.context)
-        return torch.cat(list(got), 2)
+    @staticmethod
+    def _exchanged(x: Tensor, group: dist.ProcessGroup, along: int, joined: int) -> Tensor:
+        """Parts of all ranks, split along one dimension and joined along another."""
+        sent = torch.stack(x.chunk(group.size(), along)).contiguous()
+        return torch.cat(list(all_to_all_single(torch.empty_like(sent), sent, group=group)), joined)
 
 
 class _Copied(torch.autograd.Function):

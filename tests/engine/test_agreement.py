@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Stage
+from overlap1f1b.engine import EngineOptions, Stage
 from overlap1f1b.engine.agreement import described, structure, values
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
-from tests.engines import make
-from tests.ranks import Ranks
+from tests.engines import make, said_of
+from tests.ranks import Ranks, over
 
 LIMIT = 20.0
 OPTIONS: dict[str, Any] = {"recompute": "block", "count_tokens": lambda y: y.numel()}
@@ -39,113 +39,85 @@ def one_choice(tokens: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor
 def _differing(rank: int, size: int, what: str, culprit: int) -> str:
     """What a rank says where one of four has another option, program, model or call."""
     mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
-    mine = rank == culprit
-    given: dict[str, Any] = {what: OPTIONS[what]} if mine and what in OPTIONS else {}
-    schedule = "1f1b" if mine and what == "program" else "combined_1f1b"
-    count = 6 if mine and what == "microbatches" else 4
-    program = build_schedule(schedule, ranks=2, microbatches=count)
-    choose = {"choose": (one_choice,)} if mine and what == "top_k" else {"choose": (models.top_k,)}
-    model = models.build(mesh.get_group("ep"), layers=4 if mine and what == "layers" else 2, **choose)
-    for parameter in model.parameters() if mine and what == "seed" else ():
+    own = what if rank == culprit else ""
+    given = {own: OPTIONS[own]} if own in OPTIONS else {}
+    schedule = "1f1b" if own == "program" else "combined_1f1b"
+    program = build_schedule(schedule, ranks=2, microbatches=6 if own == "microbatches" else 4)
+    choose = (one_choice if own == "top_k" else models.top_k,)
+    model = models.build(mesh.get_group("ep"), layers=4 if own == "layers" else 2, choose=choose)
+    for parameter in model.parameters() if own == "seed" else ():
         parameter.data += 1e-3
-    model.requires_grad_(not (mine and what == "frozen"))
+    model.requires_grad_(own != "frozen")
     inputs, target = models.batch(12, seed=rank)
-    try:
-        engine = make(model, program, mesh=mesh, timeout=LIMIT, **given)
-        engine.step(inputs, target=target, loss_scale=2.0 if mine and what == "loss_scale" else 1.0)
-    except (ValueError, LostRankError) as error:
-        return "\n".join([str(error), *error.__notes__])
-    return "it trained"
+    with pytest.raises((ValueError, LostRankError)) as caught:
+        make(model, program, mesh=mesh, timeout=LIMIT, **given).step(
+            inputs, target=target, loss_scale=2.0 if own == "loss_scale" else 1.0
+        )
+    return said_of(caught.value)
 
 
-def _later(rank: int, size: int) -> list[str]:
+@over(2)
+def test_a_scale_that_differs_in_a_later_step_is_told(rank: int, size: int) -> None:
     """A gradient scaler of its own on one rank, from the fifth step on; nothing else is exchanged between steps."""
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
-    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
-    options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
-    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, **options)
-    inputs, target = models.batch(4, seed=rank)
-    for step in range(6):
-        try:
-            engine.step(inputs, target=target, loss_scale=2.0 if rank == 1 and step == 4 else 1.0)
-        except (ValueError, LostRankError) as error:
-            return [str(step), "\n".join([str(error), *error.__notes__])]
-    return said
+    mesh, program = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), build_schedule("1f1b", microbatches=2)
+    engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, costs=NodeCosts(), timeout=LIMIT)
+    inputs, target = models.batch(2, seed=rank)
+    for _ in range(4):
+        engine.step(inputs, target=target)
+    with pytest.raises((ValueError, LostRankError)) as caught:
+        engine.step(inputs, target=target, loss_scale=1.0 + rank)
+    assert "loss_scale is 1.0 on rank ep 0 and 2.0 on rank ep 1" in said_of(caught.value)
 
 
-def test_a_scale_that_differs_in_a_later_step_is_told(ranks4: Ranks) -> None:
-    for step, said in ranks4.run(_later, timeout=3 * LIMIT):
-        assert step == "4"
-        assert "loss_scale is 1.0 on rank pp 0, ep 0 and 2.0 on rank pp 0, ep 1" in said
-
-
-def _rows(rank: int, size: int) -> list[list[str]]:
-    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
-    pp, ep = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
-    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=4), []
-    options: dict[str, Any] = {"costs": NodeCosts(), "timeout": LIMIT}
-    (inputs, target), (others, labels) = models.batch(4, seed=ep), models.batch(4, seed=rank + 2)
-    for given in (
-        (inputs, target),
-        (None if pp else inputs, target if pp else None),
-        (others, labels),
-        (others, target),
-    ):
-        engine = make(models.build(mesh.get_group("ep")), program, mesh=mesh, **options)
-        with warnings.catch_warnings(record=True) as told, engine:
-            warnings.simplefilter("always")
-            engine.step(given[0], target=given[1])
-            engine.step(given[0], target=given[1])
-        said.append([str(one.message) for one in told if "of one pipeline" in str(one.message)])
-    return said
-
-
-def test_other_rows_on_ranks_of_one_pipeline_are_told_once(ranks4: Ranks) -> None:
-    for same, alone, other, inputs in ranks4.run(_rows, timeout=6 * LIMIT):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_rows_on_ranks_of_one_pipeline_are_told_once(kept: dict[int, Ranks], ranks: int) -> None:
+    for same, alone, other, inputs in kept[ranks].run(_rows, timeout=6 * LIMIT):
         assert same == alone == []
         assert ["inputs and target:" in line for line in other] == [True]
         assert ["different inputs:" in line for line in inputs] == [True]
 
 
-def _refused_alone(rank: int, size: int) -> list[str]:
-    """A value that one rank refuses is told to the other; the next engine works."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    program, said = build_schedule("sequential", microbatches=2), []
-    for overlap in ("bogus" if rank == 0 else 3, 3):
-        model = models.build(mesh.get_group("ep"))
-        try:
-            engine = make(model, program, mesh=mesh, overlap=overlap, timeout=LIMIT)  # type: ignore[arg-type]
-        except (ValueError, LostRankError) as error:
-            said.append("\n".join([str(error), *error.__notes__]))
-        else:
-            inputs, target = models.batch(2, seed=rank)
-            engine.step(inputs, target=target)
-            said.append("it trained")
+def _rows(rank: int, size: int) -> list[list[str]]:
+    mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("pp", "ep"))
+    pp, ep = mesh.get_local_rank("pp"), mesh.get_local_rank("ep")
+    program, said = build_schedule("combined_1f1b", ranks=2, microbatches=2), []
+    (inputs, target), (others, labels) = models.batch(2, seed=ep), models.batch(2, seed=rank + 2)
+    alone = (None, target) if pp else (inputs, None)
+    for x, y in ((inputs, target), alone, (others, labels), (others, target)):
+        model = models.build(mesh.get_group("ep"), layers=1)
+        engine = make(model, program, mesh=mesh, costs=NodeCosts(), timeout=LIMIT)
+        with warnings.catch_warnings(record=True) as told, engine:
+            warnings.simplefilter("always")
+            engine.step(x, target=y)
+            engine.step(x, target=y)
+        said.append([str(one.message) for one in told if "of one pipeline" in str(one.message)])
     return said
 
 
-def test_a_value_that_one_rank_refuses_ends_the_others_at_once(ranks2: Ranks) -> None:
-    for said, second in ranks2.run(_refused_alone):
-        assert "bogus" in said
-        assert second == "it trained"
+@over(2)
+def test_a_value_that_one_rank_refuses_ends_the_others_at_once(rank: int, size: int) -> None:
+    """It is told to the other; the next engine works."""
+    mesh, program = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), build_schedule("1f1b", microbatches=2)
+    overlap: Any = 3 if rank else "bogus"
+    with pytest.raises((ValueError, LostRankError)) as caught:
+        make(models.build(mesh.get_group("ep")), program, mesh=mesh, overlap=overlap, timeout=LIMIT)
+    assert "bogus" in said_of(caught.value)
+    inputs, target = models.batch(2, seed=rank)
+    make(models.build(mesh.get_group("ep")), program, mesh=mesh, timeout=LIMIT).step(inputs, target=target)
 
 
-def _one_rank(rank: int, size: int) -> str:
+@over(2)
+def test_a_mistake_on_a_mesh_of_one_rank_ends_nothing(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("other", "ep"))["ep"]
-    program = build_schedule("sequential", microbatches=2)
-    engine = make(models.build(), program, mesh=mesh)
+    engine = make(models.build(), build_schedule("sequential", microbatches=2), mesh=mesh)
     inputs, target = models.batch(2)
     with pytest.raises(ValueError, match="cannot be split"):
         engine.step(inputs[:3], target=target)
     engine.step(inputs, target=target)
-    return "it trained"
 
 
-def test_a_mistake_on_a_mesh_of_one_rank_ends_nothing(ranks2: Ranks) -> None:
-    assert ranks2.run(_one_rank) == ["it trained"] * 2
-
-
-def _after_destroy(rank: int, size: int) -> str:
+@over(2)
+def test_an_error_is_itself_where_the_process_group_was_destroyed(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     calls = []
 
@@ -162,11 +134,6 @@ def _after_destroy(rank: int, size: int) -> str:
     dist.destroy_process_group()
     with pytest.raises(ArithmeticError, match="the third loss"):
         engine.step(inputs, target=target)
-    return "its own error"
-
-
-def test_an_error_is_itself_where_the_process_group_was_destroyed(ranks2: Ranks) -> None:
-    assert ranks2.run(_after_destroy) == ["its own error"] * 2
 
 
 def test_no_option_is_left_out() -> None:
@@ -178,16 +145,12 @@ def test_equal_costs_in_another_order_are_equal() -> None:
     assert EngineOptions(costs=costs[0]).facts == EngineOptions(costs=costs[1]).facts
 
 
-def test_long_values_are_told_from_where_they_differ(ranks2: Ranks) -> None:
-    for said in ranks2.run(_long):
-        assert re.search(r"name is …x{20}1x+… on rank ep 0 and …x{20}2x+… on rank ep 1; allowed", said)
-
-
-def _long(rank: int, size: int) -> str:
+@over(2)
+def test_long_values_are_told_from_where_they_differ(rank: int, size: int) -> None:
     mesh = Mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), timedelta(seconds=20))
-    with pytest.raises(ValueError, match="allowed: the same") as raised:
+    message = r"name is …x{20}1x+… on rank ep 0 and …x{20}2x+… on rank ep 1; allowed: the same"
+    with pytest.raises(ValueError, match=message):
         mesh.agree({"name": "x" * 500 + str(rank + 1) + "x" * 500})
-    return str(raised.value)
 
 
 @pytest.mark.parametrize(("what", "culprit"), list(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False)))
@@ -242,10 +205,8 @@ def _named(rank: int, size: int, case: str) -> str:
     experts.requires_grad_(case != "frozen")
     if case == "a wrapper" and rank:
         experts.experts["0"] = Wrapped(experts.experts["0"])
-    model = nn.Sequential(nn.Linear(models.H, models.H), experts)
-    engine = Engine(
-        model, build_schedule("sequential", microbatches=2), mesh=mesh, loss_fn=lambda x, y: (x - y).square().mean()
-    )
+    model, program = nn.Sequential(nn.Linear(models.H, models.H), experts), build_schedule("sequential", microbatches=2)
+    engine = make(model, program, mesh=mesh, loss_fn=nn.functional.mse_loss)
     try:
         engine.step(torch.randn(4, models.H), target=torch.randn(4, models.H))
     except ValueError as error:

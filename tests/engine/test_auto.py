@@ -9,29 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.schedule import Placement, Program, auto, build_schedule
+from overlap1f1b.schedule import Placement, auto, build_schedule
 from tests import models
 from tests.engine.test_pipeline import build, compared, of_one_process
 from tests.engines import COSTS, make
-from tests.ranks import Ranks
+from tests.models import default_dtype
+from tests.ranks import Ranks, over
 
 PLACEMENTS = {"loop": Placement.loop(2, 2), "v": Placement.v(2), "long v": Placement.v(2, 3)}
 
 
-def _program(name: str, microbatches: int) -> Program:
-    return auto(microbatches, PLACEMENTS[name], peak_activations=2, seconds=0.05)
-
-
-def _compare(rank: int, size: int, name: str, ep: int, microbatches: int, options: dict[str, Any]) -> list[str]:
+@default_dtype(torch.float64)
+def _compare(rank: int, size: int, name: str, ep: int, options: dict[str, Any]) -> list[str]:
     """Two steps by measured costs, one by the order that is found, and another one for other costs."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return _compared(rank, _program(name, microbatches), ep, options)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def _compared(rank: int, program: Program, ep: int, options: dict[str, Any]) -> list[str]:
+    program = auto(3, PLACEMENTS[name], peak_activations=2, seconds=0.05)
     mesh = init_device_mesh("cpu", (2, 1, ep), mesh_dim_names=("pp", "dp", "ep"))
     at = mesh.get_coordinate()
     assert at is not None
@@ -65,13 +56,13 @@ def _compared(rank: int, program: Program, ep: int, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_two_stages(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(_compare, name, 1, 3, {}, timeout=120) == [[]] * 2
+    assert ranks2.run(_compare, name, 1, {}, timeout=120) == [[]] * 2
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "options"), [("loop", {"parts": 2}), ("v", {"recompute": "block"})])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
-    assert ranks4.run(_compare, name, 2, 3, options, timeout=120) == [[]] * 4
+    assert ranks4.run(_compare, name, 2, options, timeout=120) == [[]] * 4
 
 
 def test_one_rank_finds_an_order_for_its_costs() -> None:
@@ -86,16 +77,9 @@ def test_one_rank_finds_an_order_for_its_costs() -> None:
     assert result.peak_activations <= 3
 
 
-def _search_sizes_differ(rank: int, size: int) -> str:
+@over(2)
+def test_ranks_that_search_for_other_times_are_refused(rank: int, size: int) -> None:
     program = build_schedule("auto", ranks=size, microbatches=3, seconds=0.1 * (1 + rank))
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    try:
+    with pytest.raises(ValueError, match="search"):
         make(build(2), program, mesh=mesh, timeout=20)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_that_search_for_other_times_are_refused(ranks2: Ranks) -> None:
-    for text in ranks2.run(_search_sizes_differ, timeout=60):
-        assert "search" in text, text

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import NodeCosts, Overlap, compile
+from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Transfer, build_exchange
 from overlap1f1b.transport.failures import LostRankError
 from tests import models
-from tests.engines import make
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
 
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2)
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3]
 
@@ -46,7 +45,7 @@ def step(model: nn.Sequential, program: Program, overlap: Overlap, data: tuple[T
 
 @pytest.mark.parametrize(
     ("expert_calls", "microbatches"),
-    [(1, 1), (1, 4), (3, 3), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((1, 2), (1, 7), (2, 4)))],
+    [(1, 4), (3, 3), *(pytest.param(*case, marks=pytest.mark.wide) for case in ((1, 1), (1, 2), (1, 7), (2, 4)))],
 )
 def test_one_rank_equals_plain_autograd_bit_for_bit(expert_calls: int, microbatches: int) -> None:
     """Four microbatches with one call a layer: every overlap, and a tied parameter, where autograd sums one call."""
@@ -56,13 +55,11 @@ def test_one_rank_equals_plain_autograd_bit_for_bit(expert_calls: int, microbatc
     for number, program in enumerate((*programs(microbatches), build_schedule("zb_h1", microbatches=microbatches))):
         for overlap in overlaps_of(number, most):
             model = models.build(expert_calls=expert_calls, tied=tied)
-            engine, result = step(model, program, overlap, data)
+            engine, result = step(model, program, overlap, data, verify=False)
             where, found = (program.name, overlap, engine.plan.order), models.gradients(model)
             reference = reference or found
             assert not models.equal(found, reference), where
-            if (
-                expert_calls > 1
-            ):  # several calls of experts meet in one residual, whose sum autograd orders in its own way
+            if expert_calls > 1:  # they meet in one residual, whose sum autograd orders in its own way
                 for name, gradient in found.items():
                     torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7, msg=f"{where} {name}")
             else:
@@ -92,7 +89,7 @@ def test_dropout_is_the_same_in_every_program() -> None:
         for overlap in overlaps_of(number, every=False):
             model = models.build(dropout=0.3)
             torch.manual_seed(2)
-            step(model, program, overlap, data)
+            step(model, program, overlap, data, verify=number == 1)
             found = models.gradients(model)
             reference = reference or found
             assert not models.equal(found, reference), (program.name, overlap)
@@ -203,7 +200,7 @@ def _compare(rank: int, size: int, microbatches: int) -> list[str]:
     reference: dict[str, Tensor] = {}
     for number, program in enumerate(programs(microbatches)):
         model = models.build(group)
-        engine = make(model, program, mesh=mesh, exchange=exchange, costs=COSTS, timeout=20)
+        engine = make(model, program, mesh=mesh, exchange=exchange, costs=COSTS, verify=False, timeout=20)
         for overlap in overlaps_of(number, microbatches == 5):
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             model.zero_grad()
@@ -214,20 +211,10 @@ def _compare(rank: int, size: int, microbatches: int) -> list[str]:
             problems += [f"{where}: {name} differs from sequential" for name in models.equal(found, reference)]
             if result.peak_activations > program.peak_activations[0]:
                 problems.append(f"{where}: {result.peak_activations} alive")
-    local = models.E // size
-    for name, gradient in reference.items():
-        full = expected[name]
-        if "experts" in name:
-            full = full[rank * local : (rank + 1) * local]
-        error = float((gradient - full).norm() / full.norm().clamp_min(1e-30))
-        if error > 1e-5 and float(full.norm()) > 0:
-            problems.append(f"{name}: relative difference {error:.1e} from one process")
-        if float(full.norm()) == 0 and float(gradient.norm()) != 0:
-            problems.append(f"{name}: a gradient where there is none")
-    return problems
+    return problems + models.apart(reference, expected, rank, size, 1e-5)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 5])
+@pytest.mark.parametrize("microbatches", [2, 1, 5])
 def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
     assert ranks2.run(_compare, microbatches) == [[], []]
 
@@ -250,26 +237,20 @@ def test_accumulated_steps_are_reduced_once(rank: int, size: int) -> list[str]:
     return [name for name, g in both.items() if not torch.allclose(g, 2 * once[name], rtol=1e-5, atol=1e-7)]
 
 
-def _costs_of_one_rank(rank: int, size: int, before: int) -> str:
+@over(2)
+def test_costs_set_on_one_rank_alone_end_both_ranks(rank: int, size: int) -> None:
+    """In the first step before anything is exchanged; later as well."""
     mesh, data = _mesh(size), models.batch(2, seed=rank)
-    model = models.build(mesh.get_group("ep"))
-    engine = make(model, programs(2)[1], mesh=mesh, timeout=3)
-    for _ in range(before):
-        engine.step(data[0], target=data[1])
-    if rank == 0:
-        engine.costs = COSTS
-    with pytest.raises((ValueError, LostRankError)) as raised:
-        engine.step(data[0], target=data[1])
-    return str(raised.value)
-
-
-def test_costs_set_on_one_rank_alone_are_refused_before_anything_is_exchanged(ranks2: Ranks) -> None:
-    for said in ranks2.run(_costs_of_one_rank, 0):
-        assert re.search(r"plan is \w+ on rank ep 0 and \w+ on rank ep 1; allowed: the same on all ranks", said)
-
-
-def test_costs_set_on_one_rank_alone_later_end_both_ranks(ranks2: Ranks) -> None:
-    assert all(ranks2.run(_costs_of_one_rank, 2))
+    for before in (0, 2):
+        model = models.build(mesh.get_group("ep"))
+        engine = make(model, programs(2)[1], mesh=mesh, timeout=3)
+        for _ in range(before):
+            engine.step(data[0], target=data[1])
+        if rank == 0:
+            engine.costs = COSTS
+        said = "" if before else r"plan is \w+ on rank ep 0 and \w+ on rank ep 1; allowed: the same on all ranks"
+        with pytest.raises((ValueError, LostRankError), match=said):
+            engine.step(data[0], target=data[1])
 
 
 @over(2)
@@ -302,7 +283,7 @@ class Step(nn.Module):
 
 @over(2)
 def test_a_step_that_torch_would_sum_again_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    mesh = _mesh(size)
     message = "^a step with gradients in the forward of a DistributedDataParallel, which sums them again"
     with pytest.raises((ValueError, LostRankError)) as raised:
         nn.parallel.DistributedDataParallel(Step(mesh))(*models.batch(2))
@@ -406,7 +387,7 @@ def test_engines_in_two_threads() -> None:
 
     def train(model: nn.Sequential) -> None:
         engine = engine_of_four(model)
-        for _ in range(10):
+        for _ in range(5):
             model.zero_grad()
             engine.step(inputs, target=target)
             found.append(models.equal(models.gradients(model), expected))
@@ -421,7 +402,7 @@ def test_engines_in_two_threads() -> None:
             thread.join()
     finally:
         sys.setswitchinterval(interval)
-    assert found == [[]] * 20
+    assert found == [[]] * 10
     assert eval_frame._stance == stance
 
 

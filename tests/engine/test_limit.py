@@ -23,26 +23,29 @@ from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, Node, NodeCosts,
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
-CPU, M = torch.device("cpu"), 6
+CPU, M = torch.device("cpu"), 4
 PROGRAM = build_schedule("combined_1f1b", microbatches=M)
-LIMITS = (1.0, 1.3, 1.6, 2.0, 2.5)
+LIMITS = (1.0, 1.4, 2.0)
 
 
-def transformer() -> MoETransformer:
-    return MoETransformer(MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8), seed=1)
+def transformer(group: Any = None) -> MoETransformer:
+    config = MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8)
+    return MoETransformer(config, seed=1, group=group)
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    inputs, target = torch.randint(256, (2, 4 * M, 32), generator=torch.Generator().manual_seed(1))
+def tokens(rank: int = 0) -> tuple[Tensor, Tensor]:
+    inputs, target = torch.randint(256, (2, 4 * M, 32), generator=torch.Generator().manual_seed(1 + rank))
     return inputs, target
 
 
 def settled(engine: Engine, data: tuple[Tensor, Tensor]) -> Engine:
     """Play steps until a plan is chosen."""
     while engine.tuner.settling:
-        counted(engine, data)
+        for parameter in engine.parameters():
+            parameter.grad = None
+        engine.step(data[0], target=data[1])
     return engine
 
 
@@ -58,53 +61,40 @@ def counted(engine: Engine, data: tuple[Tensor, Tensor]) -> tuple[ByteCount, dic
 @cache
 def measured() -> tuple[NodeCosts, int]:
     """Costs in which exchanges are as long as compute, with counted bytes; and the peak of a plain loop."""
-    model, data = transformer(), tokens()
-    engine = make(model, PROGRAM, memory="1TB")
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = None
-        engine.step(data[0], target=data[1])
+    data = tokens()
+    engine = settled(make(transformer(), PROGRAM, memory="1TB", tries=0, verify=False), data)
     assert engine.costs is not None
     plain = build_schedule("sequential", microbatches=M)
-    count, _ = counted(make(model, plain, costs=COSTS, overlap="serial"), data)
+    count, _ = counted(make(transformer(), plain, costs=COSTS, overlap="serial"), data)
     return replace(COSTS, bytes=engine.costs.bytes), count.peak
 
 
-def _uneven(rank: int, size: int) -> list[tuple[str, float]]:
-    """Peaks in multiples of the predicted one: of steps that measure, and of plans over ranks with uneven rows."""
-    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep"))
-    data = torch.randint(256, (2, 4 * M, 32), generator=torch.Generator().manual_seed(1 + rank))
-
-    def transformer() -> MoETransformer:
-        config = MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8)
-        return MoETransformer(config, seed=1, group=mesh.get_group("ep"))
-
-    engine = make(transformer(), PROGRAM, mesh=mesh, memory="1TB")
-    held = max(counted(engine, (data[0], data[1]))[0].peak for _ in range(3))
+@over(2, timeout=100)
+def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -> list[tuple[str, float]]:
+    """Within five per cent: those of steps that measure, and of plans."""
+    mesh, data = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), tokens(rank)
+    group = mesh.get_group("ep")
+    engine = make(transformer(group), PROGRAM, mesh=mesh, memory="1TB", tries=0)
+    held = max(counted(engine, data)[0].peak for _ in range(3))
     assert engine.costs is not None
     costs, found = replace(COSTS, bytes=engine.costs.bytes), []
-    for name, extra in (("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("afab", None)):
+    for name, extra in (("sequential", None), ("combined_1f1b", 1), ("afab", None)):
         program = build_schedule(name, microbatches=M, extra_warmup=extra)
         plans = fastest(program, engine.shapes, costs, 3)
         if not found:
             found += [("measuring", held / plans[0].peak_bytes[0])]
-        for plan in plans[:2]:
-            played = make(transformer(), program, mesh=mesh, plan=plan, verify=False)
+        for plan in plans[: 2 if extra else 1]:
+            played = make(transformer(group), program, mesh=mesh, plan=plan, verify=False)
             played.player._fills = False  # weight gradients that run early free memory early
-            count, _ = counted(played, (data[0], data[1]))
+            count, _ = counted(played, data)
             found.append((f"{program.name} {plan.order}", count.peak / plan.peak_bytes[0]))
-    return found
-
-
-def test_peaks_are_predicted_over_ranks_with_uneven_rows(ranks2: Ranks) -> None:
-    for found in ranks2.run(_uneven, timeout=100):
-        assert [one for one in found if abs(one[1] - 1) > 0.05] == []
+    return [one for one in found if abs(one[1] - 1) > 0.05]
 
 
 def test_the_plan_keeps_within_every_limit() -> None:
     """It has the gradients of a plan without a limit, and holds more where that is faster."""
     (costs, plain), data = measured(), tokens()
-    engine = make(transformer(), PROGRAM, costs=costs)
+    engine = make(transformer(), PROGRAM, costs=costs, verify=False)
     free, wanted = counted(engine, data)
     predicted = [engine.plan.predicted]
     for factor in reversed(LIMITS):
@@ -166,9 +156,8 @@ def _less(rank: int, size: int) -> list[tuple[str, int]]:
         with ByteCount(CPU) as count:
             pass
         room = more if rank == size - 1 else 10**9
-        engine = make(model, PROGRAM, mesh=mesh, memory=count.before + room, tries=0, timeout=30)
-        while engine.tuner.settling:
-            engine.step(data[0], target=data[1])
+        options: dict[str, Any] = {"memory": count.before + room, "tries": 0, "timeout": 30}
+        engine = settled(make(model, PROGRAM, mesh=mesh, **options), data)
         found.append((engine.plan.fingerprint, engine.plan.peak_bytes[0] <= more))
         engine.close()
         del engine, model  # else the next limit would count them
@@ -184,8 +173,9 @@ def test_a_rank_with_less_memory_decides(ranks2: Ranks) -> None:
 def test_blocks_recompute_where_a_limit_needs_it() -> None:
     """Without recomputation nothing keeps within the limit; gradients stay as they are."""
     data, peaks = tokens(), dict[str, int]()
+    sequential, program = (build_schedule(name, microbatches=2) for name in ("sequential", "combined_1f1b"))
     for mode in ("none", "block"):
-        plain = make(transformer(), build_schedule("sequential", microbatches=M), costs=COSTS, recompute=mode)
+        plain = make(transformer(), sequential, costs=COSTS, recompute=mode)
         count, wanted = counted(plain, data)
         peaks[mode] = count.peak
     model = transformer()
@@ -193,7 +183,7 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     with ByteCount(CPU) as count:
         pass
     room = (peaks["none"] + peaks["block"]) // 2
-    engine = settled(make(model, PROGRAM, memory=count.before + room, recompute="auto", tries=0, verify=False), data)
+    engine = settled(make(model, program, memory=count.before + room, recompute="auto", tries=0, verify=False), data)
     count, found = counted(engine, data)
     assert count.peak <= room
     assert engine.plan.peak_bytes[0] == pytest.approx(count.peak, rel=0.05)
@@ -230,6 +220,7 @@ def drawn(random: Random, blocks: int) -> dict[Recompute, tuple[NodeCosts, tuple
     return measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
     """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; by random costs."""
@@ -269,13 +260,13 @@ class Spoiled:
 
 def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
     """Problems where the last rank has too little memory in a trial."""
-    mesh = None if size == 1 else init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
-    data, found, problems = models.batch(M, seed=0 if mesh is None else mesh.get_local_rank("ep")), [], []
+    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep"))
+    data, found, problems = models.batch(M, seed=mesh.get_local_rank("ep")), [], []
     program = build_schedule("combined_1f1b", ranks=pp, microbatches=M)
     for at in (0, 40):
-        model = models.build(None if mesh is None else mesh.get_group("ep"))
+        model = models.build(mesh.get_group("ep"), layers=pp)
         with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
-            engine = make(model, program, mesh=mesh, memory="1TB", tries=2, timeout=30)
+            engine = make(model, program, mesh=mesh, memory="1TB", tries=1, timeout=30)
             while engine.tuner.state is State.MEASURING:
                 engine.step(data[0], target=data[1])
             turns, before = list(engine.tuner._now.turns), engine.failures
@@ -287,17 +278,10 @@ def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
             if at:
                 left = [plan.fingerprint for plan in turns if plan not in engine.tuner._now.turns]
                 problems += [] if left == [turns[0].fingerprint] else [f"left {len(left)} of {len(turns)}"]
-                problems += [] if mesh is None or engine.failures is not before else ["the old groups"]
-            while engine.tuner.settling:
-                engine.step(data[0], target=data[1])
-            engine.evaluate(data[0], target=data[1])
+                problems += [] if engine.failures is not before else ["the old groups"]
+                settled(engine, data).evaluate(data[0], target=data[1])
         engine.close()
     return problems + models.equal(*found)
-
-
-@pytest.mark.wide
-def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
-    assert _spoiled(0, 1, 1) == []
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
-STEPS = 40
+STEPS = 20
 
 
 def _held() -> tuple[int, int, int, int]:
@@ -41,7 +41,7 @@ def _steps(rank: int, size: int, name: str, pp: int, microbatches: int, layers: 
         engine.step(inputs, target=target)
         if step % 10 == 9:
             engine.evaluate(inputs, target=target)
-        if step in (19, STEPS - 1):
+        if step in (9, STEPS - 1):
             found.append(min(_held() for _ in range(5) if not time.sleep(0.05)))  # lanes' threads let go a little later
     return found
 
@@ -91,11 +91,13 @@ def test_an_output_lives_no_longer_than_it_is_passed_on() -> None:
     assert counter.alive == [0] * 5
 
 
-def _engines(rank: int, size: int) -> list[tuple[int, int]]:
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
+@over(2)
+def test_an_engine_takes_its_groups_and_threads_with_it(rank: int, size: int) -> None:
     """Threads and open files after each of several engines."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
     found = []
-    for _ in range(4):
+    for _ in range(3):
         blocks = list(models.build(mesh.get_group("ep"), layers=2))
         program = build_schedule("1f1b", ranks=2, microbatches=2)
         engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
@@ -107,12 +109,6 @@ def _engines(rank: int, size: int) -> list[tuple[int, int]]:
         time.sleep(0.1)  # threads on their way out, with their files
         found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
         mesh.get_group("pp").barrier().wait()
-    return found
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
-def test_an_engine_takes_its_groups_and_threads_with_it(ranks2: Ranks) -> None:
-    for counts in ranks2.run(_engines):
-        threads, files = zip(*counts, strict=True)
-        assert threads[-1] <= threads[0], counts
-        assert files[-1] <= files[0], counts
+    threads, files = zip(*found, strict=True)
+    assert threads[-1] <= threads[0], found
+    assert files[-1] <= files[0], found

@@ -56,12 +56,6 @@ def build(ranks: int, group: Any = None, rank: int = 0) -> list[nn.Module]:
     return [Jitter(block, 100 * rank + index) for index, block in enumerate(model)]
 
 
-def slice_of(full: Tensor, module: nn.Module, ep_rank: int) -> Tensor:
-    if not isinstance(module, GroupedExperts):
-        return full
-    return full[ep_rank * module.local_experts : (ep_rank + 1) * module.local_experts]
-
-
 def of_one_process(
     shards: list[tuple[Tensor, Tensor]], microbatches: int, pp: int
 ) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
@@ -100,7 +94,9 @@ def compared(
                     problems.append(f"{label} has a gradient on a rank without its stage")
                 continue
             found[label] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            full = slice_of(expected[label], module, ep_rank)
+            full = expected[label]
+            if isinstance(module, GroupedExperts):
+                full = full.split(module.local_experts)[ep_rank]
             error = float((found[label] - full).norm() / full.norm().clamp_min(1e-30))
             if error > limit and float(full.norm()) > 0:
                 problems.append(f"{label} differs by {error:.1e} from one process")
@@ -111,21 +107,17 @@ def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> list
     """In double precision, bit for bit; on two ranks with every overlap, and with the last in single precision too.
 
     Without chunks, where a schedule may have them, with two overlaps.
-
     On more ranks schedules take turns with the two orders.
     """
     problems = []
     last: Overlap = ("pairs", 3)[list(SCHEDULES).index(name) % 2]
     overlaps_of = {True: OVERLAPS, False: OVERLAPS[-1:]} if size == 2 else {True: ["serial", last]}
     for double, overlaps in overlaps_of.items():
-        torch.set_default_dtype(torch.float64 if double else torch.float32)
-        try:
+        with models.default_dtype(torch.float64 if double else torch.float32):
             *others, program = programs(name, pp, most=size == 2)
             problems += _compared(rank, program, pp, dp, ep, overlaps, 1e-12 if double else 1e-5)
             for other in others if double else ():
                 problems += _compared(rank, other, pp, dp, ep, OVERLAPS[::3], 1e-12)
-        finally:
-            torch.set_default_dtype(torch.float32)
     return problems
 
 
@@ -141,7 +133,7 @@ def _compared(
     problems: list[str] = []
     reference: dict[str, Tensor] = {}
     blocks = build(pp, mesh.get_group("ep"), rank)
-    engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=30)
+    engine = make(blocks, program, mesh=mesh, costs=COSTS, verify=False, timeout=30)
     for overlap in overlaps:
         engine.plan = compiled(program, engine.shapes, overlap)
         for parameter in engine.parameters():
@@ -191,18 +183,19 @@ SORTS = ["combined_1f1b", "zb_v", "dualpipe"]
 OTHERS = [name for name in SCHEDULES if name not in SORTS]  # these have more stages and expert ranks with eight ranks
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [*SORTS, *OTHERS])
 def test_two_stages(ranks2: Ranks, name: str) -> None:
     function = _compare_of_all_tries if name in SORTS else _compare
     assert ranks2.run(function, name, 2, 1, 1, timeout=120) == [[]] * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["afab", "interleaved_1f1b", "zb_h2", "dualpipev"])  # one of each two that are alike
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 2, 1, 2, timeout=120) == [[]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", OTHERS)
 def test_four_stages(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_compare, name, 4, 1, 1, timeout=120) == [[]] * 4

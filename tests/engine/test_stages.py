@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from typing import Any
 
 import hypothesis
@@ -13,14 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions, Microbatch, Stage, combined_forward_backward_step, split_blocks
+from overlap1f1b.engine import Engine, EngineOptions, Stage, split_blocks
 from overlap1f1b.engine.stages import stages_of
 from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
+from tests.engine.test_combined import run
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, over
+from tests.ranks import over
 
 
 def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:
@@ -28,41 +30,33 @@ def _engine(group: Any, mesh: DeviceMesh | None, **options: Any) -> Engine:
     return make(models.build(group), program, mesh=mesh, costs=COSTS, timeout=20, **options)
 
 
-def _other_groups(rank: int, size: int) -> list[str]:
-    """What is said of experts over as many other ranks, of experts of one rank, and of those of more."""
+@over(4)
+def test_experts_of_other_ranks_are_refused(rank: int, size: int) -> None:
+    """Experts over as many other ranks, experts of one rank, and those of more."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "other"))
-    cases: list[tuple[Any, DeviceMesh | None]] = [
-        (mesh.get_group("other"), mesh["ep"]),
-        (None, mesh["ep"]),
-        (mesh.get_group("ep"), None),
-        (dist.group.WORLD, mesh["ep"]),
+    ours, theirs = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+    others = (
+        f"block 1 (Block) holds experts that ranks {theirs} share, the engine's ranks along 'ep' are {ours}; "
+        "allowed: the same, in this order"
+    )
+    place = (
+        f"block 1 (Block) holds the experts of rank {rank % 2} of their group, the engine exchanges as "
+        f"rank {rank // 2}; allowed: the same"
+    )
+    number = (
+        "block 1 (Block) holds experts for {} ranks, the engine exchanges over {}; allowed: the same number "
+        "(experts with group=mesh.get_group('ep'), an engine with mesh=mesh)"
+    )
+    cases: list[tuple[Any, DeviceMesh | None, str]] = [
+        # Ranks 0 and 3 are the first, or the second, of either group.
+        (mesh.get_group("other"), mesh["ep"], others if rank in (0, 3) else place),
+        (None, mesh["ep"], number.format(1, 2)),
+        (mesh.get_group("ep"), None, number.format(2, 1)),
+        (dist.group.WORLD, mesh["ep"], number.format(4, 2)),
     ]
-    said = []
-    for group, given in cases:
-        with pytest.raises(ValueError, match="block 1") as caught:
+    for group, given, message in cases:
+        with pytest.raises(ValueError, match=rf"^{re.escape(message)}(\n|$)"):
             _engine(group, given)
-        said.append(str(caught.value))
-    return said
-
-
-def test_experts_of_other_ranks_are_refused(ranks4: Ranks) -> None:
-    for rank, (other, none, without, more) in enumerate(ranks4.run(_other_groups)):
-        ours, theirs = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        same_place = rank in (0, 3)  # both ranks are the first, or the second, of either group
-        expected = (
-            f"block 1 (Block) holds experts that ranks {theirs} share, the engine's ranks along 'ep' are {ours}; "
-            "allowed: the same, in this order"
-        )
-        place = (
-            f"block 1 (Block) holds the experts of rank {rank % 2} of their group, the engine exchanges as "
-            f"rank {rank // 2}; allowed: the same"
-        )
-        assert other == (expected if same_place else place)
-        number = (
-            "block 1 (Block) holds experts for {} ranks, the engine exchanges over {}; allowed: the same number "
-            "(experts with group=mesh.get_group('ep'), an engine with mesh=mesh)"
-        )
-        assert [none, without, more] == [number.format(*pair) for pair in ((1, 2), (2, 1), (4, 2))]
 
 
 @over(2)
@@ -79,12 +73,7 @@ def test_groups_of_the_same_ranks_are_taken(rank: int, size: int) -> list[str]:
         expected = expected or found
         problems += models.equal(found, expected)
     stage = Stage(models.build(apart), build_exchange(apart))
-    previous = None
-    for index, (x, y) in enumerate(zip(data[0].chunk(2), data[1].chunk(2), strict=True)):
-        current = Microbatch(stage, x, y, index=index, loss_fn=models.loss_fn, loss_grad=0.25)
-        combined_forward_backward_step(current, previous)
-        previous = current
-    combined_forward_backward_step(None, previous)
+    run(stage, 2, "serial", seed=rank)
     for block in stage.blocks:
         problems += [name for name, p in block.named_parameters() if "experts" in name and p.grad is None]
     return problems

@@ -22,7 +22,7 @@ from tests import models
 from tests.engine.run.plain import engine_of
 from tests.engine.test_engine import Delayed
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4)
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
@@ -138,29 +138,26 @@ def test_one_slow_step_does_not_decide() -> None:
     assert [(one.plan, one.seconds) for one in of.tried] == [(first, 1.0), (second, 1.1)]
 
 
-def _kept(rank: int, size: int) -> tuple[str, list[float]]:
+@over(2, gives=[2.0, 3.0])
+def test_the_slowest_rank_counts_on_all(rank: int, size: int) -> list[float]:
     """Rank 1 alone finds the first plan slow."""
     of = tuner(1, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
-    of._adopt(COSTS, plans(1.0, 1.0, shapes=of.shapes))
+    _, second = turns = plans(1.0, 1.0, shapes=of.shapes)
+    of._adopt(COSTS, turns)
     play(of, 1.0 + 2 * rank, 2.0 - rank)
-    return of.plan.order, [one.seconds for one in of.tried]
+    assert of.plan is second
+    return [one.seconds for one in of.tried]
 
 
-def test_the_slowest_rank_counts_on_all(ranks2: Ranks) -> None:
-    assert ranks2.run(_kept) == [(plans(1.0, 1.0)[1].order, [2.0, 3.0])] * 2
-
-
-def _beside(rank: int, size: int) -> tuple[str, list[float]]:
+@over(2, gives=[1.0, 2.0])
+def test_times_are_shared_with_ranks_outside_of_the_mesh(rank: int, size: int) -> list[float]:
     """Two engines that play alike: the times of the first rank count."""
-    of = tuner(1)
+    of, (first, second) = tuner(1), plans(1.0, 1.0)
     of.outside_groups = [list(range(size))]
-    of._adopt(COSTS, plans(1.0, 1.0))
+    of._adopt(COSTS, [first, second])
     play(of, 1.0 + 2 * rank, 2.0)
-    return of.plan.order, [one.seconds for one in of.tried]
-
-
-def test_times_are_shared_with_ranks_outside_of_the_mesh(ranks2: Ranks) -> None:
-    assert ranks2.run(_beside) == [(plans(1.0, 1.0)[0].order, [1.0, 2.0])] * 2
+    assert of.plan is first
+    return [one.seconds for one in of.tried]
 
 
 class Sluggish(models.Block):
@@ -215,10 +212,7 @@ def test_nothing_is_tried(given: str) -> None:
 def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
     """The plans that were compiled to choose are not compiled again."""
     inputs, target = models.batch(4)
-    engine, steps = (
-        make(models.build(), PROGRAM, parts="auto", tries=1),
-        0,
-    )
+    engine, steps = make(models.build(), PROGRAM, parts="auto", tries=1), 0
     with patch.object(Tuner, "_fastest", autospec=True, side_effect=Tuner._fastest) as compiled:
         while engine.tuner.settling:
             engine.step(inputs, target=target)
@@ -226,6 +220,11 @@ def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
     assert steps == 6 + len(engine.tuner.tried) > 7
     assert compiled.call_count == 3
     assert {block.parts for block in engine.plan.shapes[0] if block.expert_calls} == {engine.tuner.parts}
+    before, engine.costs = engine.tuner.parts, None  # measured anew for the parts in use
+    while engine.tuner.settling:
+        engine.step(inputs, target=target)
+    engine.step(inputs, target=target)
+    assert engine.tuner.parts == before
 
 
 @pytest.mark.usefixtures("all_near")
@@ -242,18 +241,6 @@ def test_a_plan_that_is_set_ends_the_trials() -> None:
     assert engine.plan is mine
     engine.costs = None  # all is measured anew
     assert engine.tuner.settling
-
-
-def test_costs_are_measured_anew_for_the_parts_in_use() -> None:
-    inputs, target = models.batch(4)
-    engine = make(models.build(), PROGRAM, parts="auto", tries=0)
-    while engine.tuner.settling:
-        engine.step(inputs, target=target)
-    before, engine.costs = engine.tuner.parts, None
-    while engine.tuner.settling:
-        engine.step(inputs, target=target)
-    engine.step(inputs, target=target)
-    assert engine.tuner.parts == before
 
 
 def test_a_plan_for_other_blocks_is_refused_before_the_first_step() -> None:

@@ -6,7 +6,9 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,7 +98,7 @@ def _after(verify: bool, overlap: Overlap, *, grads: str) -> dict[str, Any]:
     return left | dict(zip(("torch", "python", "numpy"), numbers, strict=True)) | {"losses": torch.stack(losses)}
 
 
-@pytest.mark.parametrize("grads", ["", "0", "0.5", "main_grad"])
+@pytest.mark.parametrize("grads", ["", "0.5", "main_grad"])
 def test_it_leaves_what_one_step_leaves(grads: str) -> None:
     without, with_it = _after(False, "serial", grads=grads), _after(True, 3, grads=grads)
     for name, value in without.items():
@@ -141,37 +143,26 @@ def test_a_difference_ends_the_step_in_one_line(
     assert "allowed: " in one
 
 
-def _forwards(steps: Callable[[Engine], object], *, schedule: str = "combined_1f1b", **options: Any) -> int:
-    """Return the calls of a block in some steps."""
-    calls: list[int] = []
-
-    def count(*_: object) -> None:
-        calls.append(1)
-
-    model = models.build(layers=1)
-    model[1].register_forward_pre_hook(count)
-    program = build_schedule(schedule, microbatches=4)
-    steps(make(model, program, costs=COSTS, **options))
+def _forwards(schedule: str = "combined_1f1b", **options: Any) -> int:
+    """Return the calls of a block in three steps, and in two by other costs."""
+    (inputs, target), model, calls = models.batch(4), models.build(layers=1), list[int]()
+    model[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    engine = make(model, build_schedule(schedule, microbatches=4), costs=COSTS, **options)
+    for step in range(5):
+        if step == 3:
+            engine.costs = NodeCosts.uniform(attention=30, experts=4, dispatch=50, counts=0.4)
+        engine.step(inputs, target=target)
     return len(calls)
 
 
 def test_every_plan_is_compared_once() -> None:
-    inputs, target = models.batch(4)
-
-    def steps(engine: Engine) -> None:
-        for _ in range(3):
-            engine.step(inputs, target=target)
-        engine.costs = NodeCosts.uniform(attention=30, experts=4, dispatch=50, counts=0.4)
-        for _ in range(2):
-            engine.step(inputs, target=target)
-
-    assert _forwards(steps, overlap=3) == 4 * (5 + 2)
-    assert _forwards(steps, overlap=3, verify=False) == 4 * 5
-    assert _forwards(steps, overlap="serial") == 4 * (5 + 1)
-    assert _forwards(steps, overlap="serial", schedule="sequential") == 4 * 5
+    assert _forwards(overlap=3) == 4 * (5 + 2)
+    assert _forwards(overlap=3, verify=False) == 4 * 5
+    assert _forwards(overlap="serial") == 4 * (5 + 1)
+    assert _forwards("sequential", overlap="serial") == 4 * 5
 
 
-@pytest.mark.parametrize(("size", "noise"), [(1e-6, "urandom"), (0.0, ""), (0.5, "urandom"), (0.5, "random")])
+@pytest.mark.parametrize(("size", "noise"), [(1e-6, "urandom"), (0.5, "random")])
 def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
     """A step may differ from a loop as much as loops do; where that is a lot, nothing can be compared."""
 
@@ -181,10 +172,8 @@ def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
             y: Tensor = super().forward(x * (1 + size * drawn))
             return y
 
-    inputs, target = models.batch(4)
-    model = models.build(block=Noisy)
-    program = build_schedule("combined_1f1b", microbatches=4)
-    engine = make(model, program, costs=COSTS)
+    inputs, target = models.batch(2)
+    engine = make(models.build(block=Noisy), build_schedule("combined_1f1b", microbatches=2), costs=COSTS)
     if size > 0.1:
         with pytest.raises(VerificationError, match=r"two plain loops .* differ, .*allowed: random numbers"):
             engine.step(inputs, target=target)
@@ -198,15 +187,12 @@ def test_what_stands_around_nodes_meets_the_step_alone() -> None:
     model, seen = models.build(), list[object]()
     engine = make(model, build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
 
-    class Around:
-        def __init__(self, node: object) -> None:
-            seen.append(node)
+    @contextmanager
+    def around(node: object) -> Iterator[None]:
+        seen.append(node)
+        yield
 
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
-    engine.player.around = Around
+    engine.player.around = around
     engine.step(inputs, target=target)
     assert len(seen) == len(set(seen))
     _, expected = models.plain_gradients(models.build(), inputs, target, 4)
@@ -215,22 +201,13 @@ def test_what_stands_around_nodes_meets_the_step_alone() -> None:
 
 
 def test_the_places_that_others_have_changed_are_named() -> None:
-    class Block(models.Block):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            self.scales = [torch.zeros(())]
+    def before(block: Around, x: Tensor) -> None:
+        block.scales[0].fill_(x.detach().mean())
 
-        def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-            self.scales[0].fill_(tokens.detach().mean())
-            y: Tensor = experts(tokens, indices, weights)
-            return y * self.scales[0].clone()
-
-    inputs, target = models.batch(4)
-    engine = make(models.build(block=Block), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
-    with pytest.raises(
-        VerificationError, match=r"changed by another microbatch meanwhile: attribute 'scales' of Block"
-    ):
-        engine.step(inputs, target=target)
+    model = nn.Sequential(Around(before, lambda block, y, x: y * block.scales[0].clone()))
+    model[0].scales = [torch.zeros(())]
+    with pytest.raises(VerificationError, match="changed by another microbatch meanwhile: attribute 'scales' of Aroun"):
+        _step(model)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -302,25 +279,22 @@ STOPPED = False
 def test_what_others_set_meanwhile_stays() -> None:
     """A signal's handler sets a global of the script while the loop is played."""
 
-    def before(block: Around, x: Tensor) -> None:
+    def behind(block: Around, y: Tensor, x: Tensor) -> Tensor:
         globals()["STOPPED"] = True
+        return y
 
     globals()["STOPPED"] = False
-    _step(nn.Sequential(Around(lambda *_: None, lambda _, y, x: (before(_, x), y)[1])))
+    _step(nn.Sequential(Around(lambda *_: None, behind)))
     assert STOPPED
-
-
-def _own_gradient(block: Around, y: Tensor, x: Tensor) -> Tensor:
-    """Multiply by a weight whose gradient a hook scales by what was kept last."""
-    return y * block.scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_alone_that_is_wrong(dtype: torch.dtype) -> None:
     """All that nodes hand on is right; a hook takes what another microbatch has kept."""
     kept: list[Tensor] = [torch.ones(())]
+    keep = partial(kept.__setitem__, 0)
     model = nn.Sequential(
-        *(Around(lambda b, x: kept.__setitem__(0, x.detach().mean() + 2), _own_gradient) for _ in "ab")
+        *(Around(lambda b, x: keep(x.detach().mean() + 2), lambda b, y, x: y * b.scale) for _ in "ab")
     )
     for block in model:
         block.scale = nn.Parameter(torch.ones(HIDDEN))
@@ -394,27 +368,27 @@ def test_a_loss_keeps_its_state_as_after_one_step() -> None:
     assert torch.equal(found[1].centre, found[0].centre)
 
 
-def _over(rank: int, size: int, layout: str, place: str) -> str:
-    """Return what is said over a pipeline whose ranks share experts, or under FSDP2."""
-    sizes, names = ((2, 2), ("pp", "ep")) if layout == "pp x ep" else ((size,), ("dp",))
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-    torch.manual_seed(5)
-    blocks = [Block(mesh.get_group("ep") if "ep" in names else None, place, "behind") for _ in range(4)]
-    for block in blocks if layout == "FSDP2" else ():
-        fully_shard(block, mesh=mesh)
-    program = build_schedule("combined_1f1b", ranks=mesh["pp"].size() if "pp" in names else 1, microbatches=4)
-    engine = make(blocks, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, timeout=30)
-    seed = mesh.get_local_rank("ep" if "ep" in names else "dp")
-    data = torch.randn(2, 20, blocks[0].mix.in_features, generator=torch.Generator().manual_seed(seed))
-    try:
-        engine.step(data[0], target=data[1])
-    except VerificationError as error:
-        return str(error).splitlines()[0]
-    return ""
+def _over(rank: int, size: int) -> list[str]:
+    """Return what is said over a pipeline, whose ranks may share experts, and under FSDP2."""
+    found = []
+    for sizes, names in (((2, size // 2), ("pp", "ep")), ((size,), ("dp",))):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        torch.manual_seed(5)
+        blocks = [Block(mesh.get_group("ep") if "ep" in names else None, "a closure", "behind") for _ in range(4)]
+        for block in blocks if "dp" in names else ():
+            fully_shard(block, mesh=mesh)
+        program = build_schedule("combined_1f1b", ranks=2 if "pp" in names else 1, microbatches=4)
+        engine = make(blocks, program, mesh=mesh, loss_fn=loss_fn, costs=COSTS, timeout=30)
+        seed = mesh.get_local_rank(names[-1])
+        data = torch.randn(2, 20, blocks[0].mix.in_features, generator=torch.Generator().manual_seed(seed))
+        with pytest.raises(VerificationError) as caught:
+            engine.step(data[0], target=data[1])
+        found.append(str(caught.value).splitlines()[0])
+    return found
 
 
-def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks]) -> None:
-    for layout, size in (("pp x ep", 4), ("FSDP2", 2)):
-        said = kept[size].run(_over, layout, "a closure")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks], ranks: int) -> None:
+    for said in zip(*kept[ranks].run(_over), strict=True):
         assert len(set(said)) == 1
         assert "differs from a plain loop, first in aggregate.f of block" in said[0]
