@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import (
@@ -29,6 +31,11 @@ from tests.programs import combined_1f1b, forward_only, sequential
 
 MOE = BlockShape(expert_calls=1)
 DENSE = BlockShape(expert_calls=0)
+
+
+def some_first(names: Iterable[str], *first: str) -> list[Any]:
+    """Cases of every name, of which some hold the claim and the others are wide."""
+    return [pytest.param(name, marks=() if name in first else pytest.mark.wide) for name in names]
 
 
 def chains_of(shape: StageShape) -> Chains:

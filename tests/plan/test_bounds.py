@@ -30,7 +30,7 @@ def pipelines(draw: st.DrawFn) -> Program:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 def test_no_plan_is_under_its_bound(data: st.DataObject) -> None:
     program = data.draw(st.one_of(programs(), pipelines()))
     shape, overlap = data.draw(shapes()), data.draw(st.sampled_from(OVERLAPS))
@@ -40,7 +40,7 @@ def test_no_plan_is_under_its_bound(data: st.DataObject) -> None:
 
 
 @given(pipelines(), st.sampled_from([(MOE,), (DENSE, MOE)]), st.integers(0, 40), st.integers(0, 40), st.integers(0, 8))
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 def test_of_serial_schedules_it_is_the_makespan_but_for_weight_gradients(
     program: Program, shape: StageShape, dispatch: int, experts: int, send: int
 ) -> None:

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, pairwise, repeat
+from itertools import cycle, pairwise
 from unittest.mock import patch
 
 import pytest
 
-from overlap1f1b.plan import (
-    Chains,
-    Node,
-    NodeCosts,
-    Op,
-    Overlap,
-    Plan,
-    compile,
-    play_ranks,
-    with_rendezvous,
-)
+from overlap1f1b.plan import Chains, Node, NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
-from tests.plan.cases import DENSE, MOE, with_nodes
+from tests.plan.cases import DENSE, MOE, some_first, with_nodes
 from tests.plan.rules import broken_rules, finishes, meets
 from tests.plan.tries import all_tries, few_tries
 
@@ -45,15 +35,13 @@ def costs_at(ratio: float) -> NodeCosts:
 @pytest.mark.parametrize(
     ("program", "ratio"),
     [
-        pytest.param(program, ratio, id=f"{program.name}, {program.placement.stages} stages-{ratio}")
-        for program, ratio in [
-            *zip(every_program(4, 6), cycle((0.25, 4)), strict=False),
-            *zip(every_program(2, 3), repeat(1)),
-        ]
+        pytest.param(program, ratio, id=f"{program.name}, {program.placement.stages} stages-{ratio}", marks=marks)
+        for ranks, microbatches, ratios, marks in ((2, 3, (0.25, 1, 4), ()), (4, 6, (0.25, 4), pytest.mark.wide))
+        for program, ratio in zip(every_program(ranks, microbatches), cycle(ratios), strict=False)
     ],
 )
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
-    """Over four ranks with few tries, over two with all of them."""
+    """With all tries at as much exchange as compute, else with few."""
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
     tried: dict[Policy, list[list[Node]]] = {}
@@ -77,10 +65,8 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 7), (3, 7)])
-def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
-    if name == "dualpipe":
-        ranks, microbatches = ranks + ranks % 2, microbatches + 1
+def test_odd_sizes(name: str) -> None:
+    ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
     for overlap in ("pairs", 4):
         plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
@@ -108,7 +94,7 @@ def test_every_schedule_one_action_after_another(name: str) -> None:
     assert found >= 4
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some_first(SCHEDULES, "combined_1f1b", "dualpipe"))
 def test_work_of_compiling_and_playing_grows_linearly(name: str) -> None:
     costs = costs_at(1)
 
@@ -133,8 +119,6 @@ def test_stages_of_different_blocks() -> None:
     program = build_schedule("1f1b", ranks=2, microbatches=3)
     plan = compile(program, ((DENSE, MOE), (MOE, MOE, DENSE)), costs_at(1), 3)
     assert not list(broken_rules(plan))
-    with pytest.raises(ValueError, match="shapes of 3 stages for a program of 2; allowed: one, or one for each"):
-        compile(program, ((MOE,), (MOE,), (MOE,)), costs_at(1), 3)
 
 
 def test_transfers_between_two_ranks_follow_each_other() -> None:
@@ -151,13 +135,8 @@ def test_transfers_between_two_ranks_follow_each_other() -> None:
 def test_a_stage_on_the_same_rank_is_reached_without_a_transfer() -> None:
     program = build_schedule("zb_v", ranks=2, microbatches=4)
     plan = compile(program, (MOE,), costs_at(1), 2)
-    transfers = {(node.op, node.stage, node.kind) for node in plan.ranks[1] if node.op in (Op.SEND, Op.RECEIVE)}
-    assert transfers == {
-        (Op.RECEIVE, 1, Kind.F),
-        (Op.SEND, 2, Kind.F),
-        (Op.RECEIVE, 2, Kind.I),
-        (Op.SEND, 1, Kind.I),
-    }
+    transfers = {f"{node.name} s{node.stage}" for node in plan.ranks[1] if node.op in (Op.SEND, Op.RECEIVE)}
+    assert transfers == {"receive.f s1", "send.f s2", "receive.b s2", "send.b s1"}
     assert sum(node.op is Op.SEND for node in plan.ranks[1]) == 2 * 4  # one activation, one gradient a microbatch
 
 
@@ -171,7 +150,8 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
         ValueError, match=r"rank 0, position 1: aggregate.b\[0\] m0 waits forever for a message of another"
     ):
         play_ranks((stuck, second), plan.program.placement, NodeCosts())
-    late = replace(plan, ranks=(_all_received_first(first), second))
+    receives = [node for node in first if node.op is Op.RECEIVE]
+    late = replace(plan, ranks=((*receives, *(node for node in first if node.op is not Op.RECEIVE)), second))
     assert not list(broken_rules(late))
     assert finishes(late, held=True)
 
@@ -182,13 +162,6 @@ def test_weight_gradients_keep_the_order_of_the_program(steps: str, overlap: Ove
     row = tuple(Action.parse(step) for step in steps.split())
     plan = compile(Program("mine", 2, (row,), (2,)), (MOE, DENSE), costs_at(1), overlap)
     assert not list(broken_rules(plan))
-
-
-def test_activations_of_split_backwards_live_to_their_weight_gradients() -> None:
-    plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
-    first, second = plan.ranks
-    late = (*(n for n in first if n.kind is not Kind.W), *(n for n in first if n.kind is Kind.W))
-    assert "too many alive" in broken_rules(replace(plan, ranks=(late, second)))
 
 
 def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
@@ -203,13 +176,15 @@ def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
         assert not list(broken_rules(plan))
         assert free.predicted <= plan.predicted + 7 * 2  # what the limit may cost is small
     plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
+    weights_last = [sorted(nodes, key=lambda node: node.kind is Kind.W) for nodes in plan.ranks]
+    assert "too many alive" in broken_rules(replace(plan, ranks=(tuple(weights_last[0]), plan.ranks[1])))
     strict = replace(plan.program, peak_weights=(1, 1))
     assert list(broken_rules(replace(plan, program=strict))) == ["too many weight gradients wait"]
     assert not list(broken_rules(replace(plan, program=replace(strict, peak_weights=()))))
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipev"])
-@pytest.mark.parametrize(("dispatch", "k"), [(0, 2), (1, 4), (5, 2), (20, 4)])
+@pytest.mark.parametrize(("dispatch", "k"), [(1, 4), (5, 2)])
 def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int, k: int) -> None:
     ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
@@ -223,23 +198,18 @@ def test_no_more_actions_are_open_than_there_are() -> None:
     assert compile(program, (MOE,), costs_at(1), 10**9).predicted <= compile(program, (MOE,), costs_at(1), 4).predicted
 
 
-def _all_received_first(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    receives = [node for node in nodes if node.op is Op.RECEIVE]
-    return (*receives, *(node for node in nodes if node.op is not Op.RECEIVE))
-
-
-MOVES = [
-    ("dispatch.f[0] m0", "counts.f[0] m0"),
-    ("aggregate.b[0] m1", "aggregate.f[0] m1"),
-    ("experts.w[0] m0", "experts.b[0] m0"),
-    ("attention.w[0] m1", "attention.w[0] m0"),
-    ("attention.w[0] m0", "reduce.w[0] m1"),
-    ("reduce.w[0] m1", "attention.w[0] m1"),
-    ("attention.f[0] m1", "attention.b[0] m0"),
-]
-
-
-@pytest.mark.parametrize(("moved", "before"), MOVES)
+@pytest.mark.parametrize(
+    ("moved", "before"),
+    [
+        ("dispatch.f[0] m0", "counts.f[0] m0"),
+        ("aggregate.b[0] m1", "aggregate.f[0] m1"),
+        ("experts.w[0] m0", "experts.b[0] m0"),
+        ("attention.w[0] m1", "attention.w[0] m0"),
+        ("attention.w[0] m0", "reduce.w[0] m1"),
+        ("reduce.w[0] m1", "attention.w[0] m1"),
+        ("attention.f[0] m1", "attention.b[0] m0"),
+    ],
+)
 def test_the_rules_notice_a_node_that_is_moved(moved: str, before: str) -> None:
     plan = compile(build_schedule("sequential", microbatches=2), (MOE._replace(reduced=True),), costs_at(1), "serial")
     nodes = {str(node): node for node in plan.nodes}
@@ -272,11 +242,10 @@ def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) ->
     ("ranks", "layers", "microbatches", "k", "counts"),
     [
         (1, 2, 8, 3, 0.0),
-        (1, 4, 8, 2, 0.05),
-        (1, 4, 8, 4, 0.0),
-        (1, 8, 8, 3, 0.05),
-        (2, 4, 8, 3, 0.0),
-        (4, 2, 8, 3, 0.05),
+        (2, 2, 8, 2, 0.05),
+        pytest.param(1, 8, 8, 4, 0.05, marks=pytest.mark.wide),
+        pytest.param(2, 4, 8, 3, 0.0, marks=pytest.mark.wide),
+        pytest.param(4, 2, 8, 3, 0.05, marks=pytest.mark.wide),
     ],
 )
 def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:

@@ -6,16 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlap1f1b.plan import (
-    BlockShape,
-    NodeCosts,
-    Op,
-    Overlap,
-    Plan,
-    compile,
-    play_ranks,
-    with_rendezvous,
-)
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
 from overlap1f1b.schedule import SCHEDULES, Kind, Program, build_schedule
 from tests.plan.rules import broken_rules, meets
 
@@ -33,7 +24,14 @@ def compiled(name: str, ranks: int, overlap: Overlap, costs: NodeCosts = COSTS) 
     return compile(programmed(name, ranks), SHAPE, costs, overlap)
 
 
-@pytest.mark.parametrize(("ranks", "costs"), [(2, COSTS), (4, COSTS), (2, NodeCosts())], ids=["2", "4", "2, no costs"])
+@pytest.mark.parametrize(
+    ("ranks", "costs"),
+    [
+        pytest.param(2, COSTS, id="2"),
+        pytest.param(2, NodeCosts(), id="2, no costs"),
+        pytest.param(4, COSTS, id="4", marks=pytest.mark.wide),
+    ],
+)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_meets(name: str, ranks: int, costs: NodeCosts) -> None:
     """It is a plan as before: only receives and reductions have moved, and it takes no longer."""
@@ -51,11 +49,9 @@ def test_every_schedule_meets(name: str, ranks: int, costs: NodeCosts) -> None:
         assert ends == {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_meets_with_launch_costs(name: str, ranks: int) -> None:
-    if ranks == 1 and name == "dualpipe":
-        pytest.skip("it needs an even number of ranks")
     costs = replace(COSTS, launch={(op, kind): 0.3 for op in Op for kind in Kind})
     plan = compile(programmed(name, ranks), SHAPE, costs, 3, counts_block=True)
     assert not list(broken_rules(plan))

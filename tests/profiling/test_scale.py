@@ -10,7 +10,7 @@ import pytest
 
 from overlap1f1b.profiling import Recording, figures_of, read_file
 
-EVENTS = 25_000
+EVENTS = 10_000
 
 
 @pytest.fixture(scope="module")

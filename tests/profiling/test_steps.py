@@ -11,29 +11,24 @@ from overlap1f1b.plan import Node
 from overlap1f1b.profiling import Lanes, Recording, figures_of, read, read_file
 from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_nsys
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded, write_chrome, write_nsys
 
 KINDS = ("chrome", "gzip", "nsys")
 
 
 def written(path: Path, events: Events, kind: str) -> Recording:
-    if kind == "nsys":
-        (found,) = read_file(write_nsys(path / "trace.sqlite", {7: events}))
-    else:
-        name = "trace.json" if kind == "chrome" else "trace.json.gz"
-        (found,) = read_file(write_chrome(path / name, events))
+    files = {
+        "chrome": lambda: write_chrome(path / "trace.json", events),
+        "gzip": lambda: write_chrome(path / "trace.json.gz", events),
+        "nsys": lambda: write_nsys(path / "trace.sqlite", {7: events}),
+    }
+    (found,) = read_file(files[kind]())
     return found
 
 
 def summed(recording: Recording) -> dict[str, int]:
     figures = figures_of(recording)
-    overlap = figures.overlap
-    return {
-        "time": figures.time,
-        "compute": figures.compute,
-        "exchange": overlap.exchange,
-        "exposed": overlap.exposed,
-    }
+    return {"time": figures.time, "compute": figures.compute, **figures.overlap._asdict()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +130,7 @@ def test_what_ends_before_it_starts_takes_no_time(tmp_path: Path, kind: str) -> 
 def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
     ranges = [Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20)]
     kernels = [Kernel(COMPUTE, 20, 30, 1), Kernel(COMPUTE, 30, 50, 11), Kernel(COMPUTE, 60, 70, 2)]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).overlap == (20, 20)
     assert recording.notes[0] == "no ranges of steps: the whole file is taken for one step"
 
@@ -153,7 +148,7 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
         Kernel(COMPUTE, 300, 310, 51),
         Kernel(COMPUTE, 320, 330, None),  # nobody knows who launched it
     ]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     figures = [Lanes(recording, step).figures for step in recording.steps]
     assert figures[0].overlap == (60, 50)
     assert figures[0].by_sub_op == {"combine.b": (40, 40), "dispatch.f": (40, 30)}
@@ -172,7 +167,7 @@ def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
     ]
     times = {5: 200, 15: 210, 25: 220, 99: 230, 100: 240}
     kernels = [Kernel(EXCHANGE if at in (15, 100) else COMPUTE, start, start + 10, at) for at, start in times.items()]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     (step,) = recording.steps
     names = recording.names
     assert [str(names[what]) for what in step.compute.what] == ["experts.f[0] m0"] * 3
@@ -193,7 +188,7 @@ def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
         Kernel(COMPUTE, 30, 40, 25),
         Kernel(COMPUTE, 60, 70, 31),
     ]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).by_sub_op == {"dispatch.f": (40, 20)}
     (step,) = recording.steps
     assert [str(recording.names[what]) for what in step.compute.what] == [
@@ -204,9 +199,9 @@ def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
 def test_ranges_of_two_ranks_in_a_trace_of_one(tmp_path: Path) -> None:
     events = Events([*device(0).ranges, *device(1).ranges])
     with pytest.raises(ValueError, match=r"trace\.json has ranges of ranks 0, 1; allowed: one file a rank"):
-        written(tmp_path, events, "chrome")
+        recorded(tmp_path, events)
 
 
 def test_neither_ranges_nor_kernels(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no ranges of overlap1f1b and no kernels"):
-        written(tmp_path, Events([Range("aten::mm", 0, 10)]), "chrome")
+        recorded(tmp_path, Events([Range("aten::mm", 0, 10)]))

@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.plan import About
-from overlap1f1b.profiling import Recording, figures_of, read_file
+from overlap1f1b.profiling import figures_of
 from overlap1f1b.profiling.verdict import advice, verdict
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome
-
-
-def written(folder: Path, events: Events) -> Recording:
-    (recording,) = read_file(write_chrome(folder / "trace.json", events))
-    return recording
-
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded
 
 Node = tuple[str, int, int, int, int]
 """What, stream, start and end of its kernel, launch."""
@@ -87,7 +81,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
 
 @pytest.mark.parametrize(("nodes", "sentence", "tip"), CASES)
 def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: str, tip: str | None) -> None:
-    sums = figures_of(written(tmp_path, step(*nodes)))
+    sums = figures_of(recorded(tmp_path, step(*nodes)))
     assert verdict(sums).startswith(sentence)
     tips = advice(sums)
     assert (tip is None and tips == []) or any(tip is not None and tip in text for text in tips), tips
@@ -96,19 +90,22 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
 @pytest.mark.parametrize(
     ("about", "tip"),
     [
-        (About("combined_1f1b", "pairs"), "a third is opened by overlap=3 and one more warm-up forward (extra_warmup=1)"),
+        (
+            About("combined_1f1b", "pairs"),
+            "a third is opened by overlap=3 and one more warm-up forward (extra_warmup=1)",
+        ),
         (About("combined_1f1b+1", "pairs"), "a third is opened by overlap=3"),
         (About("dualpipev", "3"), "though more were allowed: more microbatches or two chunks"),
     ],
 )
 def test_advice_leaves_out_what_a_run_has(tmp_path: Path, about: About, tip: str) -> None:
-    sums = figures_of(written(tmp_path, step(*two(0, 20, (0, 40), (62, 80)))))
+    sums = figures_of(recorded(tmp_path, step(*two(0, 20, (0, 40), (62, 80)))))
     assert any(text.endswith(tip) for text in advice(sums, about))
 
 
 def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
     nodes = (*SERIAL, ("receive.b[0] m0", PEER, 100, 400, 5), ("attention.b[0] m0", COMPUTE, 400, 440, 6))
-    tips = advice(figures_of(written(tmp_path, step(*nodes))))
+    tips = advice(figures_of(recorded(tmp_path, step(*nodes))))
     assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
 
 
@@ -119,7 +116,7 @@ def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, 
         ("dispatch.f[0] m0", EXCHANGE, 10, 60, 1),
         ("experts.f[0] m0", COMPUTE, 61, 100, launched),
     )
-    sums = figures_of(written(tmp_path, step(*nodes)))
+    sums = figures_of(recorded(tmp_path, step(*nodes)))
     said = "The host bounds the step: for 50% of it the device had nothing to compute but what the host was"
     assert (said in verdict(sums)) == bound
     assert verdict(sums).startswith("No: 0% of the exchange was hidden; exposed exchange is 50% of a step")

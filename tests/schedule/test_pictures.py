@@ -35,15 +35,6 @@ def test_pictures(name: str, microbatches: int, ranks: int, options: dict[str, i
     assert [" ".join(row.split()) for row in drawn] == rows
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "combined_1f1b"])
-@pytest.mark.parametrize("extra", [1, 2, 5])
-def test_extra_warmup_moves_the_first_backward(name: str, extra: int) -> None:
-    plain = build_schedule(name, ranks=3, microbatches=12, extra_warmup=0)
-    more = build_schedule(name, ranks=3, microbatches=12, extra_warmup=extra)
-    assert more.name == f"{name}+{extra}"
-    assert [peak - extra for peak in more.peak_activations] == list(plain.peak_activations)
-
-
 @pytest.mark.parametrize(
     "name", ["sequential", "afab", "1f1b", "interleaved_1f1b", "combined_1f1b", "dualpipe", "zb_v"]
 )
@@ -60,8 +51,8 @@ def test_forward_only_forms(name: str) -> None:
 
 def test_every_size_that_is_allowed_passes_its_checks() -> None:
     for name in ("sequential", "afab", "1f1b", "interleaved_1f1b", "combined_1f1b", "zb_h1", "zb_h2", "zb_v"):
-        for ranks in (1, 2, 3, 5, 8):
-            for microbatches in (1, 2, 3, 4, 5, 7, 8, 11, 16):
+        for ranks in (1, 2, 3, 5):
+            for microbatches in (1, 2, 3, 5, 7, 8, 11):
                 for chunks in (1, 2, 3) if name not in ("1f1b", "zb_h2", "zb_v") else (None,):
                     build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks).check()
 

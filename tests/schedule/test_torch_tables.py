@@ -27,8 +27,8 @@ from overlap1f1b.schedule import Action, Kind, Program, build_schedule, parse_sl
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
-RANKS = (1, 2, 3, 4, 5, 8)
-MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24)
+RANKS = (1, 2, 3, 4, 5)
+MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16)
 
 
 def table(name: str, P: int, M: int, v: int = 1) -> Any:
@@ -62,7 +62,7 @@ def test_gpipe(P: int) -> None:
         assert ours("afab", P, M) == theirs("ScheduleGPipe", P, M), M
 
 
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
+@pytest.mark.parametrize("v", [1, 2, 3])
 @pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize(
     ("torchs", "name"),

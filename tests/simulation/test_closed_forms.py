@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.schedule import Kind, Pair, Program, build_schedule
+from overlap1f1b.schedule import Pair, Program, build_schedule
 from overlap1f1b.simulation import Costs, ProgramTimeline, simulate
 
-ranks = st.integers(1, 12)
-microbatches = st.integers(1, 40)
+ranks = st.integers(1, 8)
+microbatches = st.integers(1, 30)
 chunks = st.integers(1, 4)
 lengths = st.integers(1, 12).map(lambda n: n / 4)  # quarters, so that sums are exact
 pairs = st.sampled_from([0.5, 0.7, 0.75, 0.85, 1.0])
-few = settings(deadline=None, max_examples=30)
+few = settings(deadline=None, max_examples=20)
 
 
 def costs(F: float, input_: float, W: float, pair: float = 1.0) -> Costs:
@@ -257,12 +257,3 @@ def test_fused_pairs_a_rank(P: int, M: int, v: int) -> None:
     both = build_schedule("dualpipe", ranks=P, microbatches=M)
     want = [M - 3 * P // 2 + min(r, P - 1 - r) + 1 - (r in (P // 2 - 1, P // 2)) for r in range(P)]
     assert [pairs_of(both, r) for r in range(P)] == want
-
-
-@given(st.integers(1, 6), st.integers(1, 20))
-@few
-def test_kinds_of_zero_bubble_rows(P: int, M: int) -> None:
-    """Zero-bubble schedules split every backward."""
-    for name in ("zb_h1", "zb_h2", "zb_v"):
-        program = build_schedule(name, ranks=P, microbatches=M)
-        assert all(action.kind is not Kind.B for rank in range(P) for action in program.actions(rank))
