@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, pairwise
-from unittest.mock import patch
+from itertools import cycle
+from typing import Any
 
 import pytest
 
-from overlap1f1b.plan import Chains, Node, NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
-from overlap1f1b.plan.scheduler import Policy, schedule_ranks
+from overlap1f1b.plan import NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
@@ -44,16 +43,7 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
     """With all tries at as much exchange as compute, else with few."""
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
-    tried: dict[Policy, list[list[Node]]] = {}
-
-    def tried_once(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
-        """What is tried for 1 open action is tried again for 2 and 3, with the same result."""
-        if policy not in tried:
-            tried[policy] = schedule_ranks(program, chains, costs, policy)
-        return tried[policy]
-
-    tries = all_tries() if ratio == 1 else nullcontext()
-    with patch("overlap1f1b.plan.compiler.schedule_ranks", tried_once), tries:
+    with all_tries() if ratio == 1 else nullcontext():
         plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
     for plan in plans.values():
         assert not list(broken_rules(plan))
@@ -66,10 +56,12 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_odd_sizes(name: str) -> None:
+    """Also with the weight gradients that wait where backwards are split."""
     ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    for overlap in ("pairs", 4):
-        plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
+    for overlap, dispatch in (("pairs", 5.25), (4, 1), (2, 5)):
+        costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, counts=0.25, send=1)
+        plan = compile(program, (MOE, DENSE), costs, overlap)  # type: ignore[arg-type]
         assert not list(broken_rules(plan))
 
 
@@ -79,17 +71,13 @@ def test_every_schedule_one_action_after_another(name: str) -> None:
     shape, found = (DENSE,), 0
     for ranks, microbatches, chunks in ((1, 3, None), (2, 4, None), (4, 8, None), (4, 13, None), (3, 7, 2), (2, 8, 4)):
         for forward_only in (False, True):
+            sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
             try:
-                program = build_schedule(
-                    name, ranks=ranks, microbatches=microbatches, chunks=chunks, forward_only=forward_only
-                )
+                program = build_schedule(name, forward_only=forward_only, **sizes)
             except ValueError:
                 continue
             plan = compile(program, shape, NodeCosts(), "serial")
             assert not list(broken_rules(plan))
-            sent, received = ([n for rank in plan.ranks for n in rank if n.op is op] for op in (Op.SEND, Op.RECEIVE))
-            assert len(sent) == len(received)
-            assert bool(sent) == (ranks > 1)
             found += 1
     assert found >= 4
 
@@ -121,34 +109,12 @@ def test_stages_of_different_blocks() -> None:
     assert not list(broken_rules(plan))
 
 
-def test_transfers_between_two_ranks_follow_each_other() -> None:
-    """At two ranks the activations and the gradients of chunks share the two directed lanes."""
-    program = build_schedule("interleaved_1f1b", ranks=2, microbatches=4, chunks=3)
-    plan = compile(program, (MOE,), costs_at(0.5), 3)
-    spans = play_ranks(plan.ranks, program.placement, costs_at(0.5))
-    for rank in spans:
-        sends = [(span.start, span.end) for span in rank if span.node.op is Op.SEND]
-        assert sends
-        assert all(end <= start for (_, end), (start, _) in pairwise(sends))
-
-
-def test_a_stage_on_the_same_rank_is_reached_without_a_transfer() -> None:
-    program = build_schedule("zb_v", ranks=2, microbatches=4)
-    plan = compile(program, (MOE,), costs_at(1), 2)
-    transfers = {f"{node.name} s{node.stage}" for node in plan.ranks[1] if node.op in (Op.SEND, Op.RECEIVE)}
-    assert transfers == {"receive.f s1", "send.f s2", "receive.b s2", "send.b s1"}
-    assert sum(node.op is Op.SEND for node in plan.ranks[1]) == 2 * 4  # one activation, one gradient a microbatch
-
-
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     plan = compile(build_schedule("1f1b", ranks=2, microbatches=2), (MOE,), costs_at(1), "serial")
     first, second = plan.ranks
-    back = next(node for node in first if node.op is Op.ATTENTION and node.kind is Kind.I)
-    assert back.microbatch == 0
     stuck = (*(n for n in first if n.kind is not Kind.F), *(n for n in first if n.kind is Kind.F))
-    with pytest.raises(
-        ValueError, match=r"rank 0, position 1: aggregate.b\[0\] m0 waits forever for a message of another"
-    ):
+    message = r"rank 0, position 1: aggregate.b\[0\] m0 waits forever for a message of another"
+    with pytest.raises(ValueError, match=message):
         play_ranks((stuck, second), plan.program.placement, NodeCosts())
     receives = [node for node in first if node.op is Op.RECEIVE]
     late = replace(plan, ranks=((*receives, *(node for node in first if node.op is not Op.RECEIVE)), second))
@@ -174,23 +140,13 @@ def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
         free = compile(replace(program, peak_weights=()), (MOE,), costs, 4)
         plan = compile(program, (MOE,), costs, 4)
         assert not list(broken_rules(plan))
-        assert free.predicted <= plan.predicted + 7 * 2  # what the limit may cost is small
+        assert plan.predicted <= free.predicted + 7 * 2  # what the limit may cost is small
     plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
     weights_last = [sorted(nodes, key=lambda node: node.kind is Kind.W) for nodes in plan.ranks]
     assert "too many alive" in broken_rules(replace(plan, ranks=(tuple(weights_last[0]), plan.ranks[1])))
     strict = replace(plan.program, peak_weights=(1, 1))
     assert list(broken_rules(replace(plan, program=strict))) == ["too many weight gradients wait"]
     assert not list(broken_rules(replace(plan, program=replace(strict, peak_weights=()))))
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipev"])
-@pytest.mark.parametrize(("dispatch", "k"), [(1, 4), (5, 2)])
-def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int, k: int) -> None:
-    ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
-    program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=1)
-    plan = compile(program, (MOE, DENSE), costs, k)
-    assert not list(broken_rules(plan))
 
 
 def test_no_more_actions_are_open_than_there_are() -> None:
@@ -219,25 +175,6 @@ def test_the_rules_notice_a_node_that_is_moved(moved: str, before: str) -> None:
     assert list(broken_rules(with_nodes(plan, nodes.values())))  # without it
 
 
-def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> tuple[float, float]:
-    """What launches of 100 µs cost a device at exchange = compute: plans that do not know them, and plans that do."""
-
-    def costs(launch: float) -> NodeCosts:
-        times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
-        return NodeCosts.uniform(launch=launch, **times)
-
-    program = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches)
-    with all_tries():
-        plans = [compile(program, (MOE,) * layers, costs(launch), k, counts_block=True) for launch in (0.0, 0.1)]
-    met = [with_rendezvous(p, costs(launch), counts_block=True) for p, launch in zip(plans, (0.0, 0.1), strict=True)]
-    for plan in met:
-        assert not list(broken_rules(plan))
-        assert meets(plan)
-    ends = [simulate(plan, costs(0.1), counts_block=True).makespan for plan in met]
-    free = min(simulate(plan, costs(0.0), counts_block=True).makespan for plan in met)  # list scheduling is greedy
-    return ends[0] / free - 1, ends[1] / free - 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "layers", "microbatches", "k", "counts"),
     [
@@ -249,7 +186,18 @@ def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) ->
     ],
 )
 def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
-    unaware, aware = losses(ranks, layers, microbatches, k, counts)
+    """Launches of 100 µs at exchange = compute, by plans that do not know them and by plans that do."""
+    times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
+    free, late = (NodeCosts.uniform(launch=launch, **times) for launch in (0.0, 0.1))
+    program, met = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches), []
+    for costs in (free, late):
+        with all_tries():
+            plan = compile(program, (MOE,) * layers, costs, k, counts_block=True)
+        met.append(with_rendezvous(plan, costs, counts_block=True))
+        assert not list(broken_rules(met[-1]))
+        assert meets(met[-1])
+    least = min(simulate(plan, free, counts_block=True).makespan for plan in met)  # list scheduling is greedy
+    unaware, aware = (simulate(plan, late, counts_block=True).makespan / least - 1 for plan in met)
     assert 0 <= aware <= 0.01
     assert aware <= unaware + 0.001
     if (ranks, k, counts) == (1, 3, 0.0):

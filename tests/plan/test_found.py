@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -12,21 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import (
-    BlockShape,
-    Chains,
-    NodeCosts,
-    Op,
-    Plan,
-    compile,
-    found_orders,
-    pipeline_bound,
-    play_ranks,
-)
+from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
 from overlap1f1b.plan.found import LEAST_TRIES, plan_of
 from overlap1f1b.plan.free import Priorities, Steps, schedule_freely
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
-from tests.plan.cases import costs_of, shapes
+from tests.plan.cases import costs_of, shapes, some_first
 from tests.plan.rules import broken_rules
 from tests.plan.tries import few_tries
 
@@ -112,16 +103,12 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     for name in SCHEDULES:
         for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
             options: dict[str, Any] = {"ranks": placement.ranks, "microbatches": microbatches, "extra_warmup": extra}
-            try:
-                program = build_schedule(name, chunks=placement.stages // placement.ranks, **options)
-            except ValueError:
-                continue
-            if program.placement == placement:
-                programs.append(program)
-    return programs
+            with suppress(ValueError):
+                programs.append(build_schedule(name, chunks=placement.stages // placement.ranks, **options))
+    return [program for program in programs if program.placement == placement]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.wide] * (n > 1)) for n in range(12)])
+@pytest.mark.parametrize("seed", some_first(range(12), 0, 1))
 def test_random_costs(seed: int) -> None:
     """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
     draw = Random(seed)
@@ -183,7 +170,7 @@ def test_a_larger_search_is_not_worse_here() -> None:
     assert large < small
 
 
-@pytest.mark.parametrize("send", [5, pytest.param(12, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("send", some_first((5, 12), 5))
 def test_transfers_that_share_links_are_planned_for(send: float) -> None:
     """The order for shared links is not slower there than the order for links of their own."""
     placement = Placement.v(2)

@@ -74,8 +74,7 @@ def test_predictions_stand_beside_and_have_arrows_of_their_own(tmp_path: Path) -
 def test_ranks_that_share_experts(tmp_path: Path, skew: int) -> None:
     write_chrome(tmp_path / "a.json", device(0))
     write_chrome(tmp_path / "b.json", device(1).shifted(skew))
-    steps = [(recording, recording.steps[0]) for recording in read(tmp_path).ranks]
-    assert offsets(steps) == [-1, -1 - skew]
+    assert offsets([(recording, recording.steps[0]) for recording in read(tmp_path).ranks]) == [-1, -1 - skew]
 
 
 def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
@@ -101,13 +100,8 @@ def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
 
 
 def test_ranks_with_nothing_in_common_begin_together(tmp_path: Path) -> None:
-    def alone(rank: int) -> list[Range]:
-        return [
-            Range(f"o1 rank {rank}: dp {rank}/2, ep 0/1", 0, 99),
-            Range("o1 step 1", 5, 99),
-            Range("o1 dense.f[0] m0", 10 * (1 + rank), 90),
-        ]
-
-    write_chrome(tmp_path / "a.json", Events(alone(0)))
-    write_chrome(tmp_path / "b.json", Events(alone(1)).shifted(12345))
+    for rank, ahead in enumerate((0, 12345)):
+        label, node = f"o1 rank {rank}: dp {rank}/2, ep 0/1", "o1 dense.f[0] m0"
+        ranges = [Range(label, 0, 99), Range("o1 step 1", 5, 99), Range(node, 10 * (1 + rank), 90)]
+        write_chrome(tmp_path / f"{rank}.json", Events(ranges).shifted(ahead))
     assert offsets([(recording, recording.steps[0]) for recording in read(tmp_path).ranks]) == [-5, -12350]

@@ -89,7 +89,9 @@ def test_every_schedule(name: str, tmp_path: Path) -> None:
     spans, names = load(path)
     assert len(spans) == sum(map(len, timeline.ranks)) + len(timeline.transfers)
     assert set(names.values()) == {"compute", "to rank 0", "to rank 1"}
-    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(timeline.makespan / 7)
+    assert max(span["ts"] + span["dur"] for span in spans) == pytest.approx(
+        timeline.makespan / 7, abs=1e-3
+    )  # whole nanoseconds
     costs = NodeCosts.uniform(attention=1 / 3, experts=0.7, dispatch=0.9, counts=0.01, send=1 / 9)
     overlaps: tuple[Overlap, ...] = ("serial", 2)
     for overlap in overlaps:
