@@ -29,6 +29,12 @@ class Range(NamedTuple):
     thread: int = MAIN
 
 
+def timed(text: str, thread: int = MAIN) -> list[Range]:
+    """The ranges of ``"step 1: 0–100, dense.f[0] m0: 0–30"``, which does not say whose they are."""
+    parts = [part.split(": ") for part in text.split(", ")]
+    return [Range(f"o1 {name}", *map(int, times.split("–")), thread) for name, times in parts]
+
+
 class Kernel(NamedTuple):
     """What ran on the device, and when and where it was launched; never, if ``launched`` is None."""
 

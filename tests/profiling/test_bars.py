@@ -11,7 +11,7 @@ from overlap1f1b.profiling import arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, write_chrome
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, timed, write_chrome
 
 EXCHANGED = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
@@ -79,15 +79,10 @@ def test_ranks_that_share_experts(tmp_path: Path, skew: int) -> None:
 
 def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
     """Records count from each rank's own start; what one sends and the other receives brings them together."""
-    send = [Range("o1 step 1", 0, 100), Range("o1 dense.f[0] m0", 0, 30), Range("o1 flight send.f[0] m0", 30, 50, 5)]
-    receive = [
-        Range("o1 rank 1: pp 1/2", 1000, 1100),
-        Range("o1 step 1", 1000, 1100),
-        Range("o1 flight receive.f[0] m0 s1", 1000, 1010, 5),
-        Range("o1 dense.f[0] m0 s1", 1010, 1020),
-    ]
+    send = timed("step 1: 0–100, dense.f[0] m0: 0–30, flight send.f[0] m0: 30–50")
+    receive = timed("step 1: 1000–1100, flight receive.f[0] m0 s1: 1000–1010, dense.f[0] m0 s1: 1010–1020")
     write_chrome(tmp_path / "a.json", Events([Range("o1 rank 0: pp 0/2", 0, 100), *send]))
-    write_chrome(tmp_path / "b.json", Events(receive))
+    write_chrome(tmp_path / "b.json", Events([Range("o1 rank 1: pp 1/2", 1000, 1100), *receive]))
     ranks = read(tmp_path).ranks
     assert offsets([(recording, recording.steps[0]) for recording in ranks]) == [0, -960]
     bars = bars_of(ranks, 1)

@@ -11,7 +11,18 @@ from overlap1f1b.plan import Node
 from overlap1f1b.profiling import Lanes, Recording, figures_of, read, read_file
 from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded, write_chrome, write_nsys
+from tests.profiling.synthetic import (
+    COMPUTE,
+    EXCHANGE,
+    PEER,
+    Events,
+    Kernel,
+    Range,
+    recorded,
+    timed,
+    write_chrome,
+    write_nsys,
+)
 
 KINDS = ("chrome", "gzip", "nsys")
 
@@ -128,7 +139,7 @@ def test_what_ends_before_it_starts_takes_no_time(tmp_path: Path, kind: str) -> 
 
 
 def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
-    ranges = [Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20)]
+    ranges = timed("attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20")
     kernels = [Kernel(COMPUTE, 20, 30, 1), Kernel(COMPUTE, 30, 50, 11), Kernel(COMPUTE, 60, 70, 2)]
     recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).overlap == (20, 20)
@@ -136,11 +147,8 @@ def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
 
 
 def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 step 1", 0, 50), Range("o1 step 2", 50, 100),
-        Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20), Range("o1 combine.b[0] m1", 20, 30),
-        Range("o1 attention.f[0] m0", 50, 60),
-    ]  # fmt: skip
+    ranges = timed("step 1: 0–50, attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20, combine.b[0] m1: 20–30")
+    ranges += timed("step 2: 50–100, attention.f[0] m0: 50–60")
     kernels = [
         Kernel(COMPUTE, 10, 30, 1),
         Kernel(EXCHANGE, 20, 60, 11),
@@ -160,11 +168,7 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
 
 
 def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 experts.f[0] m0", 0, 100),
-        Range("o1 wait dispatch.f[0] m0", 10, 20),
-        Range("o1 combine.f[0] m0", 100, 110),
-    ]
+    ranges = timed("experts.f[0] m0: 0–100, wait dispatch.f[0] m0: 10–20, combine.f[0] m0: 100–110")
     times = {5: 200, 15: 210, 25: 220, 99: 230, 100: 240}
     kernels = [Kernel(EXCHANGE if at in (15, 100) else COMPUTE, start, start + 10, at) for at, start in times.items()]
     recording = recorded(tmp_path, Events(ranges, kernels))
@@ -175,12 +179,8 @@ def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
 
 
 def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 dispatch.f[0] m0", 0, 10),
-        Range("o1 flight dispatch.f[0] m0", 5, 90),  # its host's view; its kernel says better
-        Range("o1 attention.f[0] m1", 10, 20),
-        Range("o1 experts.f[0] m0", 30, 40),
-    ]
+    ranges = timed("dispatch.f[0] m0: 0–10, attention.f[0] m1: 10–20, experts.f[0] m0: 30–40")
+    ranges += timed("flight dispatch.f[0] m0: 5–90")  # its host's view; its kernel says better
     kernels = [
         Kernel(EXCHANGE, 10, 50, 6),
         Kernel(COMPUTE, 20, 30, 11),
@@ -189,9 +189,7 @@ def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
     ]
     recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).by_sub_op == {"dispatch.f": (40, 20)}
-    assert issued(recording) == [
-        "attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0",
-    ]  # fmt: skip
+    assert issued(recording) == ["attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0"]
 
 
 def test_ranges_of_two_ranks_in_a_trace_of_one(tmp_path: Path) -> None:
