@@ -80,10 +80,9 @@ def test_orders_in_which_ranks_would_wait_for_each_other() -> None:
 
 
 def test_reductions_of_replicas_stand_where_all_are() -> None:
-    met = with_rendezvous(compiled("dualpipe", 4, 3), COSTS)
+    met = with_rendezvous(compiled("dualpipe", 2, 3), COSTS)
     reduced = [[(n.stage, n.block) for n in nodes if n.op is Op.REDUCE] for nodes in met.ranks]
-    assert reduced[0] == reduced[3]
-    assert reduced[1] == reduced[2]
+    assert reduced[0] == reduced[1]
     late = list(met.ranks[0])
     late.append(late.pop(next(at for at, node in enumerate(late) if node.op is Op.REDUCE)))
     assert not meets(replace(met, ranks=(tuple(late), *met.ranks[1:])))
