@@ -85,7 +85,7 @@ def main() -> None:
         print(f"{name}\n  limit  chosen   holds  best alike  times as fast  chosen plan")
         for limit in LIMITS:
             tuner._rooms = (limit * plain.peak_bytes[0],)
-            best, plan = alike(tuner._rooms), tuner._with_recompute()[1][0]
+            best, plan = alike(tuner._rooms), tuner._with_recompute().plans[0]
             modes = ", ".join(f"{count} {mode}" for mode, count in Counter(b.recompute for b in plan.shapes[0]).items())
             holds = plan.peak_bytes[0] / plain.peak_bytes[0]
             print(

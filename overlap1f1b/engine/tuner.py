@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
 from statistics import median
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.foreign.exchanges import shown_by_all
@@ -68,6 +68,17 @@ class Tried(NamedTuple):
     def __str__(self) -> str:
         """Return name and times of the plan."""
         return f"{self.plan.program.name} {self.plan.order}: {milliseconds(self.seconds)}"
+
+
+class Choice(NamedTuple):
+    """What was chosen by measured costs."""
+
+    parts: int
+    costs: NodeCosts
+    plans: list[Plan]
+    """For the present number of microbatches, the one that is predicted to be the fastest first."""
+    predicted: dict[int, float]
+    """Predicted seconds of a step, by numbers of parts."""
 
 
 @dataclass(eq=False)
@@ -428,8 +439,24 @@ class Tuner:
             self.costs = None
             return
         several = len({mode for mode, _ in self._measured}) > 1
-        self._adopt(*(self._with_recompute() if several else self._with_parts()))
+        parts, costs, plans, self.predicted = self._made_by_one(self._with_recompute if several else self._with_parts)
+        if plans[0].shapes != self.shapes:
+            self._use([[block.recompute for block in blocks] for blocks in plans[0].shapes], parts)
+        self._adopt(costs, plans)
         self._measured.clear()
+
+    def _made_by_one(self, make: Callable[[], T]) -> T:
+        """Return what the first rank has made: ranks of one machine share its processors, which a search takes long."""
+        made: T | ValueError | None = None
+        if not any(map(self.mesh.rank, DIMENSIONS)):
+            try:
+                made = make()
+            except ValueError as error:
+                made = error
+        made = self.mesh.combined(made, lambda _, every: every[0])
+        if isinstance(made, ValueError):
+            raise made
+        return cast(T, made)
 
     def _use(self, modes: Sequence[Sequence[Recompute]], parts: int) -> None:
         """From the next step on, recompute the blocks of each stage as these modes say, and cut calls of experts."""
@@ -440,20 +467,18 @@ class Tuner:
         self.parts, self._warm, self._held = parts, 1, {}
         self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
 
-    def _with_parts(self) -> tuple[NodeCosts, list[Plan]]:
-        """Choose into how many parts calls of experts are cut; return costs, and the plans for them."""
+    def _with_parts(self) -> Choice:
+        """Choose into how many parts calls of experts are cut."""
         found = {parts: self._fastest(shapes, costs) for (_, parts), (costs, shapes) in self._measured.items()}
-        self.predicted = {parts: plans[0].predicted for parts, plans in found.items()}
+        predicted = {parts: plans[0].predicted for parts, plans in found.items()}
         best, *more = found
         for parts in more:
-            if self.predicted[parts] < (1 - LEAST_GAIN) * self.predicted[best]:
+            if predicted[parts] < (1 - LEAST_GAIN) * predicted[best]:
                 best = parts
-        if best != self.parts:
-            self._use([[block.recompute for block in blocks] for blocks in self.shapes], best)
-        return self._measured[self._setting[0], best][0], found[best]
+        return Choice(best, self._measured[self._setting[0], best][0], found[best], predicted)
 
-    def _with_recompute(self) -> tuple[NodeCosts, list[Plan]]:
-        """Choose what each block computes again; return costs, and the plans for them.
+    def _with_recompute(self) -> Choice:
+        """Choose what each block computes again.
 
         Raises:
             ValueError: No plan keeps within the limit.
@@ -464,8 +489,7 @@ class Tuner:
             if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
                 found.append((costs, plans))
         costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
-        self._use([[block.recompute for block in blocks] for blocks in plans[0].shapes], self.parts)
-        return costs, plans
+        return Choice(self.parts, costs, plans, self.predicted)
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
         """Play by measured costs from the next step on; ``plans`` are the fastest for the present number."""

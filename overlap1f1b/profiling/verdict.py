@@ -114,9 +114,11 @@ def _against_exposure(sums: Figures, about: About) -> str:
     if opened == 2:
         opens = ["overlap=3"] * (about.overlap in ("", "serial", "1", "2", "pairs"))
         opens += ["one more warm-up forward (extra_warmup=1)"] * (about.schedule in ("", "combined_1f1b"))
-        if opens:
-            return f"two actions were open at a time; a third is opened by {' and '.join(opens)}"
-        return "two actions were open at a time, though more were allowed: more microbatches or two chunks"
+        return (
+            f"two actions were open at a time; a third is opened by {' and '.join(opens)}"
+            if opens
+            else "two actions were open at a time, though more were allowed: more microbatches or two chunks"
+        )
     phases = sums.by_phase
     edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
     if edges > overlap.exposed / 2:

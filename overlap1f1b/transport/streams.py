@@ -26,6 +26,9 @@ from overlap1f1b.transport.failures import Failures
 
 Job = Callable[..., object]
 
+LONGEST_PAUSE_S = 5e-5
+"""Longest pause between two looks at an event that the host waits for."""
+
 
 def going_on(device: torch.device) -> Callable[[], bool]:
     """Return a function that tells whether a GPU has done what it had been given at the call before.
@@ -113,8 +116,9 @@ class EventMark:
         devices.of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
     def synchronize(self, failures: Failures | None = None) -> None:
-        # The event's own synchronize has no limit. Waits are for a few bytes and last microseconds: polling is fine.
-        deadline = math.inf if failures is None else time.monotonic() + failures.limit.total_seconds()
+        # The event's own synchronize has no limit. Most waits are for a few bytes and last microseconds; longer ones
+        # leave the processor and Python's lock to other threads, such as those of a data loader.
+        pause, deadline = 0.0, math.inf if failures is None else time.monotonic() + failures.limit.total_seconds()
         while True:
             done = self.ended.event.query()
             if failures is not None and failures.lost:  # asked last: a transfer that was aborted has ended, too
@@ -123,7 +127,8 @@ class EventMark:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError("no answer")
-            time.sleep(0)
+            time.sleep(pause)
+            pause = min(2 * pause + 1e-6, LONGEST_PAUSE_S)
 
     def is_completed(self) -> bool:
         return bool(self.ended.event.query())

@@ -265,7 +265,7 @@ def test_a_plan_for_other_blocks_is_refused_before_the_first_step() -> None:
         engine.plan = other
 
 
-def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
+def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str, bool]:
     """Several microbatches over two ranks, with exchanges that take a random time and uneven routing."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     model = models.build(group=mesh.get_group("ep"))
@@ -273,19 +273,21 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str]:
     engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, exchange=exchange)
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
-    with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9):
+    searched = patch("overlap1f1b.plan.fastest", wraps=fastest)
+    with patch("overlap1f1b.engine.tuner.TRIED_WITHIN", 1e9), searched as search:
         while engine.tuner.settling:
             played.append(engine.plan.fingerprint)
             model.zero_grad()
             engine.step(inputs, target=target)
             reference = reference or models.gradients(model)
             problems += models.equal(models.gradients(model), reference)
-    return problems, played, engine.plan.fingerprint
+    return problems, played, engine.plan.fingerprint, search.called
 
 
-def test_all_ranks_try_and_keep_the_same(ranks2: Ranks) -> None:
-    (problems, played, kept), other = ranks2.run(_agreeing, timeout=60)
+def test_all_ranks_try_and_keep_what_the_first_has_searched(ranks2: Ranks) -> None:
+    (problems, played, kept, searched), other = ranks2.run(_agreeing, timeout=60)
     assert problems == other[0] == []
-    assert (played, kept) == other[1:]
+    assert (played, kept) == other[1:3]
+    assert (searched, other[3]) == (True, False)
     assert kept in played[2:]
     assert len(set(played[2:])) > 1
