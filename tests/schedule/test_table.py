@@ -76,20 +76,14 @@ def test_malformed_files(text: str, message: str, path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "# pipes: 0 1 2\n# peak_activations: 1 1\n0F0,0B0\n1F0,1B0\n",
-            "has 2 ranks and a placement over 3; allowed: the",
-        ),
+def test_what_is_read_and_refused_by_its_check(path: Path) -> None:
+    for text, message in (
+        ("# pipes: 0 1 2\n# peak_activations: 1 1\n0F0,0B0\n1F0,1B0\n", "has 2 ranks and a placement over 3; allowed"),
         (f"0F0,0B0,0F{10**30}\n", f"rank 0 has 3 actions for {10**30 + 1} microbatches; allowed: at least"),
-    ],
-)
-def test_what_is_read_and_refused_by_its_check(text: str, message: str, path: Path) -> None:
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        Program.from_csv(path).check()
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            Program.from_csv(path).check()
 
 
 def test_a_spreadsheets_mark_is_passed_over(path: Path) -> None:
