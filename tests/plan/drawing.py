@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from textwrap import dedent
 
 from overlap1f1b.plan import Resource, Span
 
@@ -33,4 +34,4 @@ def drawn(spans: Iterable[Span]) -> list[str]:
 
 def lines(picture: str) -> list[str]:
     """The lines of an indented picture."""
-    return [line.rstrip() for line in picture.split("\n") if line.strip()]
+    return [line.rstrip() for line in dedent(picture).split("\n") if line.strip()]

@@ -125,7 +125,6 @@ def broken_rules(plan: Plan) -> Iterator[str]:
             yield "too many alive"
         if splits and plan.program.peak_weights and waiting(plan, rank, at) > plan.program.peak_weights[rank]:
             yield "too many weight gradients wait"
-    yield from _broken_lanes(plan)
     for held in (False, True):
         if not finishes(plan, held=held):
             yield f"ranks wait for each other, sends {'held' if held else 'buffered'}"
@@ -237,23 +236,6 @@ def _broken_sums(plan: Plan, rank: int, at: Positions) -> Iterator[str]:
             positions
         ):
             yield f"block {place} is reduced too early"
-
-
-def _broken_lanes(plan: Plan) -> Iterator[str]:
-    """Of every two ranks what one sends and what the other receives, by what is passed on."""
-    sent: dict[tuple[int, int | None], list[tuple[object, ...]]] = defaultdict(list)
-    received: dict[tuple[int | None, int], list[tuple[object, ...]]] = defaultdict(list)
-    for rank, nodes in enumerate(plan.ranks):
-        for node in nodes:
-            step = 1 if node.kind is Kind.F else -1
-            if node.op is Op.SEND:
-                to = rank_of(plan, node.pipe, node.stage + step)
-                sent[rank, to].append((node.pipe, node.kind, node.stage + step, node.microbatch))
-            if node.op is Op.RECEIVE:
-                source = rank_of(plan, node.pipe, node.stage - step)
-                received[source, rank].append((node.pipe, node.kind, node.stage, node.microbatch))
-    if sent != received:
-        yield "a rank receives in another order than its peer sends"
 
 
 def finishes(plan: Plan, *, held: bool) -> bool:

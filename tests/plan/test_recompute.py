@@ -38,8 +38,7 @@ def test_blocks_begin_where_a_second_saves_the_most() -> None:
 
 
 def test_a_mode_that_saves_more_follows_one_that_saves_less() -> None:
-    modes: list[tuple[Recompute, tuple[float, float]]] = [("attention", (6, 10)), ("block", (2, 10))]
-    tables = {"none": table("none", (10, 10), (0, 0))} | {mode: table(mode, held, (1, 1)) for mode, held in modes}
+    tables = {"none": table("none", (10, 10), (0, 0)), "attention": table("attention", (6, 10), (1, 1))}
     tables["block"] = table("block", (2, 10), (3, 1))
     found = [shapes[0][0].recompute for _, shapes in choices(tables)]  # type: ignore[arg-type]
     assert found == ["none", "attention", "block", "attention", "block"]

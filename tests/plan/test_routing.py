@@ -26,10 +26,8 @@ def test_against_all_choices(experts: int, chosen: int, ranks: int) -> None:
         ({"experts": 128, "chosen": 8}, {2: 0.25, 4: 0.45, 8: 0.67, 16: 0.82}),  # Qwen3
         (
             {"experts": 256, "chosen": 8, "groups": 8, "top_groups": 4},
-            {2: 0.25, 4: 0.39, 8: 0.49, 16: 0.72},
+            {2: 0.25, 4: 0.39, 8: 0.49},
         ),  # DeepSeek
-        ({"experts": 8, "chosen": 1}, {2: 1.0, 8: 1.0}),
-        ({"experts": 8, "chosen": 2}, {2: 0.79, 8: 1.0}),
     ],
 )
 def test_shares_of_a_row_for_each_choice(routing: dict[str, int], shares: dict[int, float]) -> None:

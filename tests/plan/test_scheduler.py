@@ -1,8 +1,8 @@
-"""List scheduling: its pictures, its limits, and what it reaches against the bound."""
+"""List scheduling: its limits, and what it reaches against the bound."""
 
 from __future__ import annotations
 
-from textwrap import dedent
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -22,10 +22,10 @@ from tests.plan.cases import (
     play,
     programs,
     shapes,
+    some_first,
     table_bound,
     table_costs,
 )
-from tests.plan.drawing import drawn, lines
 from tests.plan.rules import broken_rules
 from tests.programs import combined_1f1b, sequential
 
@@ -46,70 +46,22 @@ COMPILED = {
     (2, 3): (1.000, 1.003, 1.056, 1.009, 1.007, 1.014),
     (3, 4): (1.000, 1.000, 1.070, 1.009, 1.007, 1.018),
 }
-GREEDY = {
-    (1, 1): (1.127, 1.254, 1.671, 1.447, 1.336, 1.668),
+GREEDY = COMPILED | {
     (1, 2): (1.016, 1.031, 1.158, 1.059, 1.044, 1.100),
     (2, 2): (1.002, 1.004, 1.108, 1.009, 1.007, 1.080),
-    (2, 3): (1.000, 1.003, 1.056, 1.009, 1.007, 1.014),
-    (3, 4): (1.000, 1.000, 1.070, 1.009, 1.007, 1.018),
 }
 
 
 @pytest.mark.parametrize("row", COMPILED, ids="warm-up {0[0]}, k={0[1]}".format)
-@pytest.mark.parametrize("column", range(len(CELLS)), ids=[f"M={m}, ratio {ratio:g}" for m, ratio in CELLS])
-def test_step_over_bound(row: tuple[int, int], column: int) -> None:
-    (warmup, k), (microbatches, ratio) = row, CELLS[column]
+@pytest.mark.parametrize("cell", some_first(CELLS, (8, 0.5), (8, 1.0)), ids="M={0[0]}, ratio {0[1]:g}".format)
+def test_step_over_bound(row: tuple[int, int], cell: tuple[int, float]) -> None:
+    (warmup, k), (microbatches, ratio), column = row, cell, CELLS.index(cell)
     program = sequential(microbatches) if k == 1 else combined_1f1b(microbatches, warmup - 1)
     costs, bound = table_costs(ratio), table_bound(microbatches, 4, ratio)
     plan = compile(program, (MOE,) * 4, costs, k)
     assert not list(broken_rules(plan))
     assert 1.0 <= plan.predicted / bound <= COMPILED[row][column] + 0.0005
     assert makespan(scheduled(program, Policy(k), costs), costs) / bound <= GREEDY[row][column] + 0.0005
-
-
-def test_one_open_action_is_serial_with_weight_gradients_in_the_waits() -> None:
-    nodes = scheduled(sequential(1), Policy(1), NodeCosts.uniform(attention=1, experts=1, dispatch=2), layers=1)
-    costs = NodeCosts.uniform(attention=1, experts=1, dispatch=2)
-    assert drawn(play(nodes, costs)) == lines(
-        dedent("""
-                       | attention.f0 m0
-        dispatch.f0 m0 |
-        …              |
-                       | experts.f0 m0
-        combine.f0 m0  |
-        …              |
-        combine.b0 m0  |
-        …              |
-                       | experts.b0 m0
-        dispatch.b0 m0 | experts.w0 m0
-        …              |
-                       | attention.b0 m0
-                       | attention.w0 m0
-        """)
-    )
-
-
-def test_two_open_actions_hide_each_others_exchanges_in_warm_up_and_in_cool_down() -> None:
-    costs = NodeCosts.uniform(attention=1, experts=1, dispatch=1)
-    nodes = scheduled(combined_1f1b(2, extra_warmup=1), Policy(2), costs, layers=1)
-    assert drawn(play(nodes, costs)) == lines(
-        dedent("""
-                       | attention.f0 m0
-        dispatch.f0 m0 | attention.f0 m1
-        dispatch.f0 m1 | experts.f0 m0
-        combine.f0 m0  | experts.f0 m1
-        combine.f0 m1  |
-        combine.b0 m0  |
-        combine.b0 m1  | experts.b0 m0
-        dispatch.b0 m0 | experts.b0 m1
-        dispatch.b0 m1 | attention.b0 m0
-                       | attention.b0 m1
-                       | experts.w0 m0
-                       | experts.w0 m1
-                       | attention.w0 m0
-                       | attention.w0 m1
-        """)
-    )
 
 
 def test_the_earlier_action_goes_first_on_a_tie() -> None:
@@ -135,17 +87,16 @@ def test_patience() -> None:
 
 def test_weight_gradients_make_room_for_a_forward() -> None:
     """Without waits nothing else issues them; at most one microbatch more than is alive may be waiting for them."""
-    nodes = scheduled(sequential(4), Policy(1), NodeCosts.uniform(attention=1, experts=1, dispatch=0), layers=2)
-    plan = Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (nodes,), 0.0)
-    assert plan.peak_held == 2
-    free = scheduled(sequential(4), Policy(1, deferred=9), NodeCosts(), layers=2)
-    assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (free,), 0.0).peak_held == 4
-    none = scheduled(sequential(4), Policy(1, deferred=0), NodeCosts(), layers=2)
-    assert Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (none,), 0.0).peak_held == 1
+
+    def held(policy: Policy) -> int:
+        nodes = scheduled(sequential(4), policy, NodeCosts(), layers=2)
+        return Plan(sequential(4), 1, "k=1", ((MOE, MOE),), (nodes,), 0.0).peak_held
+
+    assert [held(Policy(1)), held(Policy(1, deferred=9)), held(Policy(1, deferred=0))] == [2, 4, 1]
 
 
 @pytest.mark.parametrize("mode", ["experts", "attention", "block"])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 3])
 def test_weight_gradients_go_before_what_is_recomputed_unless_the_program_places_them(mode: Recompute, k: int) -> None:
     """They hold activations, and with many of them waiting a step would take more memory than without recomputing."""
 
@@ -166,14 +117,16 @@ def test_weight_gradients_go_before_what_is_recomputed_unless_the_program_places
     assert most_waiting(split) > 0
 
 
+LATE_COUNTS = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
+
+
 def test_a_blocking_dispatch_is_launched_when_its_counts_have_come() -> None:
-    costs = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
     program = combined_1f1b(3, extra_warmup=2)
-    order = [str(node) for node in scheduled(program, Policy(3, counts_block=True), costs, layers=1)]
+    order = [str(node) for node in scheduled(program, Policy(3, counts_block=True), LATE_COUNTS, layers=1)]
     # Counts of microbatch 0 come at 5, while attention of microbatch 2 (4 to 6) computes.
     first = ["attention.f[0] m0", "counts.f[0] m0", "attention.f[0] m1", "counts.f[0] m1", "attention.f[0] m2"]
     assert order[: len(first) + 2] == [*first, "dispatch.f[0] m0", "counts.f[0] m2"]
-    at_once = [str(node) for node in scheduled(program, Policy(3), costs, layers=1)]
+    at_once = [str(node) for node in scheduled(program, Policy(3), LATE_COUNTS, layers=1)]
     assert at_once[:3] == ["attention.f[0] m0", "counts.f[0] m0", "dispatch.f[0] m0"]
 
 
@@ -193,46 +146,33 @@ def test_the_host_waits_for_counts_behind_another_node_if_the_exchange_is_busy()
         assert launched(list(scheduled(program, policy, slow, layers=1)), dispatch) == f"attention.f[0] {behind}"
 
 
-def test_the_thread_waits_for_counts_before_it_waits_for_anything_later() -> None:
-    costs = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
-    nodes = scheduled(sequential(1), Policy(1, counts_block=True), costs, layers=1)
-    assert [span.start for span in play(nodes[:4], costs, counts_block=True)] == [0, 2, 5, 6]
-
-
-def test_the_thread_does_not_wait_for_counts_that_come_after_the_next_rows() -> None:
-    costs = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)
-    nodes = scheduled(combined_1f1b(2, extra_warmup=1), Policy(2, counts_block=True), costs, layers=1)
-    starts = {str(span.node): span.start for span in play(nodes, costs, counts_block=True)}
+def test_the_thread_waits_for_counts_that_come_before_the_next_rows() -> None:
+    nodes = scheduled(sequential(1), Policy(1, counts_block=True), LATE_COUNTS, layers=1)
+    assert [span.start for span in play(nodes[:4], LATE_COUNTS, counts_block=True)] == [0, 2, 5, 6]
+    nodes = scheduled(combined_1f1b(2, extra_warmup=1), Policy(2, counts_block=True), LATE_COUNTS, layers=1)
+    starts = {str(span.node): span.start for span in play(nodes, LATE_COUNTS, counts_block=True)}
     # Rows of microbatch 0 come at 6, counts of microbatch 1 at 8; then the older combine travels first.
     assert (starts["experts.f[0] m0"], starts["combine.f[0] m0"], starts["dispatch.f[0] m1"]) == (6, 8, 9)
 
 
 @given(st.permutations(range(4)), st.integers(1, 5), shapes(), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 def test_gradients_are_summed_in_the_programs_order(backwards: list[int], k: int, shape: tuple, block: bool) -> None:  # type: ignore[type-arg]
     """Also where a later forward's backward comes first, and could start first."""
     plan = compile(all_forwards_first(backwards), shape, table_costs(1), k, counts_block=block)
     assert not list(broken_rules(plan))
 
 
-def test_a_backward_waits_for_its_turn() -> None:
-    """Microbatch 0 is through its forward first, but the program has microbatch 1 go back before it."""
-    nodes = scheduled(all_forwards_first([1, 0]), Policy(4), table_costs(1), layers=2)
-    passed = [node.microbatch for node in nodes if node.op is Op.AGGREGATE and node.kind is Kind.I]
-    assert passed == [1, 0, 1, 0]
-
-
 @given(st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_at_most_k_actions_are_open(data: st.DataObject) -> None:
     program, shape = data.draw(programs()), data.draw(shapes())
     k, patience = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([0.0, 0.4, 2.0]))
     policy = Policy(k, counts_block=data.draw(st.booleans()), patience=patience)
-    scheduler = ListScheduler(
-        program.actions(0), chains_of(shape), data.draw(costs_of(shape)), policy, program.peak_activations[0]
-    )
+    costs, peak = data.draw(costs_of(shape)), program.peak_activations[0]
+    scheduler = ListScheduler(program.actions(0), chains_of(shape), costs, policy, peak)
     nodes = [node for node in scheduler.run() if node.kind is not Kind.W]
-    left = {key: sum((node.microbatch, node.kind) == key for node in nodes) for key in _actions(nodes)}
+    left = Counter((node.microbatch, node.kind) for node in nodes)
     begun: list[tuple[int, Kind]] = []
     for node in nodes:
         key = (node.microbatch, node.kind)
@@ -243,10 +183,6 @@ def test_at_most_k_actions_are_open(data: st.DataObject) -> None:
     if k == 1:
         everything = serial(program.actions(0), chains_of(shape))
         assert nodes == [node for node in everything if node.kind is not Kind.W]
-
-
-def _actions(nodes: list[Node]) -> list[tuple[int, Kind]]:
-    return list(dict.fromkeys((node.microbatch, node.kind) for node in nodes))
 
 
 def test_dense_stages_need_no_waits() -> None:

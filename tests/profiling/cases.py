@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from overlap1f1b.plan import Label
-from tests.profiling.synthetic import AUTOGRAD, COMPUTE, EXCHANGE, LANE, PEER, Events, Kernel, Range
+from tests.profiling.synthetic import AUTOGRAD, COMPUTE, EXCHANGE, LANE, PEER, Events, Kernel, Range, timed
 
 OTHER = 30
 """A stream of somebody else's."""
@@ -13,15 +13,9 @@ def device(rank: int = 0) -> Events:
     """A step on a GPU of 919 ns: 440 of compute, 220 of exchange with 120 exposed, 260 of bubble, 99 of a late host."""
     ranges = [
         Range(str(Label(rank, {"pp": (0, 1), "ep": (rank, 2)})), 0, 2000),
-        Range("o1 step 4", 1, 110),
-        Range("o1 action 0F0", 10, 70),
-        Range("o1 attention.f[0] m0", 10, 20),
-        Range("o1 dispatch.f[0] m0", 20, 40),
-        Range("o1 attention.f[0] m1", 40, 50),
-        Range("o1 experts.f[0] m0", 60, 70),
-        Range("o1 send.f[0] m0", 70, 80),
-        Range("o1 receive.b[0] m0", 80, 90),
-        Range("o1 attention.b[0] m0", 90, 100),
+        *timed("step 4: 1–110, action 0F0: 10–70, attention.f[0] m0: 10–20, dispatch.f[0] m0: 20–40"),
+        *timed("attention.f[0] m1: 40–50, experts.f[0] m0: 60–70, send.f[0] m0: 70–80, receive.b[0] m0: 80–90"),
+        *timed("attention.b[0] m0: 90–100"),
         Range("ProfilerStep#4", 0, 120),
     ]
     kernels = [
@@ -49,20 +43,13 @@ def host() -> Events:
     """A step on a CPU of 100 ns: compute 50, exchanges 55 of which 32 are exposed, 6 of bubble, 12 of a late host."""
     ranges = [
         Range(str(Label(1, {"pp": (1, 2), "ep": (0, 1)})), 0, 200),
-        Range("o1 step 1", 0, 100),
-        Range("o1 receive.f[0] m0 s1", 0, 1),
-        Range("o1 flight receive.f[0] m0 s1", 1, 7, LANE),
-        Range("o1 wait receive.f[0] m0 s1", 1, 7),
-        Range("o1 attention.f[0] m0 s1", 7, 20),
-        Range("o1 dispatch.f[0] m0 s1", 20, 21),
-        Range("o1 flight dispatch.f[0] m0 s1", 20, 40, LANE),
-        Range("o1 flight counts.f[0] m0 s1", 30, 45, LANE + 1),
-        Range("o1 attention.f[0] m1 s1", 25, 35),
-        Range("o1 experts.f[0] m0 s1", 35, 60),  # waits inside itself
-        Range("o1 wait dispatch.f[0] m0 s1", 38, 46),
-        Range("o1 reduce.w[0] m0 s1", 60, 61),
-        Range("o1 flight reduce.w[0] m0 s1", 60, 90, LANE),
-        Range("o1 experts.w[0] m0 s1", 80, 90),
+        *timed("step 1: 0–100, receive.f[0] m0 s1: 0–1, wait receive.f[0] m0 s1: 1–7, attention.f[0] m0 s1: 7–20"),
+        *timed("dispatch.f[0] m0 s1: 20–21, attention.f[0] m1 s1: 25–35"),
+        *timed("experts.f[0] m0 s1: 35–60, wait dispatch.f[0] m0 s1: 38–46"),  # it waits inside itself
+        *timed("reduce.w[0] m0 s1: 60–61, experts.w[0] m0 s1: 80–90"),
+        *timed("flight receive.f[0] m0 s1: 1–7, flight dispatch.f[0] m0 s1: 20–40", LANE),
+        *timed("flight reduce.w[0] m0 s1: 60–90", LANE),
+        *timed("flight counts.f[0] m0 s1: 30–45", LANE + 1),
     ]
     return Events(ranges)
 

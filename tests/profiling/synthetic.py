@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from overlap1f1b.plan import Resource, Span
+from overlap1f1b.profiling import Recording, read_file
 
 MAIN, AUTOGRAD, LANE = 11, 12, 13
 """Threads."""
@@ -26,6 +27,12 @@ class Range(NamedTuple):
     start: int
     end: int
     thread: int = MAIN
+
+
+def timed(text: str, thread: int = MAIN) -> list[Range]:
+    """The ranges of ``"step 1: 0–100, dense.f[0] m0: 0–30"``, which does not say whose they are."""
+    parts = [part.split(": ") for part in text.split(", ")]
+    return [Range(f"o1 {name}", *map(int, times.split("–")), thread) for name, times in parts]
 
 
 class Kernel(NamedTuple):
@@ -76,19 +83,16 @@ def write_chrome(path: Path, events: Events, *, top: Mapping[str, Any] | None = 
             add("cuda_runtime", "launch", pid, kernel.thread, kernel.launched, kernel.launched + 1, correlation=number)
             flow = {"ph": "s", "id": number, "pid": pid, "tid": kernel.thread, "ts": kernel.launched / 1000}
             records.append({**flow, "cat": "ac2g", "name": "ac2g"})
-    content = {
-        "schemaVersion": 1,
-        "deviceProperties": [],
-        **(top or {}),
-        "traceEvents": records,
-        "traceName": str(path),
-    }
-    text = json.dumps(content)
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode()))
-    else:
-        path.write_text(text)
+    head = {"schemaVersion": 1, "deviceProperties": [], **(top or {})}
+    text = json.dumps({**head, "traceEvents": records, "traceName": str(path)}).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
     return path
+
+
+def recorded(folder: Path, events: Events) -> Recording:
+    """What is read of a trace with these events."""
+    (recording,) = read_file(write_chrome(folder / "trace.json", events))
+    return recording
 
 
 def write_nsys(path: Path, processes: Mapping[int, Events]) -> Path:

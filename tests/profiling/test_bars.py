@@ -11,7 +11,7 @@ from overlap1f1b.profiling import arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, write_chrome
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, timed, write_chrome
 
 EXCHANGED = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
@@ -74,21 +74,15 @@ def test_predictions_stand_beside_and_have_arrows_of_their_own(tmp_path: Path) -
 def test_ranks_that_share_experts(tmp_path: Path, skew: int) -> None:
     write_chrome(tmp_path / "a.json", device(0))
     write_chrome(tmp_path / "b.json", device(1).shifted(skew))
-    steps = [(recording, recording.steps[0]) for recording in read(tmp_path).ranks]
-    assert offsets(steps) == [-1, -1 - skew]
+    assert offsets([(recording, recording.steps[0]) for recording in read(tmp_path).ranks]) == [-1, -1 - skew]
 
 
 def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
     """Records count from each rank's own start; what one sends and the other receives brings them together."""
-    send = [Range("o1 step 1", 0, 100), Range("o1 dense.f[0] m0", 0, 30), Range("o1 flight send.f[0] m0", 30, 50, 5)]
-    receive = [
-        Range("o1 rank 1: pp 1/2", 1000, 1100),
-        Range("o1 step 1", 1000, 1100),
-        Range("o1 flight receive.f[0] m0 s1", 1000, 1010, 5),
-        Range("o1 dense.f[0] m0 s1", 1010, 1020),
-    ]
+    send = timed("step 1: 0–100, dense.f[0] m0: 0–30, flight send.f[0] m0: 30–50")
+    receive = timed("step 1: 1000–1100, flight receive.f[0] m0 s1: 1000–1010, dense.f[0] m0 s1: 1010–1020")
     write_chrome(tmp_path / "a.json", Events([Range("o1 rank 0: pp 0/2", 0, 100), *send]))
-    write_chrome(tmp_path / "b.json", Events(receive))
+    write_chrome(tmp_path / "b.json", Events([Range("o1 rank 1: pp 1/2", 1000, 1100), *receive]))
     ranks = read(tmp_path).ranks
     assert offsets([(recording, recording.steps[0]) for recording in ranks]) == [0, -960]
     bars = bars_of(ranks, 1)
@@ -101,13 +95,8 @@ def test_pipeline_ranks_meet_where_they_send(tmp_path: Path) -> None:
 
 
 def test_ranks_with_nothing_in_common_begin_together(tmp_path: Path) -> None:
-    def alone(rank: int) -> list[Range]:
-        return [
-            Range(f"o1 rank {rank}: dp {rank}/2, ep 0/1", 0, 99),
-            Range("o1 step 1", 5, 99),
-            Range("o1 dense.f[0] m0", 10 * (1 + rank), 90),
-        ]
-
-    write_chrome(tmp_path / "a.json", Events(alone(0)))
-    write_chrome(tmp_path / "b.json", Events(alone(1)).shifted(12345))
+    for rank, ahead in enumerate((0, 12345)):
+        label, node = f"o1 rank {rank}: dp {rank}/2, ep 0/1", "o1 dense.f[0] m0"
+        ranges = [Range(label, 0, 99), Range("o1 step 1", 5, 99), Range(node, 10 * (1 + rank), 90)]
+        write_chrome(tmp_path / f"{rank}.json", Events(ranges).shifted(ahead))
     assert offsets([(recording, recording.steps[0]) for recording in read(tmp_path).ranks]) == [-5, -12350]

@@ -49,10 +49,6 @@ def test_a_rank_waits_until_the_last_one_has_posted(tmp_path: Path, clock: float
     assert not any("late peer" in tip for tip in advice(late))
 
 
-def test_ranks_that_post_at_once_wait_for_the_network(tmp_path: Path) -> None:
-    assert [found.late for found in figures(tmp_path, 10.0, 10.0)] == [0, 0]
-
-
 def test_an_exchange_under_way_is_no_wait(tmp_path: Path) -> None:
     """Another exchange, which all ranks have posted, moves rows meanwhile."""
     for rank, posted in enumerate((10.0, 25.0)):
@@ -62,7 +58,8 @@ def test_an_exchange_under_way_is_no_wait(tmp_path: Path) -> None:
     assert figures_of(run.ranks[0], run.late).late == 5 * MS
 
 
-def test_nothing_is_said_without_a_file_of_the_other_rank(tmp_path: Path) -> None:
+def test_nothing_is_waited_for_where_all_post_at_once_and_nothing_said_without_the_other_rank(tmp_path: Path) -> None:
+    assert [found.late for found in figures(tmp_path, 10.0, 10.0)] == [0, 0]
     run = read(write_record(tmp_path / "a.json", [spans(10.0)], mesh={"ep": (0, 2)}))
     assert figures_of(run.ranks[0], run.late).late is None
 

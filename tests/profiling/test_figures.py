@@ -10,7 +10,7 @@ from overlap1f1b.plan import Overlap, Resource
 from overlap1f1b.profiling import Lanes, figures_of, read_file
 from overlap1f1b.schedule import Kind
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_record
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded, write_record
 
 
 @pytest.mark.parametrize(("schedule", "overlap"), [("1f1b", "serial"), ("combined_1f1b", 3), ("afab", "serial")])
@@ -57,8 +57,7 @@ RECEIVE = Range("o1 receive.b[0] m0", 10, 12)
 
 def idle(folder: Path, *, ranges: tuple[Range, ...], kernels: tuple[Kernel, ...] = ()) -> tuple[int, int, int]:
     """For exchange, pipeline and host."""
-    (recording,) = read_file(write_chrome(folder / "a.json", Events([STEP, *ranges], list(kernels))))
-    first, second, third = figures_of(recording).idle.values()
+    first, second, third = figures_of(recorded(folder, Events([STEP, *ranges], list(kernels)))).idle.values()
     return first, second, third
 
 

@@ -7,14 +7,22 @@ import json
 import re
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from overlap1f1b.profiling import read, read_file
 from tests.profiling.cases import device, host
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
+
+
+def changed(path: Path, *statements: str) -> Path:
+    """An export, a new one or one that is there, after these statements."""
+    with closing(sqlite3.connect(path)) as database, database:
+        for statement in statements:
+            database.execute(statement)
+    return path
 
 
 def refusal(*paths: Path) -> str:
@@ -24,6 +32,7 @@ def refusal(*paths: Path) -> str:
 
 
 def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
+    one = b'{"traceEvents": [{"ph": "X", "cat": %b}]}'
     files = {
         "empty.json": (b"", "is empty"),
         "text.json": (b"loss 2.4\n", "JSON is malformed: invalid character (byte 0)"),
@@ -32,18 +41,9 @@ def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
         "number.json": (b"12", "Expected `object | array`, got `int`"),
         "latin.json": (b'{"traceEvents": [{"name": "\xff"}]}', "can't decode byte 0xff"),
         "events.json": (b'{"traceEvents": []}', "has no ranges of overlap1f1b and no kernels"),
-        "kernel.json": (
-            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}}]}',
-            "Object missing required field `ts`",
-        ),
-        "late.json": (
-            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "args": {}, "ts": 1e30, "dur": 1}]}',
-            "int too big to convert",
-        ),
-        "args.json": (
-            b'{"traceEvents": [{"ph": "X", "cat": "cuda_runtime", "args": 3}]}',
-            "Expected `object`, got `int` - at `$.args`",
-        ),
+        "kernel.json": (one % b'"kernel", "args": {}', "Object missing required field `ts`"),
+        "late.json": (one % b'"kernel", "args": {}, "ts": 1e30, "dur": 1', "int too big to convert"),
+        "args.json": (one % b'"cuda_runtime", "args": 3', "Expected `object`, got `int` - at `$.args`"),
         "deep.json": (b"[" * 100_000, "it is nested too deeply"),
         "broken.json.gz": (b"\x1f\x8b\x08 no gzip", "broken.json.gz"),
         "profile.nsys-rep": (b"\1\2\3", "allowed: its export by nsys export --type sqlite"),
@@ -58,12 +58,14 @@ def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
     assert "holds no *.json" in refusal(tmp_path / "folder")
 
 
-def test_truncated_files(tmp_path: Path) -> None:
+def test_files_that_end_too_early_or_too_late(tmp_path: Path) -> None:
     whole = write_chrome(tmp_path / "whole.json", device())
     cut = tmp_path / "cut.json"
-    for end in range(1, len(text := whole.read_bytes()), 100):
+    for end in range(1, len(text := whole.read_bytes()), 500):
         cut.write_bytes(text[:end])
         assert re.search("truncated|malformed", refusal(cut))
+    cut.write_bytes(text + b"}")
+    assert "JSON is malformed: trailing characters" in refusal(cut)
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes(gzip.compress(whole.read_bytes())[:-20])
     assert "truncated" in refusal(packed)
@@ -75,14 +77,9 @@ def test_truncated_files(tmp_path: Path) -> None:
 
 
 def test_foreign_databases(tmp_path: Path) -> None:
-    path = tmp_path / "other.sqlite"
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE people (name TEXT)")
+    path = changed(tmp_path / "other.sqlite", "CREATE TABLE people (name TEXT)")
     assert "no NVTX_EVENTS and no kernels in it" in refusal(path)
-    with sqlite3.connect(path) as database:
-        database.execute("CREATE TABLE NVTX_EVENTS (start INTEGER)")
-    assert "no such column" in refusal(path)
-    database.close()
+    assert "no such column" in refusal(changed(path, "CREATE TABLE NVTX_EVENTS (start INTEGER)"))
 
 
 @pytest.mark.parametrize(
@@ -93,26 +90,18 @@ def test_foreign_databases(tmp_path: Path) -> None:
     ],
 )
 def test_an_export_of_another_form(tmp_path: Path, change: str, message: str) -> None:
-    path = write_nsys(tmp_path / "other.sqlite", {1: device()})
-    with sqlite3.connect(path) as database:
-        database.execute(change)
-    database.close()
-    assert message in refusal(path)
+    assert message in refusal(changed(write_nsys(tmp_path / "other.sqlite", {1: device()}), change))
 
 
 def test_texts_among_the_strings_and_ranges_of_no_thread(tmp_path: Path) -> None:
-    path = write_nsys(tmp_path / "registered.sqlite", {1: device()})
-    with sqlite3.connect(path) as database:
-        database.execute("INSERT INTO NVTX_EVENTS (start, end, eventType, text) VALUES (0, 9, 59, 'o1 rank 5: ep 0/9')")
-        database.execute(
-            "INSERT INTO StringIds (value) SELECT DISTINCT text FROM NVTX_EVENTS WHERE text IS NOT NULL "
-            "AND text NOT IN (SELECT value FROM StringIds)"
-        )
-        database.execute(
-            "UPDATE NVTX_EVENTS SET textId = (SELECT id FROM StringIds WHERE value = text), text = NULL "
-            "WHERE text IS NOT NULL"
-        )
-    database.close()
+    path = changed(
+        write_nsys(tmp_path / "registered.sqlite", {1: device()}),
+        "INSERT INTO NVTX_EVENTS (start, end, eventType, text) VALUES (0, 9, 59, 'o1 rank 5: ep 0/9')",
+        "INSERT INTO StringIds (value) SELECT DISTINCT text FROM NVTX_EVENTS WHERE text IS NOT NULL "
+        "AND text NOT IN (SELECT value FROM StringIds)",
+        "UPDATE NVTX_EVENTS SET textId = (SELECT id FROM StringIds WHERE value = text), text = NULL "
+        "WHERE text IS NOT NULL",
+    )
     (recording,) = read_file(path)
     assert (recording.rank, len(recording.steps[0].issued)) == (0, 7)
 
@@ -131,22 +120,15 @@ def test_places_that_no_rank_has(tmp_path: Path) -> None:
 
 
 def test_tables_that_nsys_did_not_create(tmp_path: Path) -> None:
-    path = write_nsys(tmp_path / "host.sqlite", {1: host()})
-    with sqlite3.connect(path) as database:
-        for table in ("KERNEL", "MEMCPY", "RUNTIME"):
-            database.execute(f"DROP TABLE CUPTI_ACTIVITY_KIND_{table}")
-    database.close()
-    (recording,) = read_file(path)
+    dropped = [f"DROP TABLE CUPTI_ACTIVITY_KIND_{table}" for table in ("KERNEL", "MEMCPY", "RUNTIME")]
+    (recording,) = read_file(changed(write_nsys(tmp_path / "host.sqlite", {1: host()}), *dropped))
     assert not recording.device
     assert len(recording.steps[0].issued) == 7
 
 
 def test_a_label_that_was_still_open(tmp_path: Path) -> None:
     path = write_nsys(tmp_path / "open.sqlite", {1: device(3)})
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE NVTX_EVENTS SET end = NULL WHERE text LIKE 'o1 rank %'")
-    database.close()
-    (recording,) = read_file(path)
+    (recording,) = read_file(changed(path, "UPDATE NVTX_EVENTS SET end = NULL WHERE text LIKE 'o1 rank %'"))
     assert (recording.rank, len(recording.steps)) == (3, 1)
 
 
@@ -204,28 +186,16 @@ def test_who_says_which_rank(tmp_path: Path) -> None:
     assert found.missing == ()
 
 
-@pytest.mark.parametrize(
-    "place", [{"rank": "1", "world_size": 3}, {"rank": 1, "world_size": "3"}, {"rank": [1]}, {"rank": 1.5}]
-)
-def test_a_rank_that_is_no_number_leaves_the_other_files(tmp_path: Path, place: dict[str, Any]) -> None:
+def test_numbers_that_are_none_leave_the_other_files(tmp_path: Path) -> None:
     write_chrome(tmp_path / "a.json", device(0))
-    path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
-    assert "Expected `int | null`, got" in refusal(path)
-    assert len(read(tmp_path).left_out) == 1
-
-
-def test_a_step_of_a_number_that_is_too_large(tmp_path: Path) -> None:
-    write_chrome(tmp_path / "a.json", device(0))
+    for place in ({"rank": "1", "world_size": 3}, {"rank": 1, "world_size": "3"}, {"rank": 1.5}):
+        path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
+        assert "Expected `int | null`, got" in refusal(path)
+        assert len(read(tmp_path).left_out) == 1
     path = write_chrome(tmp_path / "b.json", device(1))
     path.write_text(re.sub(r"o1 step \d+", f"o1 step {2**63}", path.read_text()))
     assert f"has a step {2**63}; allowed: less than 2**63" in refusal(path)
     assert len(read(tmp_path).left_out) == 1
-
-
-def test_text_behind_the_end(tmp_path: Path) -> None:
-    path = write_chrome(tmp_path / "a.json", device(0))
-    path.write_text(path.read_text() + "}")
-    assert "JSON is malformed: trailing characters" in refusal(path)
 
 
 def test_a_trace_that_is_an_array(tmp_path: Path) -> None:

@@ -11,29 +11,47 @@ from overlap1f1b.plan import Node
 from overlap1f1b.profiling import Lanes, Recording, figures_of, read, read_file
 from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome, write_nsys
+from tests.profiling.synthetic import (
+    COMPUTE,
+    EXCHANGE,
+    PEER,
+    Events,
+    Kernel,
+    Range,
+    recorded,
+    timed,
+    write_chrome,
+    write_nsys,
+)
 
 KINDS = ("chrome", "gzip", "nsys")
 
 
 def written(path: Path, events: Events, kind: str) -> Recording:
-    if kind == "nsys":
-        (found,) = read_file(write_nsys(path / "trace.sqlite", {7: events}))
-    else:
-        name = "trace.json" if kind == "chrome" else "trace.json.gz"
-        (found,) = read_file(write_chrome(path / name, events))
+    files = {
+        "chrome": lambda: write_chrome(path / "trace.json", events),
+        "gzip": lambda: write_chrome(path / "trace.json.gz", events),
+        "nsys": lambda: write_nsys(path / "trace.sqlite", {7: events}),
+    }
+    (found,) = read_file(files[kind]())
     return found
+
+
+def issued(recording: Recording) -> list[str]:
+    """What computed, in order."""
+    (step,) = recording.steps
+    return [str(recording.names[what]) for what in step.compute.what]
 
 
 def summed(recording: Recording) -> dict[str, int]:
     figures = figures_of(recording)
-    overlap = figures.overlap
-    return {
-        "time": figures.time,
-        "compute": figures.compute,
-        "exchange": overlap.exchange,
-        "exposed": overlap.exposed,
-    }
+    return {"time": figures.time, "compute": figures.compute, **figures.overlap._asdict()}
+
+
+def waits(recording: Recording, count: int) -> list[tuple[float, float, str, str]]:
+    """The longest ones: when, how long, for what, and ahead of what."""
+    spans = longest([recording], count=count)
+    return [(span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) for span in spans]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,19 +67,12 @@ def test_a_device(tmp_path: Path, kind: str) -> None:
     assert recording.notes == (
         f"kernels launched outside all ranges on streams {OTHER} count neither as compute nor as exchange",
     )
-    (step,) = recording.steps
-    assert step.number == 4
-    assert [str(recording.names[what]) for what in step.compute.what] == [
+    assert [step.number for step in recording.steps] == [4]
+    assert issued(recording) == [
         "attention.f[0] m0", "dispatch.f[0] m0", "attention.f[0] m1", "experts.f[0] m0", "attention.b[0] m0",
         f"stream {COMPUTE}",
     ]  # fmt: skip
-    (span,) = longest([recording])
-    assert (span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) == (
-        319,
-        120,
-        "dispatch.f[0] m0",
-        "experts.f[0] m0",
-    )
+    assert waits(recording, 9) == [(319, 120, "dispatch.f[0] m0", "experts.f[0] m0")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,26 +84,21 @@ def test_a_host(tmp_path: Path, kind: str) -> None:
     assert figures.by_sub_op == {"counts.f": (15, 7), "dispatch.f": (20, 7), "reduce.w": (30, 20)}
     assert figures.by_phase == {"warm_up": (45, 32), "steady": (0, 0), "cool_down": (10, 0)}
     assert (recording.rank, recording.world, recording.device) == (1, 2, False)
-    spans = longest([recording], count=2)
-    assert [(span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) for span in spans] == [
+    assert waits(recording, 2) == [
         (60, 20, "reduce.w[0] m0 s1", "experts.w[0] m0 s1"),
         (38, 7, "dispatch.f[0] m0 s1", "experts.f[0] m0 s1"),
     ]
-    assert spans[1].in_flight == ("counts.f[0] m0 s1", "dispatch.f[0] m0 s1")
-
-
-def test_clocks_do_not_matter(tmp_path: Path) -> None:
-    ahead = written(tmp_path, device().shifted(10**12), "nsys")
-    assert summed(ahead) == DEVICE
-    assert figures_of(ahead).idle == DEVICE_IDLE
+    assert longest([recording], count=2)[1].in_flight == ("counts.f[0] m0 s1", "dispatch.f[0] m0 s1")
 
 
 def test_ranks_of_one_export(tmp_path: Path) -> None:
+    """Whatever their clocks say."""
     launcher = Events([Range("not of ours", 0, 5)], [])
     path = write_nsys(tmp_path / "both.sqlite", {5: launcher, 7: device(0), 8: device(1).shifted(10**9)})
     recordings = read(path)
     assert [recording.rank for recording in recordings.ranks] == [0, 1]
     assert [summed(recording) for recording in recordings.ranks] == [DEVICE, DEVICE]
+    assert [figures_of(recording).idle for recording in recordings.ranks] == [DEVICE_IDLE, DEVICE_IDLE]
     assert not recordings.partial
 
 
@@ -133,19 +139,16 @@ def test_what_ends_before_it_starts_takes_no_time(tmp_path: Path, kind: str) -> 
 
 
 def test_an_exchange_on_the_stream_that_computes(tmp_path: Path) -> None:
-    ranges = [Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20)]
+    ranges = timed("attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20")
     kernels = [Kernel(COMPUTE, 20, 30, 1), Kernel(COMPUTE, 30, 50, 11), Kernel(COMPUTE, 60, 70, 2)]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).overlap == (20, 20)
     assert recording.notes[0] == "no ranges of steps: the whole file is taken for one step"
 
 
 def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 step 1", 0, 50), Range("o1 step 2", 50, 100),
-        Range("o1 attention.f[0] m0", 0, 10), Range("o1 dispatch.f[0] m0", 10, 20), Range("o1 combine.b[0] m1", 20, 30),
-        Range("o1 attention.f[0] m0", 50, 60),
-    ]  # fmt: skip
+    ranges = timed("step 1: 0–50, attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20, combine.b[0] m1: 20–30")
+    ranges += timed("step 2: 50–100, attention.f[0] m0: 50–60")
     kernels = [
         Kernel(COMPUTE, 10, 30, 1),
         Kernel(EXCHANGE, 20, 60, 11),
@@ -153,7 +156,7 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
         Kernel(COMPUTE, 300, 310, 51),
         Kernel(COMPUTE, 320, 330, None),  # nobody knows who launched it
     ]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     figures = [Lanes(recording, step).figures for step in recording.steps]
     assert figures[0].overlap == (60, 50)
     assert figures[0].by_sub_op == {"combine.b": (40, 40), "dispatch.f": (40, 30)}
@@ -165,48 +168,36 @@ def test_streams_side_by_side_and_a_later_step(tmp_path: Path) -> None:
 
 
 def test_nodes_nest_and_kernels_belong_to_the_innermost(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 experts.f[0] m0", 0, 100),
-        Range("o1 wait dispatch.f[0] m0", 10, 20),
-        Range("o1 combine.f[0] m0", 100, 110),
-    ]
+    ranges = timed("experts.f[0] m0: 0–100, wait dispatch.f[0] m0: 10–20, combine.f[0] m0: 100–110")
     times = {5: 200, 15: 210, 25: 220, 99: 230, 100: 240}
     kernels = [Kernel(EXCHANGE if at in (15, 100) else COMPUTE, start, start + 10, at) for at, start in times.items()]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
-    (step,) = recording.steps
-    names = recording.names
-    assert [str(names[what]) for what in step.compute.what] == ["experts.f[0] m0"] * 3
+    recording = recorded(tmp_path, Events(ranges, kernels))
+    (step,), names = recording.steps, recording.names
+    assert issued(recording) == ["experts.f[0] m0"] * 3
     assert [str(names[what]) for what in step.flights.what] == ["dispatch.f[0] m0", "combine.f[0] m0"]
     assert all(isinstance(what, Node) for what in names)
 
 
 def test_flights_on_the_issuing_thread_lie_across_nodes(tmp_path: Path) -> None:
-    ranges = [
-        Range("o1 dispatch.f[0] m0", 0, 10),
-        Range("o1 flight dispatch.f[0] m0", 5, 90),  # its host's view; its kernel says better
-        Range("o1 attention.f[0] m1", 10, 20),
-        Range("o1 experts.f[0] m0", 30, 40),
-    ]
+    ranges = timed("dispatch.f[0] m0: 0–10, attention.f[0] m1: 10–20, experts.f[0] m0: 30–40")
+    ranges += timed("flight dispatch.f[0] m0: 5–90")  # its host's view; its kernel says better
     kernels = [
         Kernel(EXCHANGE, 10, 50, 6),
         Kernel(COMPUTE, 20, 30, 11),
         Kernel(COMPUTE, 30, 40, 25),
         Kernel(COMPUTE, 60, 70, 31),
     ]
-    recording = written(tmp_path, Events(ranges, kernels), "chrome")
+    recording = recorded(tmp_path, Events(ranges, kernels))
     assert figures_of(recording).by_sub_op == {"dispatch.f": (40, 20)}
-    (step,) = recording.steps
-    assert [str(recording.names[what]) for what in step.compute.what] == [
-        "attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0",
-    ]  # fmt: skip
+    assert issued(recording) == ["attention.f[0] m1", f"stream {COMPUTE}", "experts.f[0] m0"]
 
 
 def test_ranges_of_two_ranks_in_a_trace_of_one(tmp_path: Path) -> None:
     events = Events([*device(0).ranges, *device(1).ranges])
     with pytest.raises(ValueError, match=r"trace\.json has ranges of ranks 0, 1; allowed: one file a rank"):
-        written(tmp_path, events, "chrome")
+        recorded(tmp_path, events)
 
 
 def test_neither_ranges_nor_kernels(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no ranges of overlap1f1b and no kernels"):
-        written(tmp_path, Events([Range("aten::mm", 0, 10)]), "chrome")
+        recorded(tmp_path, Events([Range("aten::mm", 0, 10)]))

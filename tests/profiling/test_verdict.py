@@ -7,28 +7,19 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.plan import About
-from overlap1f1b.profiling import Recording, figures_of, read_file
+from overlap1f1b.profiling import Figures, figures_of
 from overlap1f1b.profiling.verdict import advice, verdict
-from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, write_chrome
-
-
-def written(folder: Path, events: Events) -> Recording:
-    (recording,) = read_file(write_chrome(folder / "trace.json", events))
-    return recording
-
+from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded
 
 Node = tuple[str, int, int, int, int]
 """What, stream, start and end of its kernel, launch."""
 
 
-def step(*nodes: Node) -> Events:
-    """A step of a device."""
-    ranges = [Range("o1 step 1", 0, 100)]
-    kernels = []
-    for name, stream, start, end, launched in nodes:
-        ranges.append(Range(f"o1 {name}", launched, launched + 1))
-        kernels.append(Kernel(stream, start, end, launched))
-    return Events(ranges, kernels)
+def figures(folder: Path, *nodes: Node) -> Figures:
+    """Of a step of a device."""
+    ranges = [Range(f"o1 {name}", launched, launched + 1) for name, *_, launched in nodes]
+    kernels = [Kernel(stream, start, end, launched) for _, stream, start, end, launched in nodes]
+    return figures_of(recorded(folder, Events([Range("o1 step 1", 0, 100), *ranges], kernels)))
 
 
 SERIAL = (
@@ -87,7 +78,7 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
 
 @pytest.mark.parametrize(("nodes", "sentence", "tip"), CASES)
 def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: str, tip: str | None) -> None:
-    sums = figures_of(written(tmp_path, step(*nodes)))
+    sums = figures(tmp_path, *nodes)
     assert verdict(sums).startswith(sentence)
     tips = advice(sums)
     assert (tip is None and tips == []) or any(tip is not None and tip in text for text in tips), tips
@@ -105,13 +96,13 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
     ],
 )
 def test_advice_leaves_out_what_a_run_has(tmp_path: Path, about: About, tip: str) -> None:
-    sums = figures_of(written(tmp_path, step(*two(0, 20, (0, 40), (62, 80)))))
+    sums = figures(tmp_path, *two(0, 20, (0, 40), (62, 80)))
     assert any(text.endswith(tip) for text in advice(sums, about))
 
 
 def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
     nodes = (*SERIAL, ("receive.b[0] m0", PEER, 100, 400, 5), ("attention.b[0] m0", COMPUTE, 400, 440, 6))
-    tips = advice(figures_of(written(tmp_path, step(*nodes))))
+    tips = advice(figures(tmp_path, *nodes))
     assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
 
 
@@ -122,7 +113,7 @@ def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, 
         ("dispatch.f[0] m0", EXCHANGE, 10, 60, 1),
         ("experts.f[0] m0", COMPUTE, 61, 100, launched),
     )
-    sums = figures_of(written(tmp_path, step(*nodes)))
+    sums = figures(tmp_path, *nodes)
     said = "The host bounds the step: for 50% of it the device had nothing to compute but what the host was"
     assert (said in verdict(sums)) == bound
     assert verdict(sums).startswith("No: 0% of the exchange was hidden; exposed exchange is 50% of a step")

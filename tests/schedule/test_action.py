@@ -48,8 +48,3 @@ def test_of_a_pair_the_backward_opens_first() -> None:
     forward, backward = Action(Kind.F, 0, 1), Action(Kind.B, 0, 0)
     assert actions_of(Pair(forward, backward)) == (backward, forward)
     assert actions_of(forward) == (forward,)
-
-
-def test_actions_are_values() -> None:
-    assert Action(Kind.F, 0, 1) == Action(Kind.F, 0, 1, pipe=0)
-    assert len({Action(Kind.F, 0, 1), Action(Kind.F, 0, 1), Action(Kind.B, 0, 1)}) == 2

@@ -37,6 +37,17 @@ class TurnedAfab(Schedule):
         return program_of("turned_afab", microbatches, placement, rows)
 '''
 
+PLAN = """
+import contextlib, sys
+from overlap1f1b.cli.main import main
+
+for asked in sys.argv[1:]:
+    print(asked)
+    with contextlib.suppress(SystemExit):
+        main(["plan", "--microbatches", "4", "--ranks", "2", *asked.split()])
+"""
+"""All that is asked, in one process."""
+
 
 def test_a_new_schedule_touches_two_files(tmp_path: Path) -> None:
     """With an option of its own it is built, simulated, searched and refused as the others are, in a copy."""
@@ -52,20 +63,20 @@ def test_a_new_schedule_touches_two_files(tmp_path: Path) -> None:
     assert text.count(before) == text.count(line) == 1
     registry.write_text(text.replace(line, f'{line}        "turned_afab": TurnedAfab,\n'))
 
-    def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "overlap1f1b", "plan", "--microbatches", 4, "--ranks", 2, *arguments]
-        return subprocess.run([*map(str, command)], cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    played = plan("--schedule", "turned_afab", "--chunks", 2, "--json", "out.json", "--compare", "turned_afab:turn=2")
-    assert not played.returncode, played.stderr
+    asked = (
+        "--schedule turned_afab --chunks 2 --json out.json --compare turned_afab:turn=2",
+        "--schedule turned_afab --extra-warmup 1",
+        "--compare 1f1b:turn=2",
+        "--search --schedule turned_afab",
+    )
+    command = [sys.executable, "-c", PLAN, *asked]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
     rows = json.loads((tmp_path / "out.json").read_text())["compare"]
     assert [(row["schedule"], row["chunks"], row["turn"]) for row in rows] == [
         ("turned_afab", 2, None),
         ("turned_afab", 1, 2),
     ]
-    refused = plan("--schedule", "turned_afab", "--extra-warmup", 1)
-    assert "--extra-warmup 1 with turned_afab; allowed: 0" in refused.stderr
-    other = plan("--compare", "1f1b:turn=2")
-    assert "turn=2 with 1f1b; allowed: extra_warmup (turn is an option of turned_afab)" in other.stderr
-    searched = plan("--search", "--schedule", "turned_afab")
-    assert searched.stdout.splitlines()[1].startswith("turned_afab")
+    assert "--extra-warmup 1 with turned_afab; allowed: 0" in ended.stderr
+    assert "turn=2 with 1f1b; allowed: extra_warmup (turn is an option of turned_afab)" in ended.stderr
+    searched = ended.stdout.split(f"{asked[-1]}\n")[1]
+    assert searched.splitlines()[1].startswith("turned_afab")

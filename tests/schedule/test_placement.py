@@ -8,21 +8,15 @@ from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.placement import SINGLE
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-def test_loop_gives_every_rank_its_chunks(ranks: int, chunks: int) -> None:
-    placement = Placement.loop(ranks, chunks)
-    assert (placement.ranks, placement.stages, placement.share) == (ranks, ranks * chunks, 1 / chunks)
-    for rank in range(ranks):
-        assert placement.places(rank) == tuple((0, rank + chunk * ranks) for chunk in range(chunks))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_v_comes_back_to_the_first_rank(ranks: int) -> None:
-    placement = Placement.v(ranks)
-    assert (placement.ranks, placement.stages, placement.share) == (ranks, 2 * ranks, 0.5)
+def test_loops_and_vs(ranks: int) -> None:
+    """A loop gives every rank its chunks, a V comes back to the first rank."""
+    loop, v = Placement.loop(ranks, 4), Placement.v(ranks)
+    assert (loop.ranks, loop.stages, loop.share) == (ranks, 4 * ranks, 0.25)
+    assert (v.ranks, v.stages, v.share) == (ranks, 2 * ranks, 0.5)
     for rank in range(ranks):
-        assert placement.places(rank) == ((0, rank), (0, 2 * ranks - 1 - rank))
+        assert loop.places(rank) == tuple((0, rank + chunk * ranks) for chunk in range(4))
+        assert v.places(rank) == ((0, rank), (0, 2 * ranks - 1 - rank))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -39,9 +33,6 @@ def test_bidirectional_ties_two_ranks_by_each_group(ranks: int) -> None:
 def test_pipes_share_the_microbatches() -> None:
     assert SINGLE.microbatches(0, 5) == range(5)
     assert [Placement.bidirectional(2).microbatches(p, 5) for p in (0, 1)] == [range(3), range(3, 5)]
-
-
-def test_single() -> None:
     assert Placement.loop(1) == SINGLE
 
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.schedule import Action, Kind, Program, build_schedule, parse_slot
+from overlap1f1b.schedule import Action, Kind, Program, build_schedule
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
-RANKS = (1, 2, 3, 4, 5, 8)
-MICROBATCHES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 20, 24)
+RANKS = (1, 2, 3, 4, 5)
+MICROBATCHES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 16)
 
 
 def table(name: str, P: int, M: int, v: int = 1) -> Any:
@@ -57,34 +57,22 @@ def ours(name: str, P: int, M: int, v: int | None = None) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("P", RANKS)
-def test_gpipe(P: int) -> None:
-    for M in MICROBATCHES:
-        assert ours("afab", P, M) == theirs("ScheduleGPipe", P, M), M
-
-
-@pytest.mark.parametrize("v", [1, 2, 3, 4])
-@pytest.mark.parametrize("P", RANKS)
 @pytest.mark.parametrize(
-    ("torchs", "name"),
-    [("ScheduleInterleaved1F1B", "interleaved_1f1b"), ("ScheduleInterleavedZeroBubble", "zb_h1")],
+    ("name", "torchs", "v"),
+    [
+        ("afab", "ScheduleGPipe", 1),
+        *(("interleaved_1f1b", "ScheduleInterleaved1F1B", v) for v in (1, 2, 3)),
+        *(("zb_h1", "ScheduleInterleavedZeroBubble", v) for v in (1, 2, 3)),
+        ("zb_v", "ScheduleZBVZeroBubble", 2),
+        ("dualpipev", "ScheduleDualPipeV", 2),
+    ],
 )
-def test_interleaved(torchs: str, name: str, P: int, v: int) -> None:
-    defined = [M for M in MICROBATCHES if M % max(1, M // P) == 0]
-    assert len(defined) > 5
+def test_rows(name: str, torchs: str, v: int, P: int) -> None:
+    defined = [M for M in MICROBATCHES if "Interleaved" not in torchs or M % max(1, M // P) == 0]
+    defined = [M for M in defined if name != "dualpipev" or M >= 2 * P]
+    assert len(defined) > 2
     for M in defined:
-        assert ours(name, P, M, v) == theirs(torchs, P, M, v), (P, M, v)
-
-
-@pytest.mark.parametrize("P", RANKS)
-def test_zbv(P: int) -> None:
-    for M in MICROBATCHES:
-        assert ours("zb_v", P, M) == theirs("ScheduleZBVZeroBubble", P, M, 2), M
-
-
-@pytest.mark.parametrize("P", RANKS)
-def test_dualpipev(P: int) -> None:
-    for M in [M for M in MICROBATCHES if M >= 2 * P]:
-        assert ours("dualpipev", P, M) == theirs("ScheduleDualPipeV", P, M, 2)
+        assert ours(name, P, M, v) == theirs(torchs, P, M, v), M
 
 
 @pytest.mark.parametrize("P", RANKS)
@@ -98,15 +86,6 @@ def test_1f1b_but_for_the_count_of_the_last_rank(P: int) -> None:
 def counted_from_zero(text: str) -> str:
     action = Action.parse(text)
     return str(action._replace(microbatch=action.microbatch - 1) if action.kind is Kind.F else action)
-
-
-def test_torch_reads_the_text_form() -> None:
-    for name, P, M, v in (("dualpipev", 3, 7, 2), ("zb_v", 3, 5, 2), ("combined_1f1b", 2, 4, 3)):
-        for row in build_schedule(name, ranks=P, microbatches=M, chunks=v).ranks:
-            for step in row:
-                read = schedules._Action.from_str(str(step))
-                assert str(read) == str(step)
-                assert parse_slot(str(read)) == step
 
 
 @pytest.mark.parametrize(("name", "torchs"), [("zb_v", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])

@@ -12,6 +12,7 @@ from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_s
 from overlap1f1b.simulation import Costs, play_actions, simulate
 from overlap1f1b.simulation.actions import SlotSpan, TransferSpan
 from tests.counting import work
+from tests.plan.cases import some_first
 from tests.schedule.brute import F, W
 from tests.schedule.test_mutations import a_program
 
@@ -59,15 +60,13 @@ def relaxed(program: Program, costs: Costs) -> dict[Action, float]:  # noqa: PLR
     return ends
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_ends_agree_with_a_relaxation(part: int) -> None:
-    rng = random.Random(part)
-    for _ in range(30):
+def test_ends_agree_with_a_relaxation() -> None:
+    rng = random.Random(0)
+    for _ in range(150):
         program = a_program(rng)
         backward = rng.randint(2, 12) / 4
-        costs = Costs(
-            rng.randint(1, 8) / 4, backward, backward / 2, rng.choice([0.5, 1.0]), send=rng.choice([0, 0.25, 1, 4])
-        )
+        forward, pair, send = rng.randint(1, 8) / 4, rng.choice([0.5, 1.0]), rng.choice([0, 0.25, 1, 4])
+        costs = Costs(forward, backward, backward / 2, pair, send=send)
         timeline = simulate(program, costs)
         want = relaxed(program, costs)
         for rank, row in enumerate(program.ranks):
@@ -96,26 +95,17 @@ def test_transfers_of_a_lane_follow_each_other() -> None:
     assert [timeline.peak_activations(rank) for rank in (0, 1)] == [1.0, 1.0]
 
 
-def test_peak_activations() -> None:
-    timeline = simulate(build_schedule("zb_h1", ranks=4, microbatches=8), Costs())
-    assert [timeline.peak_activations(rank) for rank in range(4)] == [4.0] * 4
-
-
 def test_what_cannot_be_simulated() -> None:
     program = build_schedule("1f1b", ranks=2, microbatches=2)
-    with pytest.raises(
-        ValueError, match=r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Pl"
-    ):
-        simulate(program, 1.0)  # type: ignore[call-overload]
     plan = o1.compile(program, (o1.plan.BlockShape(1),), o1.NodeCosts(), "serial")
     for what, costs, options, message in [
+        (program, 1.0, {}, r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Plan"),
         (program, o1.NodeCosts(), {"layers": 0}, "layers=0; allowed: 1 or more"),
         (program, o1.NodeCosts(), {"layers": 1.5}, "layers=1.5; allowed: a whole number, 1 or more"),
         (program, Costs(), {"layers": 2}, "layers=2 with Costs, which have no sub-ops; allowed: with NodeCosts"),
         (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which have no sub-ops; allowed: with NodeCosts"),
         (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which have no sub-ops; allowed"),
         (plan, o1.NodeCosts(), {"overlap": 3}, "overlap=3 with a Plan, which sets it; allowed: with a Program"),
-        (plan, o1.NodeCosts(), {"layers": 1}, "layers=1 with a Plan, which sets it; allowed: with a Program"),
         (plan, Costs(), {}, r"simulate\(Plan, Costs\); allowed: a Program with Costs or NodeCosts, a Plan with NodeCo"),
     ]:
         with pytest.raises(ValueError, match=f"^{message}"):
@@ -124,7 +114,7 @@ def test_what_cannot_be_simulated() -> None:
         simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", some_first(SCHEDULES, "combined_1f1b", "dualpipe"))
 def test_work_of_generating_checking_and_playing_grows_linearly(name: str) -> None:
     chunks = 2 if name in ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1") else None
 
@@ -155,12 +145,9 @@ def test_costs_of_steps() -> None:
     ("options", "message"),
     [
         ({"forward": 0}, "forward=0; allowed: a finite number > 0"),
-        ({"backward": -1}, "backward=-1; allowed: a finite number > 0"),
-        ({"pair": 0.0}, "pair=0.0; allowed: a finite number > 0"),
-        ({"forward": float("inf")}, "forward=inf; allowed: a finite number > 0"),
+        ({"pair": -1.0}, "pair=-1.0; allowed: a finite number > 0"),
         ({"forward": float("nan")}, "forward=nan; allowed: a finite number > 0"),
         ({"weight": -0.5}, "weight=-0.5; allowed: a finite number ≥ 0"),
-        ({"send": -1}, "send=-1; allowed: a finite number ≥ 0"),
         ({"weight": 2, "backward": 2}, "weight=2 with backward=2, which it is a part of; allowed: from 0 to below 2"),
         ({"forward": "1"}, "forward='1'; allowed: a number"),
         ({"send": None}, "send=None; allowed: a number"),

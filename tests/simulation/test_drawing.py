@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +11,6 @@ from overlap1f1b.plan import RECOMPUTES, Node, Op
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation.drawing import LETTERS, stacked, text_of
 from overlap1f1b.simulation.trace import Event
-
-ROOT = Path(__file__).parents[2]
-
 
 times = st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda t: (t[0], t[0] + t[1]))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,37 +16,26 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from overlap1f1b.simulation.search import Candidate, NodeModel, Outcome, candidates, play, search
-from tests.plan.tries import few_tries
 
 
 def everything(ranks: int, microbatches: int, costs: Costs) -> dict[tuple[str, int, int], tuple[float, float]]:
     """Makespans and peaks of all that can be built, by name, chunks and extra warm-up."""
     found = {}
-    for name in SCHEDULES:
-        for chunks in (1, 2, 3, 4):
-            for extra in (0, 1, 2):
-                try:
-                    program = build_schedule(
-                        name, ranks=ranks, microbatches=microbatches, chunks=chunks, extra_warmup=extra
-                    )
-                except ValueError:
-                    continue
-                timeline = simulate(program, costs)
-                found[name, chunks, extra] = timeline.makespan, max(map(timeline.peak_activations, range(ranks)))
+    for key in product(SCHEDULES, (1, 2, 3, 4), (0, 1, 2)):
+        name, chunks, extra = key
+        with suppress(ValueError):
+            program = build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks, extra_warmup=extra)
+            timeline = simulate(program, costs)
+            found[key] = timeline.makespan, max(map(timeline.peak_activations, range(ranks)))
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])  # an even and an odd sum of both have other limits
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("microbatches", [1, 8])  # an even and an odd sum of both have other limits
 def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
     draw = random.Random(f"{ranks} {microbatches}")
-    costs = Costs(
-        forward=draw.choice([1, 1.5]),
-        backward=draw.choice([2, 3]),
-        weight=draw.choice([0.5, 1]),
-        pair=draw.choice([0.75, 1.0]),
-        send=draw.choice([0, 0.25]),
-    )
+    choices = {"forward": (1, 1.5), "backward": (2, 3), "weight": (0.5, 1), "pair": (0.75, 1.0), "send": (0, 0.25)}
+    costs = Costs(**{name: draw.choice(values) for name, values in choices.items()})
     built = everything(ranks, microbatches, costs)
     for memory in (1.0, float("inf")) if (ranks + microbatches) % 2 else (2.5, 4.0):
         ranking = search(list(candidates()), ranks=ranks, microbatches=microbatches, model=costs, memory=memory)
@@ -100,25 +92,21 @@ NODES = NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1)
 
 def test_nodes_are_searched_over_overlaps() -> None:
     model = NodeModel(NODES, layers=2)
-    tried = list(candidates(schedules=["1f1b", "combined_1f1b"], chunks=[1, 2, 3], overlaps=model.overlaps))
-    ranking = search(tried, ranks=2, microbatches=4, model=model)
-    best = min(
-        simulate(
-            build_schedule(c.schedule, ranks=2, microbatches=4, **c.options),
-            NODES,
-            overlap=3,
-            layers=2 // c.options["chunks"],
-        ).makespan
-        for c in tried
-        if c.options["chunks"] <= 2 and c.overlap == 3
+    tried = list(
+        candidates(schedules=["1f1b", "combined_1f1b"], chunks=[1, 2, 3], extra_warmup=[0], overlaps=model.overlaps)
     )
-    assert ranking.found[0][1].makespan == pytest.approx(best)
+    ranking = search(tried, ranks=2, microbatches=3, model=model)
+    ends = []
+    for c in (c for c in tried if c.options["chunks"] <= 2 and c.overlap == 3):
+        program = build_schedule(c.schedule, ranks=2, microbatches=3, **c.options)
+        ends.append(simulate(program, NODES, overlap=3, layers=2 // c.options["chunks"]).makespan)
+    assert ranking.found[0][1].makespan == pytest.approx(min(ends))
     assert {c.overlap for c, _ in ranking.found} == {"serial", "pairs", 2, 3}
     assert {why for c, why in ranking.refused if c.options["chunks"] == 3} == {
         "layers=2 over 3 chunks; allowed: a multiple of 3"
     }
     limit = ranking.found[0][1].peak_activations - 0.5
-    within = search(tried, ranks=2, microbatches=4, model=model, memory=limit)
+    within = search(tried, ranks=2, microbatches=3, model=model, memory=limit)
     assert [c for c, _ in within.found] == [c for c, o in ranking.found if o.peak_activations <= limit]
 
 
@@ -137,12 +125,12 @@ def test_pruning_changes_nothing_among_the_first(
     model = NodeModel(
         NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=send), 2, overlaps=("serial", 2)
     )
-    tried = list(candidates(chunks=[1, 2], extra_warmup=[0, 1], overlaps=model.overlaps))
+    schedules = ["sequential", "1f1b", "combined_1f1b", "zb_v", "dualpipe"]
+    tried = list(candidates(schedules=schedules, chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
     done: list[int] = []
     sizes_and_limit: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
-    with few_tries():
-        whole = search(tried, model=model, **sizes_and_limit)
-        pruned = search(tried, model=model, top=top, progress=done.append, **sizes_and_limit)
+    whole = search(tried, model=model, **sizes_and_limit)
+    pruned = search(tried, model=model, top=top, progress=done.append, **sizes_and_limit)
     assert pruned.found[:top] == whole.found[:top]
     assert set(pruned.found) <= set(whole.found)
     assert not whole.pruned
@@ -158,16 +146,16 @@ def test_pruning_changes_nothing_among_the_first(
 def test_pruning_leaves_most_unplayed() -> None:
     model = NodeModel(NODES, layers=2, overlaps=("serial", "pairs", 2))
     tried = list(candidates(chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
-    ranking = search(tried, ranks=4, microbatches=8, model=model, top=1)
+    ranking = search(tried, ranks=2, microbatches=4, model=model, top=1)
     assert len(ranking.pruned) > len(tried) / 2
     assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", {"chunks": 1}, overlap="serial")}
 
 
 def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
-    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.1)
+    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.001)
     tried = [Candidate("auto", {"chunks": 2}), Candidate("combined_1f1b", {"chunks": 2, "extra_warmup": 2}, overlap=2)]
-    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 8, "model": model}
-    with few_tries():
+    sizes: dict[str, Any] = {"ranks": 2, "microbatches": 4, "model": model}
+    with patch("overlap1f1b.plan.found.OVERLAP", 1):  # of the fixed schedules beside
         ranking, whole = search(tried, top=1, **sizes), search(tried, **sizes)
     assert ranking.found[0] == whole.found[0]
     assert ranking.found[0][0].schedule == "auto"
@@ -198,7 +186,3 @@ def test_figures(name: str) -> None:
     assert outcome.peak_activations == max(program.peak_activations) * program.placement.share
     assert outcome.bubble_share == pytest.approx(1 - sum(map(timeline.busy, range(4))) / (4 * timeline.makespan))
     assert outcome.copies == (2 if name == "dualpipe" else 1)
-
-
-def test_outcomes_are_ordered_by_makespan_then_memory() -> None:
-    assert Outcome(1.0, 9.0, 2, 0.5) < Outcome(2.0, 1.0, 1, 0.1) < Outcome(2.0, 2.0, 1, 0.1)
