@@ -19,8 +19,7 @@ from overlap1f1b.running.wire import Wire
 from tests.running.fork import ROOT
 from tests.running.run import SIZES, Run
 
-LAYOUT = ("--pp", "2", "--batch", "2", "--microbatches", "2", "--eval-every", "2")
-TRAIN = ("-m", "overlap1f1b", "train", *SIZES, *LAYOUT)
+TRAIN = ("-m", "overlap1f1b", "train", *SIZES)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 TIMEOUT = 20
 
@@ -79,19 +78,11 @@ def ends(wire: Wire, number: int, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_agents_train_the_same_losses_as_one_machine(wire: Wire, tmp_path: Path, ranks: int) -> None:
-    args = ("--ep", str(ranks), "--steps", "4", "--json")
-    with agents(wire, tmp_path, ranks, *args, str(tmp_path / "two")) as started:
-        assert [agent.process.wait(120) for agent in started] == [0, 0], [agent.text for agent in started]
-    Run("train", *LAYOUT, *args, str(tmp_path / "one")).succeeds()
-    results: list[dict[str, Any]] = [json.loads((tmp_path / name).read_text()) for name in ("two", "one")]
-    two, one = results
-    assert two["environment"]["ranks"] == one["environment"]["ranks"] == 2 * ranks
-    assert len(set(two["losses"])) == 4  # two measure nodes, two play a plan
-    for key in ("losses", "grad_norm", "held_out"):
-        assert two[key] == one[key]
+def history(checkpoint: Path, *args: object) -> dict[str, Any]:
+    """What a checkpoint knows of the steps before it, by a run that has nothing left to train."""
+    result = checkpoint / "json"
+    Run("train", *args, "--ranks", 1, "--steps", 4, "--checkpoint", checkpoint, "--json", result).succeeds()
+    return json.loads(result.read_text())
 
 
 REASONS = {
@@ -102,12 +93,15 @@ REASONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "ranks"), [(0, 1), (1, 2)])
-def test_an_agent_is_killed(wire: Wire, tmp_path: Path, victim: int, ranks: int) -> None:
-    """So are its ranks; those of the other end within the limit, and say why."""
-    args = ("--ep", str(ranks), "--steps", "100000", "--timeout", str(TIMEOUT))
-    with agents(wire, tmp_path, ranks, *args) as pair:
+def test_two_agents_train_the_same_losses_as_one_machine_until_one_is_killed(
+    wire: Wire, text: Path, tmp_path: Path, victim: int, ranks: int
+) -> None:
+    """So are the killed agent's ranks; those of the other end within the limit, and say why."""
+    sizes = ("--text", str(text), "--batch", "2", "--microbatches", "2", "--eval-every", "1")
+    args = (*sizes, "--pp", "2", "--ep", str(ranks), "--steps", "2000", "--checkpoint-every", "4")
+    with agents(wire, tmp_path, ranks, *args, "--timeout", str(TIMEOUT), "--checkpoint", str(tmp_path / "two")) as pair:
         deadline = time.monotonic() + 120
-        while "\nstep 2" not in pair[0].text:
+        while not (tmp_path / "two" / "step-00000004").exists():
             assert time.monotonic() < deadline, [agent.text for agent in pair]
             assert [agent.process.poll() for agent in pair] == [None, None], [agent.text for agent in pair]
             time.sleep(0.1)
@@ -118,3 +112,13 @@ def test_an_agent_is_killed(wire: Wire, tmp_path: Path, victim: int, ranks: int)
         assert ends(wire, other, TIMEOUT + 10), pair[other].text
         assert pair[other].process.wait(10) not in (0, None)
         assert REASONS[victim] in pair[other].text
+        assert f"on {2 * ranks} ranks (pp 2 × " in pair[0].text
+
+    alone = Run("train", *args, "--checkpoint", tmp_path / "one")
+    alone.until((tmp_path / "one" / "step-00000004").exists)
+    alone.process.kill()
+    two, one = (history(tmp_path / name, *sizes) for name in ("two", "one"))
+    assert len(set(two["losses"][:4])) == 4  # two measure nodes, two play a plan
+    for key in ("losses", "grad_norm"):
+        assert two[key][:4] == one[key][:4]
+    assert two["held_out"]["losses"][:3] == one["held_out"]["losses"][:3]
