@@ -80,11 +80,7 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("verb", "target", "expected"),
     [
-        (
-            "train --steps 2",
-            "running.train.trainer:Trainer.step",
-            ["step 0/2", "step 2/2 runs"],
-        ),
+        ("train --steps 2", "running.train.trainer:Trainer.step", ["step 0/2", "step 2/2 runs"]),
         ("train --steps 2", "running.train.trainer:Trainer.evaluate", ["step 2/2 runs"]),
         (
             "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
@@ -113,12 +109,8 @@ def test_steps_that_last_say_what_is_done_and_left(
     words = [*command.split(), *SIZES, *f"{dashes}{options}".split(), "--ep", "1", "--text", str(text)]
     words += ["--out", str(tmp_path / "out")] if command.startswith("profile") else []
     environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
-    process = Fork([f"overlap1f1b.{target}", *words], environ, ROOT / "tests/cli/lasting.py")
-    try:
-        out, err = process.communicate(60)
-    finally:
-        process.kill()
-    assert (process.returncode, err) == (0, "")
+    status, out, err = Fork([f"overlap1f1b.{target}", *words], environ, ROOT / "tests/cli/lasting.py").wait()
+    assert (status, err) == (0, "")
     figures = re.findall(r"step \d/2  loss .*", out)
     assert len(figures) == len(set(figures)) == (2 if command == "train" else 0)  # none is said a second time
     said = "\n".join(re.findall(r"^\d:\d\d (.*)$", out, re.M)) + "\n"

@@ -12,7 +12,7 @@ import pytest
 
 from overlap1f1b.cli.report.figures import figure
 from overlap1f1b.profiling import bars_of, read
-from tests.cli.report.run import report
+from tests.cli.inside import report
 from tests.profiling.simulated import simulated, write_run
 
 Capture = pytest.CaptureFixture[str]

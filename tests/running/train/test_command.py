@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.workload import model_config
 from overlap1f1b.schedule import SCHEDULES
 from tests.cli.inside import Verb
+from tests.running.fork import torchrun_environs
 from tests.running.run import COMMAND, Run, refused
 from tests.running.train.test_display import scalars
 
@@ -72,11 +72,7 @@ def test_tensorboard_shows_the_same(unbroken: tuple[Path, dict[str, Any]]) -> No
 
 def under_torchrun(*args: object) -> str:
     """What two ranks write by what torchrun puts into the environment; tests/running/test_cluster.py starts it."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    whole = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    whole["TORCHELASTIC_RUN_ID"] = "none"
-    runs = [Run("train", *args, RANK=rank, LOCAL_RANK=rank, **whole) for rank in ("0", "1")]
+    runs = [Run("train", *args, **environ) for environ in torchrun_environs(2)]
     found = [run.wait() for run in runs]
     assert [status for status, _, _ in found] == [0, 0], found
     return found[0][1]
@@ -266,13 +262,6 @@ def test_more_ranks_than_a_machine_can_hold() -> None:
 )
 def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> None:
     assert refused("train", "--text", text, *args.split()) == error
-
-
-def test_text_that_cannot_be_read(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    expected = f"--text {empty} is empty; allowed: text files, or folders of them"
-    assert refused("train", "--text", empty, "--ranks", 1) == expected
 
 
 @pytest.mark.slow
