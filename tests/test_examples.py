@@ -69,10 +69,11 @@ def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path)
     program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     assert program is not None
     assert len(program[1].splitlines()) < 50
-    (script := tmp_path / "train.py").write_text(program[1])
+    assert "in range(20):" in program[1]
+    (script := tmp_path / "train.py").write_text(program[1].replace("in range(20):", "in range(5):"))
     for ranks, hidden in ((1, "nan%"), (2, r"\d+%")):
         lines = re.findall(rf"^step (\d+) loss \d\.\d+ hidden {hidden}$", forked(script, ranks=ranks), re.MULTILINE)
-        assert list(map(int, lines)) == list(range(20))
+        assert list(map(int, lines)) == list(range(5))
 
 
 def config(folder: Path) -> Path:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from overlap1f1b.running.wire import Wire
 from tests.running.fork import ROOT
-from tests.running.run import SIZES, Run
+from tests.running.run import SIZES, Run, until
 
 TRAIN = ("-m", "overlap1f1b", "train", *SIZES)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
@@ -69,15 +68,6 @@ def processes(wire: Wire, number: int) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def ends(wire: Wire, number: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes(wire, number):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def history(checkpoint: Path, *args: object) -> dict[str, Any]:
     """What a checkpoint knows of the steps before it, by a run that has nothing left to train."""
     result = checkpoint / "json"
@@ -100,16 +90,14 @@ def test_two_agents_train_the_same_losses_as_one_machine_until_one_is_killed(
     sizes = ("--text", str(text), "--batch", "2", "--microbatches", "2", "--eval-every", "1")
     args = (*sizes, "--pp", "2", "--ep", str(ranks), "--steps", "2000", "--checkpoint-every", "4")
     with agents(wire, tmp_path, ranks, *args, "--timeout", str(TIMEOUT), "--checkpoint", str(tmp_path / "two")) as pair:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "two" / "step-00000004").exists():
-            assert time.monotonic() < deadline, [agent.text for agent in pair]
-            assert [agent.process.poll() for agent in pair] == [None, None], [agent.text for agent in pair]
-            time.sleep(0.1)
+        checkpoint, others = tmp_path / "two" / "step-00000004", lambda: [agent.process.poll() for agent in pair]
+        until(lambda: checkpoint.exists() or any(others()), 120, lambda: [agent.text for agent in pair])
+        assert others() == [None, None], [agent.text for agent in pair]
         assert [len(processes(wire, number)) > ranks for number in range(2)] == [True, True]
         os.kill(pair[victim].process.pid, signal.SIGKILL)
         other = 1 - victim
-        assert ends(wire, victim, 10)
-        assert ends(wire, other, TIMEOUT + 10), pair[other].text
+        until(lambda: not processes(wire, victim), 10)
+        until(lambda: not processes(wire, other), TIMEOUT + 10, lambda: pair[other].text)
         assert pair[other].process.wait(10) not in (0, None)
         assert REASONS[victim] in pair[other].text
         assert f"on {2 * ranks} ranks (pp 2 × " in pair[0].text

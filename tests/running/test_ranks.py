@@ -56,6 +56,6 @@ def test_a_rank_whose_peers_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in torchrun_environs(2)[0].items():
         if name != "TORCHELASTIC_RUN_ID":  # this process is no child of an agent
             monkeypatch.setenv(name, value)
-    expected = pytest.raises(NotJoinedError, match=r"^rank 0 waited for all of 2 ranks: .* \(--timeout 1\)$")
-    with expected, joined((1, 1, 2), 1.0):
+    expected = pytest.raises(NotJoinedError, match=r"^rank 0 waited for all of 2 ranks: .* \(--timeout 0.5\)$")
+    with expected, joined((1, 1, 2), 0.5):
         pass

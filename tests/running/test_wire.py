@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -17,8 +16,8 @@ import pytest
 
 from overlap1f1b.running.launch import run_ranks
 from overlap1f1b.running.wire import Balanced, Wire, parse_wire, require
+from tests.running.run import ROOT, until
 
-ROOT = Path(__file__).parents[2]
 WIRE = pytest.mark.usefixtures("wire_or_skip")
 FRAME_PER_PAYLOAD = 1514 / 1448  # Ethernet, IP and TCP headers of full segments
 
@@ -307,10 +306,7 @@ def test_a_second_ctrl_c_does_not_stop_the_removal(
     command("ip", f'case "$*" in "netns delete"*) touch {tmp_path}/began; sleep 0.2;; esac; exec {ip} "$@"')
     process = parent("nothing")
     os.killpg(process.pid, signal.SIGINT)
-    deadline = time.monotonic() + 5
-    while not (tmp_path / "began").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until((tmp_path / "began").exists, 5)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=10) == -signal.SIGINT
     assert namespaces(process.pid) == []
@@ -324,9 +320,8 @@ def test_stale_namespaces_are_removed(parent: Callable[[str], subprocess.Popen[s
     stale.wait()
     names = namespaces(stale.pid)
     assert len(names) == 4
-    deadline = time.monotonic() + 3
-    while any(subprocess.check_output(["ip", "netns", "pids", name]) for name in names):
-        assert time.monotonic() < deadline, "the ranks, started through `ip netns exec`, outlived their parent"
+    # The ranks, started through `ip netns exec`, do not outlive their parent.
+    until(lambda: not any(subprocess.check_output(["ip", "netns", "pids", name]) for name in names), 3)
     with Wire(2):
         assert namespaces(stale.pid) == []
         assert len(namespaces(other.pid)) == 4

@@ -13,24 +13,18 @@ from rich.console import Console
 
 from overlap1f1b.terminal.status import showing
 from tests.running.fork import ROOT, Fork
-from tests.running.run import SIZES
+from tests.running.run import SIZES, until
 
 
 def said(screen: Console, output: io.StringIO) -> list[str]:
     with showing(screen, "starting") as say:
-        wait_for(output, "starting")
+        until(lambda: "starting" in output.getvalue(), 10)
         say("round 1 of 2")
-        wait_for(output, "round 1 of 2")
+        until(lambda: "round 1 of 2" in output.getvalue(), 10)
     lines = output.getvalue().splitlines()
     time.sleep(0.05)
     assert output.getvalue().splitlines() == lines  # nothing comes later
     return lines
-
-
-def wait_for(output: io.StringIO, text: str) -> None:
-    end = time.monotonic() + 10
-    while text not in output.getvalue() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def test_lines_come_by_themselves_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
 
 def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "auto.csv"
-    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--parts", 2, "--seconds", 0.01, "--memory", 3)
+    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--seconds", 0.01, "--memory", 3)
     with few_tries():
         found = plan.content(
             capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto"

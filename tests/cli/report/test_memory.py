@@ -17,12 +17,11 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.profiling import read
 from overlap1f1b.schedule import build_schedule
 from tests.cli.inside import report
-from tests.cli.report.test_page import browser, open_page, without_warnings
+from tests.cli.report.test_page import open_page, without_warnings
 from tests.engines import make
 from tests.profiling.simulated import simulated, write_run
 from tests.ranks import Ranks
 
-__all__ = ["browser"]  # a fixture
 Capture = pytest.CaptureFixture[str]
 
 
