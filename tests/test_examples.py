@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import socket
 import subprocess
@@ -88,15 +89,15 @@ def config(folder: Path) -> Path:
 @pytest.mark.slow
 def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> None:
     model = config(tmp_path / "model")
-    args = (model, ROOT / "README.md", "--steps", "4", "--every", "2", "--pp", "2", "--save", tmp_path / "saved")
+    args = (model, ROOT / "README.md", "--steps", "6", "--every", "4", "--pp", "2", "--save", tmp_path / "saved")
     steps = re.compile(r"^step (\d+) loss (\S+) grad_norm \S+ tps \d+ memory \S+ GiB( held_out \S+)?$", re.MULTILINE)
     first, again = (
         {int(step): float(loss) for step, loss, _ in steps.findall(forked(EXAMPLES / "train_hf.py", *args, ranks=2))}
         for _ in range(2)
     )
-    assert list(first) == [0, 1, 2, 3]
-    assert again == {step: first[step] for step in (2, 3)}
-    assert first[3] < first[0]
+    assert list(first) == [0, 1, 2, 3, 4, 5]
+    assert again == {step: first[step] for step in (4, 5)}
+    assert first[5] < first[0]
 
 
 @pytest.mark.slow
@@ -175,11 +176,11 @@ def under_slurm(root: Path, folder: Path, torchrun: str) -> tuple[str, list[str]
 
 def test_the_agents_that_slurm_starts_on_two_nodes(tmp_path: Path) -> None:
     """By torchrun's own parser of its arguments; tests/running/test_cluster.py trains over two agents."""
-    agents, program = under_slurm(ROOT, tmp_path, """printf '%s\\0' "$@"; echo""")
+    agents, program = under_slurm(ROOT, tmp_path, 'echo "${*@Q}"')  # at once: lines of two agents stay apart
     lines = agents.splitlines()
     assert len(lines) == 2
     for line in lines:
-        config, _, words = config_from_args(parse_args(line.split("\0")[:-1]))
+        config, _, words = config_from_args(parse_args(shlex.split(line)))
         assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 1)
         assert (config.rdzv_backend, config.run_id) == ("c10d", "7")
         assert config.rdzv_endpoint.startswith("localhost:")
