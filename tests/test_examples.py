@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import socket
 import subprocess
@@ -12,8 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args, parse_args
 
-from tests.running.fork import Fork
+from tests.running.fork import Fork, torchrun_environs
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -24,22 +26,15 @@ def forked(script: Path, *args: str | Path, ranks: int = 1) -> str:
     environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
     for name in ("RANK", "WORLD_SIZE"):
         environ.pop(name, None)
-    several: dict[str, str] = {}
-    if ranks > 1:
-        with socket.create_server(("localhost", 0)) as server:
-            port = server.getsockname()[1]
-        several = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
-    words = list(map(str, args))
-    processes = [Fork(words, environ | several | mine, script) for mine in own]
+    words, several = list(map(str, args)), torchrun_environs(ranks) if ranks > 1 else [{}]
+    processes = [Fork(words, environ | mine, script) for mine in several]
     try:
-        written = [process.communicate(120) for process in processes]
+        found = [process.wait(120) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (_, err) in zip(processes, written, strict=True):
-        assert process.returncode == 0, err
-    return "".join(out for out, _ in written)
+    assert [status for status, _, _ in found] == [0] * ranks, [err for _, _, err in found]
+    return "".join(out for _, out, _ in found)
 
 
 def losses(text: str) -> dict[int, float]:
@@ -75,10 +70,11 @@ def test_the_program_of_the_training_page_on_one_rank_and_on_two(tmp_path: Path)
     program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "training.md").read_text(), re.DOTALL)
     assert program is not None
     assert len(program[1].splitlines()) < 50
-    (script := tmp_path / "train.py").write_text(program[1])
+    assert "in range(20):" in program[1]
+    (script := tmp_path / "train.py").write_text(program[1].replace("in range(20):", "in range(5):"))
     for ranks, hidden in ((1, "nan%"), (2, r"\d+%")):
         lines = re.findall(rf"^step (\d+) loss \d\.\d+ hidden {hidden}$", forked(script, ranks=ranks), re.MULTILINE)
-        assert list(map(int, lines)) == list(range(20))
+        assert list(map(int, lines)) == list(range(5))
 
 
 def config(folder: Path) -> Path:
@@ -105,29 +101,23 @@ def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_train_trainer_with_its_defaults_and_on_over_two_stages(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    script, saved = EXAMPLES / "train_trainer.py", ("--output_dir", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "package", "on", "done"),
+    [("trainer", "accelerate", ("--resume_from_checkpoint", "checkpoint-10"), 2), ("sft", "trl", (), 0)],
+)
+def test_train_with_its_defaults_and_over_two_stages(
+    tmp_path: Path, name: str, package: str, on: tuple[str, ...], done: int
+) -> None:
+    """The second goes on from a checkpoint of the first, or begins anew."""
+    pytest.importorskip(package)
+    script, saved = EXAMPLES / f"train_{name}.py", ("--output_dir", tmp_path)
     logged = re.compile(r"^\{'loss': '(\S+)', 'grad_norm'", re.MULTILINE)
     alone = [float(loss) for loss in logged.findall(forked(script, *saved))]
     assert len(alone) == 4
     assert alone[-1] < alone[0] - 0.5
-    on = (*saved, "--pp", "2", "--resume_from_checkpoint", tmp_path / "checkpoint-10")
-    again = [float(loss) for loss in logged.findall(forked(script, *on, ranks=2))]
-    assert again == pytest.approx(alone[2:], abs=2e-3)
-    assert (tmp_path / "config.json").exists()
-
-
-@pytest.mark.slow
-def test_train_sft_on_one_rank_and_over_two_stages(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    logged = re.compile(r"^\{'loss': '(\S+)', 'grad_norm'", re.MULTILINE)
-    script, saved = EXAMPLES / "train_sft.py", ("--output_dir", tmp_path)
-    alone = [float(loss) for loss in logged.findall(forked(script, *saved))]
-    assert len(alone) == 4
-    assert alone[-1] < alone[0] - 0.5
-    over_two = [float(loss) for loss in logged.findall(forked(script, *saved, "--pp", "2", ranks=2))]
-    assert over_two == pytest.approx(alone, abs=2e-3)
+    options = [tmp_path / word if word.startswith("checkpoint") else word for word in on]
+    over_two = [float(loss) for loss in logged.findall(forked(script, *saved, "--pp", "2", *options, ranks=2))]
+    assert over_two == pytest.approx(alone[done:], abs=2e-3)
     assert (tmp_path / "config.json").exists()
 
 
@@ -159,37 +149,56 @@ def check_hidden(text: str) -> None:
     assert all(0 < float(loss) < 10 and 0 <= float(hidden) <= 1 for loss, hidden in logged)
 
 
-@pytest.mark.slow
-def test_two_nodes_under_stand_ins_of_slurm_from_a_fresh_clone(clone: Path, tmp_path: Path) -> None:
-    """One agent of torchrun for each of two nodes, both on this machine, with one rank each, as documented."""
-    command = documented(clone / "examples" / "train_own.py")
+def under_slurm(root: Path, folder: Path, torchrun: str) -> tuple[str, list[str]]:
+    """What both nodes of a job print if `torchrun` is this line of a shell, and the program that they run."""
+    command = documented(root / "examples" / "train_own.py")
     assert command == ["--nproc-per-node", "4", "examples/train_own.py", "--pp", "2", "--save", "folder"]
+    program = [*command[2:6], str(folder / "saved")]
     stand_ins = {
         "scontrol": "echo localhost",
         "srun": 'shift; "$@" & first=$!; "$@" & wait $! && wait $first',
-        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+        "torchrun": torchrun,
     }
     for name, line in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     environ = dict(
-        os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}", PYTHONPATH=str(clone), GLOO_SOCKET_IFNAME="lo",
+        os.environ, PATH=f"{folder}:{os.environ['PATH']}", PYTHONPATH=str(root), GLOO_SOCKET_IFNAME="lo",
         SLURM_JOB_NODELIST="two", SLURM_JOB_NUM_NODES="2", SLURM_JOB_ID="7", RANKS="1", PORT=str(port),
     )  # fmt: skip
-    saved = tmp_path / "saved"
-    started = [clone / "examples" / "slurm.sh", *command[2:6], saved]
-    done = subprocess.run(started, cwd=clone, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    started = [root / "examples" / "slurm.sh", *program]
+    done = subprocess.run(started, cwd=root, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = losses(done.stdout)
+    return done.stdout, program
+
+
+def test_the_agents_that_slurm_starts_on_two_nodes(tmp_path: Path) -> None:
+    """By torchrun's own parser of its arguments; tests/running/test_cluster.py trains over two agents."""
+    agents, program = under_slurm(ROOT, tmp_path, 'echo "${*@Q}"')  # at once: lines of two agents stay apart
+    lines = agents.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        config, _, words = config_from_args(parse_args(shlex.split(line)))
+        assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 1)
+        assert (config.rdzv_backend, config.run_id) == ("c10d", "7")
+        assert config.rdzv_endpoint.startswith("localhost:")
+        assert words[-len(program) :] == program
+
+
+@pytest.mark.wide
+def test_two_nodes_under_stand_ins_of_slurm_from_a_fresh_clone(clone: Path, tmp_path: Path) -> None:
+    """One agent of torchrun for each of two nodes, both on this machine, with one rank each, as documented."""
+    printed, _ = under_slurm(clone, tmp_path, f'exec {sys.executable} -m torch.distributed.run "$@"')
+    found = losses(printed)
     assert list(found) == list(range(20))
     assert found[19] < found[0] / 4
-    assert (saved / "step-00000020").exists()
+    assert (tmp_path / "saved" / "step-00000020").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), [("trainer", "accelerate"), ("sft", "trl")])
+@pytest.mark.parametrize(("name", "package"), [("sft", "trl"), ("trainer", "accelerate")])
 def test_the_documented_ranks(name: str, package: str, tmp_path: Path) -> None:
     """The same command but for its start, on four ranks over two stages."""
     pytest.importorskip(package)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.running.fork import Fork
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
@@ -60,8 +62,6 @@ def test_there_are_over_a_hundred_faults_of_every_act_phase_and_option(faults: M
 
 @pytest.mark.slow
 def test_one_fault_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--only", "12"], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "1 faults, 0 wrong" in done.stdout
+    status, out, err = Fork(["--only", "12"], os.environ, SCRIPT).wait(200)
+    assert status == 0, err
+    assert "1 faults, 0 wrong" in out

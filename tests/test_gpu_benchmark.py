@@ -40,12 +40,8 @@ def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, A
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     if before:
         (folder / "script.py").write_text(code)
-        forked = Fork([], environ, folder / "script.py")
-        try:
-            said = "".join(forked.communicate(280))
-        finally:
-            forked.kill()
-        status = forked.returncode
+        status, *written = Fork([], environ, folder / "script.py").wait(280)
+        said = "".join(written)
     else:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -62,23 +58,9 @@ def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, A
 def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]
-    assert {name: entry["status"] for name, entry in sections.items()} == dict.fromkeys(
-        (
-            "ceilings",
-            "contention",
-            "compiles",
-            "checks",
-            "kernels",
-            "layer",
-            "eight",
-            "steps",
-            "overhead",
-            "memory",
-            "trace",
-            "nccl",
-        ),
-        "ok",
-    ), sections
+    names = "ceilings, contention, compiles, checks, kernels, layer, eight, steps, overhead, memory, trace, nccl"
+    assert set(sections) == set(names.split(", "))
+    assert {entry["status"] for entry in sections.values()} == {"ok"}, sections
     assert len(sections["compiles"]["result"]["rows"]) == 5 * 12  # shapes, kernels
     assert not sections["compiles"]["result"]["skipped"]
     assert sections["nccl"]["result"]["skipped"] == ["NCCL, which a single GPU cannot show: it needs two or more"]

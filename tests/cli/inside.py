@@ -43,3 +43,6 @@ class Verb(NamedTuple):
         assert result.err.count("\n") == 1
         assert "Traceback" not in result.err
         return result.err.removeprefix("overlap1f1b: error: ").strip()
+
+
+plan, report = Verb("plan"), Verb("report")

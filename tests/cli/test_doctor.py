@@ -17,11 +17,12 @@ import psutil
 import pytest
 import torch
 
-from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections, link
+from overlap1f1b.cli.doctor import GREENLET, TRITON, Finding, connections
 from overlap1f1b.cli.main import main
 from overlap1f1b.transport.versions import TORCH
 from tests.cli.inside import Verb
 from tests.cli.lasting import lasting
+from tests.running.fork import Fork
 from tests.running.run import COMMAND, ROOT
 
 
@@ -36,9 +37,9 @@ def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The faults by a process, since they are planted in its environment."""
-    found = findings_of(*Verb("doctor")(capsys, "--json", "-")[1:])
+def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> None:
+    """The faults in a process that starts as a user starts it, since they are planted in its environment."""
+    found = findings_of(*Fork(["doctor", "--json", "-"], os.environ).wait()[1:])
     expected = ["torch", "greenlet", "cuda", "nccl", "triton", "connections", "streams", "link between ranks"]
     assert list(found) == [*expected, "shaped wire"]
     assert found["torch"] == {"name": "torch", "status": "ok", "value": version("torch"), "advice": ""}
@@ -79,11 +80,13 @@ def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path, capsy
 
 
 def test_a_limit_that_is_too_short_is_named_first() -> None:
-    found = link(0.001)
-    assert found.status == "fail"
-    assert re.search("timed? ?out|by peer|broken pipe", found.value, re.IGNORECASE)  # whichever rank is first
-    assert "/" not in found.value
-    assert found.advice.startswith("allow more than --timeout 0.001; unset GLOO_SOCKET_IFNAME or ")
+    found = findings_of(*Fork(["doctor", "--json", "-", "--timeout", "0.001"], os.environ).wait()[1:])[
+        "link between ranks"
+    ]
+    assert found["status"] == "fail"
+    assert re.search("timed? ?out|by peer|broken pipe", found["value"], re.IGNORECASE)  # whichever rank is first
+    assert "/" not in found["value"]
+    assert found["advice"].startswith("allow more than --timeout 0.001; unset GLOO_SOCKET_IFNAME or ")
 
 
 def test_ctrl_c_is_no_fault_of_the_link() -> None:

@@ -11,7 +11,7 @@ import pytest
 from overlap1f1b.cli.draw import Cell, Grid, Track, tracks_of
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Costs, simulate
-from tests.cli.plan.run import plan
+from tests.cli.inside import plan
 
 Capture = pytest.CaptureFixture[str]
 
@@ -135,6 +135,5 @@ def test_large_programs_are_drawn_without_texts(capsys: Capture, tmp_path: Path)
 def test_without_matplotlib(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = plan(capsys, "--png", tmp_path / "plan.png")
-    assert result.status == 2
-    assert result.err == "overlap1f1b: error: --png needs matplotlib; pip install matplotlib\n"
+    expected = "--png needs matplotlib; pip install matplotlib"
+    assert plan.refused(capsys, "--png", tmp_path / "plan.png") == expected

@@ -20,12 +20,11 @@ from overlap1f1b.profiling import figures_of, read
 from overlap1f1b.running.launch import run_ranks
 from overlap1f1b.running.wire import Wire
 from tests.cli.inside import Verb
-from tests.running.profiled import VARIANTS
 from tests.running.run import ROOT, Run, refused
 
 
-def disagreements(folder: Path, text: Path) -> list[str]:
-    """What traces and records of three rows say other than the engine's own counters, by more than three points.
+def disagreements(folder: Path, text: Path, names: tuple[str, ...]) -> list[str]:
+    """What traces and records of rows say other than the engine's own counters, by more than three points.
 
     Step by step, the median of three: one in which the processor was taken away does not count.
     """
@@ -33,9 +32,9 @@ def disagreements(folder: Path, text: Path) -> list[str]:
     with Wire(2) as wire:
         environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         command = (sys.executable, "-m", "tests.running.profiled")
-        assert run_ranks([str(folder), str(text)], 2, wire=wire, environ=environ, command=command) == 0
+        assert run_ranks([str(folder), str(text), *names], 2, wire=wire, environ=environ, command=command) == 0
     found, shares = [], {}
-    for name in VARIANTS:
+    for name in names:
         for pattern in ("rank*.trace.json.gz", "rank?.json"):
             for recording in read(*sorted((folder / name).glob(pattern))).ranks:
                 own = json.loads((folder / f"{name}-{recording.rank}.json").read_text())
@@ -46,7 +45,7 @@ def disagreements(folder: Path, text: Path) -> list[str]:
                     if median(off) > 0.03:
                         found.append(f"{name}, {pattern}, rank {recording.rank}: {key} is off by {off} of the exchange")
                 shares[name] = median(counted(step, "hidden") / step["exchange"] for step in own)
-    if shares["sequential"] > 0.05 or min(shares["pairs"], shares["three"]) < shares["sequential"] + 0.1:
+    if shares["sequential"] > 0.05 or min(shares[name] for name in names[1:]) < shares["sequential"] + 0.1:
         found.append(f"hidden: {shares}")
     return found
 
@@ -56,9 +55,10 @@ def counted(step: Mapping[str, float], key: str) -> float:
     return step["exchange"] - step["exposed"] if key == "hidden" else step[key]
 
 
-@pytest.mark.slow
-def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Path) -> None:
-    """Sequential, Megatron's pattern, three open actions; a second attempt is for a busy machine."""
+@pytest.mark.wide
+@pytest.mark.parametrize("overlap", ["three", "pairs"])
+def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Path, overlap: str) -> None:
+    """Sequential, and three open actions or Megatron's pattern; a second attempt is for a busy machine."""
     try:
         with Wire(2):
             pass
@@ -66,7 +66,7 @@ def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Pa
         pytest.skip(str(error))
     found: list[str] = []
     for attempt in range(2):
-        found = disagreements(tmp_path / str(attempt), text)
+        found = disagreements(tmp_path / str(attempt), text, ("sequential", overlap))
         if not found:
             return
     pytest.fail("\n".join(found))
@@ -75,7 +75,7 @@ def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "two words" / "out"
-    sizes = ("--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
+    sizes = ("--layers", 1, "--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
     run = Run("profile train", *sizes, "--text", text, "--out", out, "--json", "-")
     status, shown, err = run.wait()
     assert status == 0, err
@@ -90,8 +90,9 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
     assert [found["steps"] for found in content["ranks"]] == [2, 2]
     for found, own in zip(content["ranks"], result["ranks"], strict=True):
         assert len(own["steps"]) == 2
-        exchange = sum(step["exchange_ms"] for step in own["steps"]) / 2
+        exchange, exposed = (sum(step[name] for step in own["steps"]) / 2 for name in ("exchange_ms", "exposed_ms"))
         assert found["exchange_ms"] == pytest.approx(exchange, rel=0.03)
+        assert found["exposed_ms"] == pytest.approx(exposed, abs=0.03 * exchange)
         assert found["peak_bytes"] > found["parameter_bytes"] > 0, "the step that warms up the profiler has counted"
     assert content["verdict"] in err
 
@@ -125,29 +126,32 @@ def test_nsys_is_missing(tmp_path: Path) -> None:
 
 
 NSYS = """#!/bin/sh
-echo "$@" >> {log}
+echo "$OVERLAP1F1B_NSYS $@" >> {log}
 while [ "${{1#-}}" != "$1" ] || [ "$1" = profile ]; do shift; done
-exec "$@"
+{rank}
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for nsys where there is no GPU")
-def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path) -> None:
-    """By a stand-in that notes how it is called and runs the rank, as far as it goes without a GPU."""
+@pytest.mark.parametrize("rank", ["exit 2", 'exec "$@"'], ids=["noted", "run"])
+def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path, rank: str) -> None:
+    """By a stand-in that notes how it is called; and runs the rank, as far as it goes without a GPU."""
     log, nsys = tmp_path / "log", tmp_path / "nsys"
-    nsys.write_text(NSYS.format(log=log))
+    nsys.write_text(NSYS.format(log=log, rank=rank))
     nsys.chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     sizes = ("--text", text, "--batch", 4, "--out", tmp_path / "out")
     status, _, err = Run("profile train", "--nsys", *sizes, PATH=path).wait()
     assert status == 2
-    printed, error = err.splitlines()
-    assert error.startswith("overlap1f1b: error: nsys without a GPU that torch ")
-    lines = sorted(log.read_text().splitlines())
-    assert len(lines) == 2
-    for rank, line in enumerate(lines):
-        assert f"--output={tmp_path}/out/rank{rank} " in line
+    printed, *errors = err.splitlines()
+    expected = ["overlap1f1b: error: nsys without a GPU that torch "] if rank.startswith("exec") else []
+    assert [error[: len(start)] for error, start in zip(errors, expected, strict=True)] == expected
+    noted = sorted(line.split(" ", 1) for line in log.read_text().splitlines())
+    assert [inside for inside, _ in noted] == ["1", "1"]  # the rank does not enter nsys again
+    lines = [line for _, line in noted]
+    for number, line in enumerate(lines):
+        assert f"--output={tmp_path}/out/rank{number} " in line
         assert "--capture-range=cudaProfilerApi --capture-range-end=stop --export=sqlite" in line
         assert " -m overlap1f1b profile train " in line
     assert printed == f"nsys {lines[0]}".replace("/rank0 ", "/rank%q{RANK} ").replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import time
@@ -59,12 +60,29 @@ class Fork:
         out, err = (file.read() for file in self._files)
         return out, err
 
+    def wait(self, timeout: float = 60) -> tuple[int | None, str, str]:
+        """Its status and what it wrote; it is killed if it takes longer."""
+        try:
+            out, err = self.communicate(timeout)
+        finally:
+            self.kill()
+        return self.returncode, out, err
+
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
         self._process.kill()
+
+
+def torchrun_environs(ranks: int) -> list[dict[str, str]]:
+    """What torchrun puts into the environment of each of several ranks."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    whole = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost"}
+    whole |= {"MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    return [whole | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 class _Rank:

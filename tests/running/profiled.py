@@ -18,19 +18,20 @@ from tests.plan.tries import few_tries
 STEPS = 3
 VARIANTS = {
     "sequential": Variant(build_schedule("sequential", microbatches=4), "serial"),
-    "pairs": Variant(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs"),
+    "pairs": Variant(build_schedule("combined_1f1b", microbatches=4, extra_warmup=0), "pairs", default=True),
     "three": Variant(build_schedule("combined_1f1b", microbatches=4), 3, default=True),
 }
 
 
-def main(folder: Path, text: Path) -> None:
+def main(folder: Path, text: Path, *names: str) -> None:
     model = ModelOptions(layers=1, hidden=128, intermediate=256)
     sizes = {"microbatches": 4, "batch": 4, "sequence": 128, "text": (text,)}
     options = BenchOptions(model=model, wire="balanced", compute="timed", **sizes)  # type: ignore[arg-type]
     with joined((1, 1, 2), 60.0) as rank:
         bench = Bench(options, rank, lambda _: None)
-        with few_tries(), bench.ready(list(VARIANTS.values())) as (engines, *_):
-            for name, variant in VARIANTS.items():
+        with few_tries(), bench.ready([VARIANTS[name] for name in names]) as (engines, *_):
+            for name in names:
+                variant = VARIANTS[name]
                 bench.step(engines[variant.key])
                 with Profile(engines[variant.key], folder / name):
                     overlaps = [bench.step(engines[variant.key])[1].overlap for _ in range(STEPS)]
@@ -40,5 +41,5 @@ def main(folder: Path, text: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["KINETO_LOG_LEVEL"] = "6"
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     os._exit(0)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -15,6 +16,14 @@ from tests.running.fork import ROOT, Fork
 
 COMMAND = (sys.executable, "-m", "overlap1f1b")
 SIZES = ("--layers", "2", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32")
+
+
+def until(condition: Callable[[], Any], seconds: float = 20, said: Callable[[], Any] = str) -> None:
+    """Wait until it holds; else the test fails, with what is said then."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.01)
 
 
 class Run:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,10 +16,9 @@ import pytest
 
 from overlap1f1b.running.wire import Wire
 from tests.running.fork import ROOT
-from tests.running.run import SIZES, Run
+from tests.running.run import SIZES, Run, until
 
-LAYOUT = ("--pp", "2", "--batch", "2", "--microbatches", "2", "--eval-every", "2")
-TRAIN = ("-m", "overlap1f1b", "train", *SIZES, *LAYOUT)
+TRAIN = ("-m", "overlap1f1b", "train", *SIZES)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 TIMEOUT = 20
 
@@ -70,28 +68,11 @@ def processes(wire: Wire, number: int) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def ends(wire: Wire, number: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while processes(wire, number):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_two_agents_train_the_same_losses_as_one_machine(wire: Wire, tmp_path: Path, ranks: int) -> None:
-    args = ("--ep", str(ranks), "--steps", "4", "--json")
-    with agents(wire, tmp_path, ranks, *args, str(tmp_path / "two")) as started:
-        assert [agent.process.wait(120) for agent in started] == [0, 0], [agent.text for agent in started]
-    Run("train", *LAYOUT, *args, str(tmp_path / "one")).succeeds()
-    results: list[dict[str, Any]] = [json.loads((tmp_path / name).read_text()) for name in ("two", "one")]
-    two, one = results
-    assert two["environment"]["ranks"] == one["environment"]["ranks"] == 2 * ranks
-    assert len(set(two["losses"])) == 4  # two measure nodes, two play a plan
-    for key in ("losses", "grad_norm", "held_out"):
-        assert two[key] == one[key]
+def history(checkpoint: Path, *args: object) -> dict[str, Any]:
+    """What a checkpoint knows of the steps before it, by a run that has nothing left to train."""
+    result = checkpoint / "json"
+    Run("train", *args, "--ranks", 1, "--steps", 4, "--checkpoint", checkpoint, "--json", result).succeeds()
+    return json.loads(result.read_text())
 
 
 REASONS = {
@@ -102,19 +83,30 @@ REASONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "ranks"), [(0, 1), (1, 2)])
-def test_an_agent_is_killed(wire: Wire, tmp_path: Path, victim: int, ranks: int) -> None:
-    """So are its ranks; those of the other end within the limit, and say why."""
-    args = ("--ep", str(ranks), "--steps", "100000", "--timeout", str(TIMEOUT))
-    with agents(wire, tmp_path, ranks, *args) as pair:
-        deadline = time.monotonic() + 120
-        while "\nstep 2" not in pair[0].text:
-            assert time.monotonic() < deadline, [agent.text for agent in pair]
-            assert [agent.process.poll() for agent in pair] == [None, None], [agent.text for agent in pair]
-            time.sleep(0.1)
+def test_two_agents_train_the_same_losses_as_one_machine_until_one_is_killed(
+    wire: Wire, text: Path, tmp_path: Path, victim: int, ranks: int
+) -> None:
+    """So are the killed agent's ranks; those of the other end within the limit, and say why."""
+    sizes = ("--text", str(text), "--batch", "2", "--microbatches", "2", "--eval-every", "1")
+    args = (*sizes, "--pp", "2", "--ep", str(ranks), "--steps", "2000", "--checkpoint-every", "4")
+    with agents(wire, tmp_path, ranks, *args, "--timeout", str(TIMEOUT), "--checkpoint", str(tmp_path / "two")) as pair:
+        checkpoint, others = tmp_path / "two" / "step-00000004", lambda: [agent.process.poll() for agent in pair]
+        until(lambda: checkpoint.exists() or any(others()), 120, lambda: [agent.text for agent in pair])
+        assert others() == [None, None], [agent.text for agent in pair]
         assert [len(processes(wire, number)) > ranks for number in range(2)] == [True, True]
         os.kill(pair[victim].process.pid, signal.SIGKILL)
         other = 1 - victim
-        assert ends(wire, victim, 10)
-        assert ends(wire, other, TIMEOUT + 10), pair[other].text
+        until(lambda: not processes(wire, victim), 10)
+        until(lambda: not processes(wire, other), TIMEOUT + 10, lambda: pair[other].text)
         assert pair[other].process.wait(10) not in (0, None)
         assert REASONS[victim] in pair[other].text
+        assert f"on {2 * ranks} ranks (pp 2 × " in pair[0].text
+
+    alone = Run("train", *args, "--checkpoint", tmp_path / "one")
+    alone.until((tmp_path / "one" / "step-00000004").exists)
+    alone.process.kill()
+    two, one = (history(tmp_path / name, *sizes) for name in ("two", "one"))
+    assert len(set(two["losses"][:4])) == 4  # two measure nodes, two play a plan
+    for key in ("losses", "grad_norm"):
+        assert two[key][:4] == one[key][:4]
+    assert two["held_out"]["losses"][:3] == one["held_out"]["losses"][:3]

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from overlap1f1b.running.launch import STORE, run_ranks, under_torchrun
+from tests.running.run import ROOT, until
 
-ROOT = Path(__file__).parents[2]
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
 rank, folder = int(os.environ["RANK"]), pathlib.Path(os.environ["FOLDER"])
@@ -71,11 +71,8 @@ sys.exit(run_ranks(sys.argv[2:], {ranks}, command=command, grace_s={grace_s}, li
 
     def pids(self, count: int | None = None) -> list[int]:
         """Process numbers of the ranks, when all (or `count` processes) have left theirs."""
-        deadline = time.monotonic() + 20
-        while len(found := list(self.folder.glob("pid*"))) < (count or self.ranks):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        return [int(path.name[3:]) for path in found]
+        until(lambda: len(list(self.folder.glob("pid*"))) >= (count or self.ranks))
+        return [int(path.name[3:]) for path in self.folder.glob("pid*")]
 
 
 @pytest.fixture
@@ -98,11 +95,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-def assert_gone(pids: list[int], seconds: float = 3) -> None:
-    deadline = time.monotonic() + seconds
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
+def assert_gone(pids: list[int]) -> None:
+    until(lambda: not any(map(alive, pids)), 3)
 
 
 def test_environment_of_ranks(tmp_path: Path) -> None:
@@ -276,9 +270,8 @@ def test_ctrl_c_with_ranks_that_ignore_it(tmp_path: Path, parents: list[Parent],
 def test_ctrl_c_while_the_others_have_their_grace(tmp_path: Path, parents: list[Parent]) -> None:
     """It cuts the grace short, and the failure is still named."""
     parents.append(parent := Parent(tmp_path, f"ready(); until_ready(2)\nif rank: sys.exit(3)\n{SLEEP}", 2, grace_s=30))
-    pids, deadline = parent.pids(), time.monotonic() + 5
-    while all(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
+    pids = parent.pids()
+    until(lambda: not all(map(alive, pids)), 5)
     time.sleep(0.3)
     parent.process.send_signal(signal.SIGINT)
     status, _, err = parent.wait()
@@ -290,7 +283,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path, parents: list[Parent]) -
     """tests/running/test_wire.py has the same through `ip netns exec`."""
     parents.append(parent := Parent(tmp_path, f"{STUBBORN}ready(); {SLEEP}", 2))
     pids = parent.pids()
-    assert all(alive(pid) for pid in pids)
+    assert all(map(alive, pids))
     parent.process.kill()
     parent.process.wait()
     assert_gone(pids)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from overlap1f1b.cli.main import main
+from tests.cli.inside import Verb
 from tests.integrations.transformers import tiny
 from tests.running.run import Run
 
@@ -34,16 +34,14 @@ def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) ->
 
 def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refusal(folder: Path) -> str:
-        assert main(["train", "--hf-config", str(folder), "--text", str(text), "--ep", "1"]) == 2
-        return capsys.readouterr().err
+        return Verb("train").refused(capsys, "--hf-config", folder, "--text", text, "--ep", 1)
 
     dense, small = tmp_path / "dense", tmp_path / "small"
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     dense.mkdir()
     (dense / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
     tiny.configuration("mixtral").save_pretrained(small)
-    assert refusal(dense).endswith("found no weights that are stacked by expert: a dense model?\n")
-    line = f"overlap1f1b: error: --hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes\n"
-    assert refusal(small) == line
-    line = f"overlap1f1b: error: --hf-config {tmp_path / 'none'}: no such file or folder; as a name: "
-    assert refusal(tmp_path / "none").startswith(line)
+    assert refusal(dense).endswith("found no weights that are stacked by expert: a dense model?")
+    assert refusal(small) == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
+    none = tmp_path / "none"
+    assert refusal(none).startswith(f"--hf-config {none}: no such file or folder; as a name: ")

@@ -13,24 +13,18 @@ from rich.console import Console
 
 from overlap1f1b.terminal.status import showing
 from tests.running.fork import ROOT, Fork
-from tests.running.run import SIZES
+from tests.running.run import SIZES, until
 
 
 def said(screen: Console, output: io.StringIO) -> list[str]:
     with showing(screen, "starting") as say:
-        wait_for(output, "starting")
+        until(lambda: "starting" in output.getvalue(), 10)
         say("round 1 of 2")
-        wait_for(output, "round 1 of 2")
+        until(lambda: "round 1 of 2" in output.getvalue(), 10)
     lines = output.getvalue().splitlines()
     time.sleep(0.05)
     assert output.getvalue().splitlines() == lines  # nothing comes later
     return lines
-
-
-def wait_for(output: io.StringIO, text: str) -> None:
-    end = time.monotonic() + 10
-    while text not in output.getvalue() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def test_lines_come_by_themselves_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +74,7 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("verb", "target", "expected"),
     [
-        (
-            "train --steps 2",
-            "running.train.trainer:Trainer.step",
-            ["step 0/2", "step 2/2 runs"],
-        ),
+        ("train --steps 2", "running.train.trainer:Trainer.step", ["step 0/2", "step 2/2 runs"]),
         ("train --steps 2", "running.train.trainer:Trainer.evaluate", ["step 2/2 runs"]),
         (
             "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
@@ -113,12 +103,8 @@ def test_steps_that_last_say_what_is_done_and_left(
     words = [*command.split(), *SIZES, *f"{dashes}{options}".split(), "--ep", "1", "--text", str(text)]
     words += ["--out", str(tmp_path / "out")] if command.startswith("profile") else []
     environ = dict(os.environ, GLOO_SOCKET_IFNAME="lo")
-    process = Fork([f"overlap1f1b.{target}", *words], environ, ROOT / "tests/cli/lasting.py")
-    try:
-        out, err = process.communicate(60)
-    finally:
-        process.kill()
-    assert (process.returncode, err) == (0, "")
+    status, out, err = Fork([f"overlap1f1b.{target}", *words], environ, ROOT / "tests/cli/lasting.py").wait()
+    assert (status, err) == (0, "")
     figures = re.findall(r"step \d/2  loss .*", out)
     assert len(figures) == len(set(figures)) == (2 if command == "train" else 0)  # none is said a second time
     said = "\n".join(re.findall(r"^\d:\d\d (.*)$", out, re.M)) + "\n"

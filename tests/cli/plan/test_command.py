@@ -16,9 +16,10 @@ import pytest
 from overlap1f1b.plan import NodeCosts, parse_overlap
 from overlap1f1b.schedule import SCHEDULES, Pair, Program, build_schedule
 from overlap1f1b.simulation import Costs, simulate
+from tests.cli.inside import plan
 from tests.cli.lasting import lasting
-from tests.cli.plan.run import ROOT, content, plan, refused
 from tests.plan.tries import few_tries
+from tests.running.fork import ROOT
 
 Capture = pytest.CaptureFixture[str]
 
@@ -28,7 +29,7 @@ def test_json_has_the_keys_of_the_design_and_the_figures_of_the_simulation(capsy
     costs, sizes = {"forward": 1.5, "backward": 2.5, "weight": 1.0, "pair": 0.8}, {"ranks": 4, "microbatches": 16}
     words = [word for name, value in (costs | sizes).items() for word in (f"--{name}", value)]
     for name, chunks in (("1f1b", 1), ("combined_1f1b", 2), ("dualpipe", 1)):
-        result = content(capsys, "--schedule", name, "--chunks", chunks, *words)
+        result = plan.content(capsys, "--schedule", name, "--chunks", chunks, *words)
         program = build_schedule(name, **sizes, chunks=chunks)
         timeline = simulate(program, Costs(**costs))
         assert {"schedule", "ranks", "chunks", "microbatches", "makespan", "per_rank", "actions"} <= set(result)
@@ -40,19 +41,9 @@ def test_json_has_the_keys_of_the_design_and_the_figures_of_the_simulation(capsy
             assert (row["busy"], row["bubble"]) == (timeline.busy(rank), timeline.bubble(rank))
             assert row["peak_activations"] == timeline.peak_activations(rank)
             assert row["pairs"] == sum(isinstance(step, Pair) for step in program.ranks[rank])
-
-
-def test_defaults(capsys: Capture) -> None:
-    result = content(capsys)
+    result = plan.content(capsys)
     assert (result["schedule"], result["ranks"], result["chunks"], result["microbatches"]) == ("combined_1f1b", 4, 1, 8)
     assert result["makespan"] == 33
-
-
-@pytest.mark.parametrize("option", [(), ("--compare", "1f1b"), ("--search",)])
-def test_json_on_standard_output_stands_alone(capsys: Capture, option: tuple[str, ...]) -> None:
-    result = plan(capsys, *option, "--json", "-")
-    json.loads(result.out)
-    assert "\nrank 0 " in result.err
 
 
 def test_it_draws_the_grid_and_the_table(capsys: Capture) -> None:
@@ -78,21 +69,17 @@ def test_colours_where_it_is_a_terminal_alone(capsys: Capture, monkeypatch: pyte
     assert len({part.split("m")[0] for part in coloured.split("\x1b[")[1:] if "F0" in part or "I0" in part}) == 2
 
 
-def test_long_programs_are_cut_with_a_note(capsys: Capture) -> None:
+def test_long_programs_and_many_ranks_are_cut_with_a_note(capsys: Capture) -> None:
     out = plan(capsys, "--schedule", "1f1b", "--microbatches", 100, "--width", 80).out
     lines = out.splitlines()
     assert all(len(line) <= 80 for line in lines[1:6])
     assert lines[6].startswith("cut at 18.25 of 309: ")
-
-
-def test_many_ranks_are_left_out_of_the_table(capsys: Capture) -> None:
-    out = plan(capsys, "--ranks", 20, "--microbatches", 20).out
-    assert "… 4 more" in out
+    assert "… 4 more" in plan(capsys, "--ranks", 20, "--microbatches", 20).out
 
 
 def test_compare(capsys: Capture) -> None:
     others = ("1f1b", "combined_1f1b:chunks=2", "dualpipe")
-    result = content(capsys, "--schedule", "zb_h1", "--compare", *others, "--pair", 0.75)
+    result = plan.content(capsys, "--schedule", "zb_h1", "--compare", *others, "--pair", 0.75)
     rows = {row["schedule"]: row for row in result["compare"]}
     assert list(rows) == ["zb_h1", "1f1b", "combined_1f1b", "dualpipe"]
     for text, row in zip(("zb_h1", *others), result["compare"], strict=True):
@@ -108,7 +95,7 @@ def test_compare(capsys: Capture) -> None:
 
 
 def test_search(capsys: Capture) -> None:
-    result = content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--memory", 4)
+    result = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--memory", 4)
     rows = result["search"]["rows"]
     assert (
         max(row["peak_activations"] for row in rows)
@@ -118,7 +105,7 @@ def test_search(capsys: Capture) -> None:
     assert (rows[0]["schedule"], rows[0]["chunks"]) == ("zb_h1", 4)
     assert result["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows) == 24.75
     assert result["schedule"] == "zb_h1"
-    only = content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--chunks", 2, "--schedule", "afab")
+    only = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--chunks", 2, "--schedule", "afab")
     assert [(row["schedule"], row["chunks"]) for row in only["search"]["rows"]] == [("afab", 2)]
 
 
@@ -159,7 +146,7 @@ def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: 
 
 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
-    args = (*SUB_OPS, "--search", "--chunks", 1, "--overlap", 2)
+    args = (*SUB_OPS, "--layers", 1, "--search", "--chunks", 1, "--overlap", 2)
     with few_tries():
         asked, more, silent = (plan(capsys, *args, *top, "--json", "-") for top in (("--top", 1), ("--top", 99), ()))
     few, whole, unasked = (json.loads(found.out)["search"] for found in (asked, more, silent))
@@ -186,9 +173,11 @@ def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> No
 def test_programs_go_to_csv_and_back(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "plan.csv"
     for schedule in SCHEDULES:
-        first = content(capsys, "--schedule", schedule, "--csv", file)
+        first = plan.content(capsys, "--schedule", schedule, "--csv", file)
         assert Program.from_csv(file) == build_schedule(schedule, ranks=4, microbatches=8)
-        assert content(capsys, "--from-csv", file) == first
+        assert plan.content(capsys, "--from-csv", file) == first
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # with a mark at its beginning
+    assert plan.content(capsys, "--from-csv", file) == first
 
 
 def test_trace(capsys: Capture, tmp_path: Path) -> None:
@@ -206,7 +195,7 @@ SUB_OPS = ("--ranks", 2, "--microbatches", 4, "--layers", 2, "--dispatch", 6, "-
 @pytest.mark.parametrize("overlap", ["serial", "pairs", "2"])
 def test_sub_ops(capsys: Capture, overlap: str, tmp_path: Path) -> None:
     files = ("--trace", tmp_path / "trace", "--csv", tmp_path / "csv")
-    result = content(capsys, *SUB_OPS, "--overlap", overlap, *files)
+    result = plan.content(capsys, *SUB_OPS, "--overlap", overlap, *files)
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=6, send=1)
     program = build_schedule("combined_1f1b", ranks=2, microbatches=4)
     timeline = simulate(program, costs, overlap=parse_overlap(overlap), layers=2)
@@ -220,7 +209,7 @@ def test_sub_ops(capsys: Capture, overlap: str, tmp_path: Path) -> None:
         assert row["exposed"] == timeline.ranks[rank].exposed
     names = {event["name"] for event in json.loads((tmp_path / "trace").read_text())["traceEvents"]}
     assert "experts.w[1] m3" in names
-    assert content(capsys, "--from-csv", tmp_path / "csv", *SUB_OPS[4:], "--overlap", overlap) == result
+    assert plan.content(capsys, "--from-csv", tmp_path / "csv", *SUB_OPS[4:], "--overlap", overlap) == result
 
 
 def test_sub_ops_are_drawn_on_lanes(capsys: Capture) -> None:
@@ -235,10 +224,10 @@ def test_sub_ops_are_drawn_on_lanes(capsys: Capture) -> None:
 
 
 def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
-    result = content(capsys, *SUB_OPS, "--compare", "1f1b:overlap=serial", "combined_1f1b:chunks=2,overlap=pairs")
+    result = plan.content(capsys, *SUB_OPS, "--compare", "1f1b:overlap=serial", "combined_1f1b:chunks=2,overlap=pairs")
     assert [row["overlap"] for row in result["compare"]] == ["3", "serial", "pairs"]
     assert result["compare"][0]["makespan"] < result["compare"][1]["makespan"]
-    found = content(capsys, *SUB_OPS, "--search", "--schedule", "combined_1f1b", "--chunks", 1, "--top", 99)
+    found = plan.content(capsys, *SUB_OPS, "--search", "--schedule", "combined_1f1b", "--chunks", 1, "--top", 99)
     rows = found["search"]["rows"]
     assert {row["overlap"] for row in rows} == {"serial", "pairs", 2, 3}
     assert found["makespan"] == rows[0]["makespan"] == min(row["makespan"] for row in rows)
@@ -247,10 +236,12 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
 
 def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "auto.csv"
-    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--parts", 2, "--seconds", 0.01, "--memory", 3)
+    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--seconds", 0.01, "--memory", 3)
     with few_tries():
-        found = content(capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto")
-        searched = content(capsys, *sizes, "--search", "--top", 99)
+        found = plan.content(
+            capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto"
+        )
+        searched = plan.content(capsys, *sizes, "--search", "--top", 99)
     assert found["chunks"] == 2
     assert max(row["peak_activations"] for row in found["per_rank"]) <= 3
     assert [row["schedule"] for row in found["compare"]] == ["auto", "1f1b", "auto"]
@@ -279,20 +270,20 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
     ],
 )
 def test_bad_input_of_an_order_that_is_found(capsys: Capture, words: str, message: str) -> None:
-    assert refused(capsys, *shlex.split(words)).startswith(message)
+    assert plan.refused(capsys, *shlex.split(words)).startswith(message)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
     file = tmp_path / "plan.csv"
     sizes = ("--schedule", schedule, "--forward-only", "--forward", 2, "--send", 0.5)
-    result = content(capsys, *sizes, "--csv", file)
+    result = plan.content(capsys, *sizes, "--csv", file)
     program = build_schedule(schedule, ranks=4, microbatches=8, forward_only=True)
     assert Program.from_csv(file) == program
     assert result["actions"] == [[str(step) for step in steps] for steps in program.ranks]
     assert result["makespan"] == simulate(program, Costs(forward=2, send=0.5)).makespan
     assert {(row["busy"], row["pairs"]) for row in result["per_rank"]} == {(16, 0)}
-    assert content(capsys, "--from-csv", file, *sizes[3:]) == result
+    assert plan.content(capsys, "--from-csv", file, *sizes[3:]) == result
     drawn = plan(capsys, *sizes, "--width", 200).out.splitlines()
     assert [line.count("F") for line in drawn[1:5]] == [len(steps) for steps in program.ranks]
     assert not {"B", "I", "W"} & set("".join(drawn[1:5]))
@@ -300,12 +291,14 @@ def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
 
 def test_forward_only_forms_are_compared_and_searched(capsys: Capture) -> None:
     forwards = ("--forward-only", "--ranks", 2, "--microbatches", 4)
-    compared = content(capsys, *forwards, "--compare", "dualpipev", "combined_1f1b:chunks=2")["compare"]
+    compared = plan.content(capsys, *forwards, "--compare", "dualpipev", "combined_1f1b:chunks=2")["compare"]
     assert [row["makespan"] for row in compared] == [5, 5, 4.5]
-    found = content(capsys, *forwards, "--search", "--memory", 1)["search"]
+    found = plan.content(capsys, *forwards, "--search", "--memory", 1)["search"]
     assert (found["rows"][0]["schedule"], found["rows"][0]["makespan"], found["over_memory"]) == ("dualpipe", 4, [])
     assert {row["extra_warmup"] for row in found["rows"]} == {None, 0}
-    by_sub_ops = content(capsys, *forwards, "--layers", 2, "--dispatch", 6, "--schedule", "zb_v", "--compare", "1f1b")
+    by_sub_ops = plan.content(
+        capsys, *forwards, "--layers", 2, "--dispatch", 6, "--schedule", "zb_v", "--compare", "1f1b"
+    )
     assert [row["makespan"] for row in by_sub_ops["compare"]] == [
         simulate(
             build_schedule(name, ranks=2, microbatches=4, forward_only=True),
@@ -347,7 +340,7 @@ def test_torch_is_not_loaded() -> None:
 )
 def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None:
     option, _, value = words.rpartition(" ")
-    assert refused(capsys, *words.split()) == f"{option.split()[-1]} {value}; allowed: {allowed}"
+    assert plan.refused(capsys, *words.split()) == f"{option.split()[-1]} {value}; allowed: {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -392,7 +385,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
     ],
 )
 def test_bad_input(capsys: Capture, words: str, message: str) -> None:
-    assert refused(capsys, *shlex.split(words)).startswith(message)
+    assert plan.refused(capsys, *shlex.split(words)).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -409,28 +402,21 @@ def test_bad_input(capsys: Capture, words: str, message: str) -> None:
 def test_malformed_csv(capsys: Capture, tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "plan.csv"
     file.write_bytes(text.encode("latin-1"))
-    assert message in refused(capsys, "--from-csv", file)
+    assert message in plan.refused(capsys, "--from-csv", file)
 
 
 def test_costs_of_what_may_not_be_there_may_be_zero(capsys: Capture) -> None:
-    assert content(capsys, "--weight", 0, "--send", 0, "--schedule", "zb_h1", "--ranks", 1)["makespan"] == 8 * 3
+    assert plan.content(capsys, "--weight", 0, "--send", 0, "--schedule", "zb_h1", "--ranks", 1)["makespan"] == 8 * 3
     free = [word for name in ("dispatch", "combine", "counts", "send") for word in (f"--{name}", 0)]
-    result = content(capsys, "--schedule", "1f1b", "--layers", 2, "--overlap", "serial", *free)
+    result = plan.content(capsys, "--schedule", "1f1b", "--layers", 2, "--overlap", "serial", *free)
     assert result["makespan"] == (8 + 3) * 2 * 21
     assert result["hidden_fraction"] is None
-
-
-def test_a_mark_at_the_beginning_of_a_csv(capsys: Capture, tmp_path: Path) -> None:
-    marked, plain = tmp_path / "marked.csv", tmp_path / "plain.csv"
-    first = content(capsys, "--schedule", "dualpipe", "--csv", plain)
-    marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
-    assert content(capsys, "--from-csv", marked) == first
 
 
 @pytest.mark.parametrize("option", ["png", "svg", "csv", "trace", "json"])
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that cannot be written")
 def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
-    error = refused(capsys, "--ranks", 1, f"--{option}", "/dev/full")
+    error = plan.refused(capsys, "--ranks", 1, f"--{option}", "/dev/full")
     assert error.startswith(f"--{option} /dev/full: No space left on device; allowed: a place that can be written")
 
 
@@ -448,22 +434,22 @@ def test_a_disk_that_is_full_leaves_the_file_that_was_there(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert "No space left on device" in refused(capsys, "--ranks", 2, f"--{option}", file)
+    assert "No space left on device" in plan.refused(capsys, "--ranks", 2, f"--{option}", file)
     assert file.read_bytes() == written
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_launch_costs_show_the_host(capsys: Capture, tmp_path: Path) -> None:
     given = ("--layers", 2, "--ranks", 1, "--microbatches", 4, "--attention", 1, "--experts", 1.3, "--dispatch", 1.7)
-    free, slow = content(capsys, *given), content(capsys, *given, "--launch", 0.5)
+    free, slow = plan.content(capsys, *given), plan.content(capsys, *given, "--launch", 0.5)
     assert "host_late" not in free["per_rank"][0]
     assert slow["per_rank"][0]["host_late"] > 0
     assert slow["makespan"] > free["makespan"]
-    assert content(capsys, *given, "--launch", 0) == free
+    assert plan.content(capsys, *given, "--launch", 0) == free
     trace = tmp_path / "trace.json"
     drawn = plan(capsys, *given, "--launch", 0.5, "--width", 120, "--trace", trace).out
     assert "rank 0 host " in drawn
     assert "host late" in drawn
     assert any(event.get("cat") == "host" for event in json.loads(trace.read_text())["traceEvents"])
-    assert "--launch 0.1 alone; allowed: with --layers" in refused(capsys, "--launch", 0.1)
-    assert "--launch -1; allowed: 0 or more" in refused(capsys, *given, "--launch", -1)
+    assert "--launch 0.1 alone; allowed: with --layers" in plan.refused(capsys, "--launch", 0.1)
+    assert "--launch -1; allowed: 0 or more" in plan.refused(capsys, *given, "--launch", -1)

@@ -27,7 +27,6 @@ def test_parse(text: str, candidate: Candidate) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("2f2b", "unknown schedule '2f2b'; allowed: sequential, "),
         ("1f1b:chunks", "'chunks'; allowed: chunks=NUMBER"),
         ("1f1b:chunks=two", "'chunks=two'; allowed: chunks=NUMBER"),
         ("1f1b:ranks=2", "'ranks=2'; allowed: chunks=NUMBER"),

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
+from tests.cli.inside import report
 from tests.cli.lasting import lasting
-from tests.cli.report.run import content, refused, report
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
@@ -37,7 +37,7 @@ def without_files(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_keys_and_figures(capsys: Capture, tmp_path: Path) -> None:
-    found = content(capsys, write_chrome(tmp_path / "rank0.json", device(0)))
+    found = report.content(capsys, write_chrome(tmp_path / "rank0.json", device(0)))
     (rank,) = found["ranks"]
     assert {"ranks", "verdict", "advice", "all", "longest_exposed", "partial", "missing_ranks"} <= set(found)
     assert {key: round(1e6 * rank[key]) for key in ("exchange_ms", "hidden_ms", "exposed_ms", "step_ms")} == {
@@ -56,7 +56,7 @@ def test_keys_and_figures(capsys: Capture, tmp_path: Path) -> None:
 def test_nsys_and_chrome_say_the_same(capsys: Capture, tmp_path: Path) -> None:
     traces = [write_chrome(tmp_path / f"rank{rank}.json.gz", device(rank)) for rank in range(2)]
     export = write_nsys(tmp_path / "both.sqlite", {3: device(0), 4: device(1)})
-    assert without_files(content(capsys, *traces)) == without_files(content(capsys, export))
+    assert without_files(report.content(capsys, *traces)) == without_files(report.content(capsys, export))
 
 
 def test_what_is_printed(capsys: Capture, run: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_is_printed(capsys: Capture, run: Path) -> None:
     assert (result.status, result.err) == (0, "")
     lines = result.out.splitlines()
     assert lines[0] == "2 ranks, 2 steps (records)"
-    found = content(capsys, run)
+    found = report.content(capsys, run)
     figures = found["all"]
     texts = [f"{figures[key]:.3f}" for key in ("step_ms", "compute_ms", "exchange_ms", "hidden_ms", "exposed_ms")]
     texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in figures["idle_ms"].values())]
@@ -100,7 +100,7 @@ def test_a_few_files_of_many_ranks(capsys: Capture, tmp_path: Path) -> None:
 def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # names that fit into a line
     alone = write_record(tmp_path / "rank0.json", [[("node", "dense.f[0] m0", 0.0, 1.0)]])
-    found = content(capsys, alone)
+    found = report.content(capsys, alone)
     assert found["ranks"][0]["hidden_fraction"] is None
     result = report(capsys, alone)
     row = next(line.split() for line in result.out.splitlines() if line.startswith("   0"))
@@ -129,17 +129,17 @@ def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None
     assert result.status == 0
     assert "rank 0: no ranges of overlap1f1b: stream 7, which has most kernels, counts as compute" in result.out
     assert "stream 20" in result.out
-    (rank,) = content(capsys, path)["ranks"]
+    (rank,) = report.content(capsys, path)["ranks"]
     assert (rank["told_by"], rank["open_actions"]) == ("stream", None)
 
 
 def test_compare(capsys: Capture, tmp_path: Path) -> None:
     slow = write_run(tmp_path / "slow", simulated("1f1b", "serial"))
     fast = write_run(tmp_path / "fast", simulated("combined_1f1b", 3))
-    found = content(capsys, "--compare", slow, fast)
+    found = report.content(capsys, "--compare", slow, fast)
     first, second = (run["all"] for run in found["compare"])
     assert first["hidden_fraction"] < second["hidden_fraction"]
-    assert without_files(found["compare"][0]) == without_files(content(capsys, slow))
+    assert without_files(found["compare"][0]) == without_files(report.content(capsys, slow))
     result = report(capsys, "--compare", slow, fast)
     change = second["exposed_ms"] - first["exposed_ms"]
     expected = ["exposed", f"{first['exposed_ms']:.3f}", f"{second['exposed_ms']:.3f}", f"{change:+.3f}"]
@@ -184,7 +184,7 @@ def test_trace_with_arrows(capsys: Capture, run: Path, tmp_path: Path) -> None:
 
 def test_predictions_are_in_the_content(capsys: Capture, run: Path) -> None:
     timeline = simulated("combined_1f1b", 3)
-    found = content(capsys, run, "--predicted")
+    found = report.content(capsys, run, "--predicted")
     for rank, expected in zip(found["ranks"], timeline.ranks, strict=True):
         assert rank["predicted"]["exposed_ms"] == pytest.approx(expected.exposed, abs=1e-4)
         assert rank["predicted"]["hidden_fraction"] == pytest.approx(rank["hidden_fraction"], abs=1e-6)
@@ -202,32 +202,34 @@ print([name for name in ("torch", "matplotlib", "plotly") if name in sys.modules
 
 
 def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
-    assert refused(capsys, "--predicted") == "no FILE; allowed: one or more, or --compare A B"
-    assert "--svg with --compare; allowed: one of them" in refused(capsys, "--compare", run, run, "--svg", "a.svg")
-    assert "; allowed: one of them" in refused(capsys, run, "--compare", run, run)
-    assert "--step 9; allowed: 1, 2" in refused(capsys, run, "--step", 9, "--svg", tmp_path / "a.svg")
-    assert "--step 1 alone; allowed: with --png" in refused(capsys, run, "--step", 1)
-    assert "its folder does not exist" in refused(capsys, run, "--html", tmp_path / "no" / "a.html")
-    assert "it is a folder; allowed: a file" in refused(capsys, run, "--trace", tmp_path)
-    assert "--json" in refused(capsys, run, "--json", tmp_path / "no" / "a.json")
+    assert report.refused(capsys, "--predicted") == "no FILE; allowed: one or more, or --compare A B"
+    assert "--svg with --compare; allowed: one of them" in report.refused(
+        capsys, "--compare", run, run, "--svg", "a.svg"
+    )
+    assert "; allowed: one of them" in report.refused(capsys, run, "--compare", run, run)
+    assert "--step 9; allowed: 1, 2" in report.refused(capsys, run, "--step", 9, "--svg", tmp_path / "a.svg")
+    assert "--step 1 alone; allowed: with --png" in report.refused(capsys, run, "--step", 1)
+    assert "its folder does not exist" in report.refused(capsys, run, "--html", tmp_path / "no" / "a.html")
+    assert "it is a folder; allowed: a file" in report.refused(capsys, run, "--trace", tmp_path)
+    assert "--json" in report.refused(capsys, run, "--json", tmp_path / "no" / "a.json")
     same = tmp_path / "same"
-    assert "allowed: another file for each" in refused(capsys, run, "--png", same, "--svg", same)
-    assert "is the file of" in refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
+    assert "allowed: another file for each" in report.refused(capsys, run, "--png", same, "--svg", same)
+    assert "is the file of" in report.refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
     for given in ((run,), ("--compare", run, run)):
-        assert "is the file of" in refused(capsys, *given, "--json", run / "rank0.json")
-    assert "--step with --compare; allowed: one of them" in refused(capsys, "--compare", run, run, "--step", 0)
-    assert "Unrecognized options: --stepp" in refused(capsys, run, "--stepp", 1)
-    assert "--step 'x'; allowed: a whole number; see " in refused(capsys, run, "--step", "x")
-    assert "No such file" in refused(capsys, tmp_path / "nothing.json")
+        assert "is the file of" in report.refused(capsys, *given, "--json", run / "rank0.json")
+    assert "--step with --compare; allowed: one of them" in report.refused(capsys, "--compare", run, run, "--step", 0)
+    assert "Unrecognized options: --stepp" in report.refused(capsys, run, "--stepp", 1)
+    assert "--step 'x'; allowed: a whole number; see " in report.refused(capsys, run, "--step", "x")
+    assert "No such file" in report.refused(capsys, tmp_path / "nothing.json")
     empty = write_record(tmp_path / "empty.json", [[]])
-    assert "step 1 has nothing to draw" in refused(capsys, empty, "--html", tmp_path / "empty.html")
+    assert "step 1 has nothing to draw" in report.refused(capsys, empty, "--html", tmp_path / "empty.html")
     alone = run / "rank1.json"
-    assert "no file of pipeline rank 0" in refused(capsys, alone, "--predicted")
+    assert "no file of pipeline rank 0" in report.refused(capsys, alone, "--predicted")
 
 
 def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> None:
     files = [write_chrome(tmp_path / "a.json", device(0)), write_chrome(tmp_path / "b.json", host())]
-    found = content(capsys, *files, "--trace", tmp_path / "trace.json")  # steps 4 and 1: none that both have
+    found = report.content(capsys, *files, "--trace", tmp_path / "trace.json")  # steps 4 and 1: none that both have
     assert found["drawn_step"] == 4
 
 

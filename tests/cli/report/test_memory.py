@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Profile
@@ -15,14 +16,12 @@ from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.profiling import read
 from overlap1f1b.schedule import build_schedule
-from tests.cli.report.run import content, report
-from tests.cli.report.test_page import browser, open_page, without_warnings
-from tests.engine.test_limit import M, tokens
+from tests.cli.inside import report
+from tests.cli.report.test_page import open_page, without_warnings
 from tests.engines import make
 from tests.profiling.simulated import simulated, write_run
 from tests.ranks import Ranks
 
-__all__ = ["browser"]  # a fixture
 Capture = pytest.CaptureFixture[str]
 
 
@@ -34,14 +33,22 @@ class Peaks(NamedTuple):
     parameters: int
 
 
+class Profiled(NamedTuple):
+    """A folder with the files of a run, and its ranks' peaks."""
+
+    folder: Path
+    limited: bool
+    peaks: list[Peaks]
+
+
 def _profiled(rank: int, size: int, folder: str, limited: bool) -> Peaks:
     """Write the files of a rank; a limit has the nodes counted in the first steps, without one a later step does it."""
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep"))
     config = MoEConfig(layers=2, hidden=32, intermediate=64, sequence=32, experts=8)
     model = MoETransformer(config, seed=1, group=mesh.get_group("ep"))
-    program = build_schedule("combined_1f1b", microbatches=M)
+    program = build_schedule("combined_1f1b", microbatches=4)
     engine = make(model, program, mesh=mesh, memory="1TB" if limited else None, tries=0, overlap=3, timeout=60)
-    inputs, target = tokens()
+    inputs, target = torch.randint(256, (2, 16, 32), generator=torch.Generator().manual_seed(1))
 
     def step() -> int | None:
         for parameter in engine.parameters():
@@ -58,30 +65,39 @@ def _profiled(rank: int, size: int, folder: str, limited: bool) -> Peaks:
     os.environ["KINETO_LOG_LEVEL"] = "6"
     engine.player.around = lambda node: nullcontext()  # no weight gradient runs early: the plan's own order
     with Profile(engine, folder):
-        assert (step(), step()) == (None, None)
+        assert step() is None
     return Peaks(planned, counted, sum(parameter.nbytes for parameter in engine.parameters()))
 
 
-@pytest.mark.parametrize("limited", [True, False])
-def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2: Ranks, limited: bool) -> None:
-    """A real step of two ranks with uneven routing: engine, record, trace and report say one peak."""
-    peaks = ranks2.run(_profiled, str(tmp_path), limited)
-    found = content(capsys, tmp_path)
+@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=pytest.mark.wide)])
+def profiled(request: pytest.FixtureRequest, ranks2: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Profiled:
+    """A real step of two ranks with uneven routing."""
+    folder = tmp_path_factory.mktemp("profiled")
+    return Profiled(folder, request.param, ranks2.run(_profiled, str(folder), request.param))
+
+
+def test_the_peak_of_a_step_is_the_plans(capsys: Capture, profiled: Profiled) -> None:
+    """Engine, record, trace and report say one peak."""
+    folder, limited, peaks = profiled
+    found = report.content(capsys, folder)
     for rank, (planned, _, parameters) in zip(found["ranks"], peaks, strict=True):
         assert (rank["peak_bytes"], rank["parameter_bytes"]) == (planned, parameters)
-        (recording,) = read(tmp_path / f"rank{rank['rank']}.json").ranks
+        (recording,) = read(folder / f"rank{rank['rank']}.json").ranks
         assert (recording.source, recording.peak_bytes) == ("records", planned)
     if not limited:  # every rank's plan is made for the one that holds the most
         assert found["ranks"][0]["peak_bytes"] == pytest.approx(max(counted or 0 for _, counted, _ in peaks), rel=0.05)
     assert not {"bytes", "held", "parameters"} & set(found["about"])
     row = ["0", f"{peaks[0].parameters / 1e6:.3f}", f"{peaks[0].planned / 1e6:.3f}"]
-    assert row in [line.split() for line in report(capsys, tmp_path).out.splitlines()]
+    assert row in [line.split() for line in report(capsys, folder).out.splitlines()]
 
 
-def test_the_picture_has_the_peak_of_the_report(capsys: Capture, tmp_path: Path, ranks2: Ranks, browser: Any) -> None:
-    run, page = tmp_path / "run", tmp_path / "report.html"
-    ((planned, _, parameters), _) = ranks2.run(_profiled, str(run), True)
-    found = content(capsys, run, "--html", page, "--predicted")
+@pytest.mark.parametrize("profiled", [True], indirect=True)
+def test_the_picture_has_the_peak_of_the_report(
+    capsys: Capture, tmp_path: Path, profiled: Profiled, browser: Any
+) -> None:
+    folder, _, ((_, _, parameters), _) = profiled
+    page = tmp_path / "report.html"
+    found = report.content(capsys, folder, "--html", page, "--predicted")
     assert page.stat().st_size < 150_000
     browser.get_log("browser")  # of the pages before
     open_page(browser, page)
@@ -89,10 +105,10 @@ def test_the_picture_has_the_peak_of_the_report(capsys: Capture, tmp_path: Path,
     assert names == ["rank 0", "rank 0 predicted", "rank 1", "rank 1 predicted"]
     for name in names:
         levels, peak = browser.execute_script(
-            "at('rank').value = arguments[0]; show(2); draw(); return [memory.levels, memory.peak]", name
+            "at('rank').value = arguments[0]; show(1); draw(); return [memory.levels, memory.peak]", name
         )
+        planned = found["ranks"][int(name.split()[1])]["peak_bytes"]
         assert (peak["beyond"], peak["sum"]) == (planned, planned + parameters)
-        assert planned == found["ranks"][int(name.split()[1])]["peak_bytes"]
         times = [level["at"] for level in levels]
         assert times == sorted(times)
         for level in levels:
@@ -116,7 +132,7 @@ def test_the_picture_has_the_peak_of_the_report(capsys: Capture, tmp_path: Path,
 
 def test_without_bytes_there_is_no_picture(capsys: Capture, tmp_path: Path, browser: Any) -> None:
     run, page = write_run(tmp_path / "run", simulated("combined_1f1b", 3)), tmp_path / "report.html"
-    found = content(capsys, run, "--html", page)
+    found = report.content(capsys, run, "--html", page)
     assert {(rank["peak_bytes"], rank["parameter_bytes"]) for rank in found["ranks"]} == {(None, None)}
     assert "Memory" not in report(capsys, run).out
     open_page(browser, page)

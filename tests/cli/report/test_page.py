@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,35 +10,10 @@ import pytest
 
 from overlap1f1b.cli.report.figures import figure
 from overlap1f1b.profiling import bars_of, read
-from tests.cli.report.run import report
+from tests.cli.inside import report
 from tests.profiling.simulated import simulated, write_run
 
 Capture = pytest.CaptureFixture[str]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="drives the browser with selenium")
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    driver = shutil.which("chromedriver")
-    if found is None or driver is None:
-        pytest.skip("no Chromium with its driver here (Debian: apt-get install chromium chromium-driver)")
-    options = webdriver.ChromeOptions()
-    options.binary_location = found
-    for argument in (
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1600,1000",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    window = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
-    yield window
-    window.quit()
 
 
 def open_page(browser: Any, file: Path) -> None:
@@ -159,7 +132,7 @@ def test_a_long_wait_leads_to_its_place(page: dict[str, Any], browser: Any) -> N
 
 def test_dark_and_light(page: dict[str, Any], browser: Any) -> None:
     found = {}
-    for scheme in ("light", "dark"):
+    for scheme in ("dark", "light"):  # the other tests of this browser have light, too
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
         colour = "return getComputedStyle(document.body).backgroundColor"

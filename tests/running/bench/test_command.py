@@ -71,8 +71,8 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
 
 @pytest.mark.slow
 def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
-    """The engine whose exchanges are answered locally splits the model as the rows do: 3, 1 and 2 blocks by weight."""
-    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 4, "--dense-layers", 1)
+    """The engine whose exchanges are answered locally splits the model as the rows do: by weight."""
+    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 2, "--dense-layers", 1)
     status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-").wait()
     assert status == 0, err
     rows = json.loads(out)["rows"]
@@ -98,19 +98,13 @@ def shown(*found: str, **changes: Any) -> list[str]:
     return [line.rstrip() for line in screen.export_text().splitlines()]
 
 
-def test_what_was_tried_is_said() -> None:
-    tried = ["auto found: 20 ms", "combined_1f1b k=2: 21 ms"]
-    said = "sequential was tried before the rounds: auto found: 20 ms, combined_1f1b k=2: 21 ms"
-    assert shown(tried=tried)[-1] == said
-
-
-def test_what_is_said_of_gradients() -> None:
+def test_what_is_said_of_a_row() -> None:
     assert shown()[-1].endswith("  equal")
     assert shown(grads_equal=False, max_grad_diff=0.25)[-1].endswith("  differ by 2.5e-01")
     assert shown(grads_equal=False, max_grad_diff=None)[-1].endswith("  not finite")
-
-
-def test_a_doubt_is_an_error_of_measurement() -> None:
+    tried = ["auto found: 20 ms", "combined_1f1b k=2: 21 ms"]
+    said = "sequential was tried before the rounds: auto found: 20 ms, combined_1f1b k=2: 21 ms"
+    assert shown(tried=tried)[-1] == said
     advice = "measure again on a quieter machine or with more --rounds"
     assert shown("this", "that")[-2:] == [f"error of measurement: {doubt}; {advice}" for doubt in ("this", "that")]
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 from statistics import median
@@ -20,10 +19,11 @@ from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.workload import model_config
 from overlap1f1b.schedule import SCHEDULES
 from tests.cli.inside import Verb
+from tests.running.fork import torchrun_environs
 from tests.running.run import COMMAND, Run, refused
 from tests.running.train.test_display import scalars
 
-STEPS = ["--layers", "1", "--steps", "30", "--eval-every", "15", "--checkpoint-every", "4", "--dropout", "0.1"]
+STEPS = ["--layers", "1", "--steps", "20", "--eval-every", "10", "--checkpoint-every", "4", "--dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +40,17 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path
 def test_results(unbroken: tuple[Path, dict[str, Any]]) -> None:
     folder, result = unbroken
     assert {"environment", "workload", "steps", "loss", "tokens_per_s", "hidden_fraction", "checkpoint"} <= set(result)
-    assert result["steps"] == len(result["losses"]) == len(result["grad_norm"]) == 30
+    assert result["steps"] == len(result["losses"]) == len(result["grad_norm"]) == 20
     assert result["loss"] == {"first": result["losses"][0], "last": result["losses"][-1]}
     assert result["loss"]["last"] < result["loss"]["first"] - 1
-    assert [step for step, _ in result["held_out"]["losses"]] == [15, 30]
+    assert [step for step, _ in result["held_out"]["losses"]] == [10, 20]
     assert result["held_out"]["losses"][-1][1] == result["held_out"]["loss"]
     assert result["held_out"]["loss"] < result["held_out"]["losses"][0][1] < result["loss"]["first"]
     assert 0 < result["hidden_fraction"] <= 1
     assert 0 < result["exposed_ms"] < result["step_ms"]
     assert result["tokens_per_s"] == pytest.approx(2 * 8 * 32 / (result["step_ms"] / 1e3))  # ranks, batch, sequence
     assert result["compare"] is None
-    assert result["checkpoint"] == str(folder / "step-00000030")
+    assert result["checkpoint"] == str(folder / "step-00000020")
 
 
 @pytest.mark.slow
@@ -70,11 +70,22 @@ def test_tensorboard_shows_the_same(unbroken: tuple[Path, dict[str, Any]]) -> No
     assert median(planned["exposed_ms"]) == pytest.approx(result["exposed_ms"], rel=1e-3)
 
 
+def under_torchrun(*args: object) -> str:
+    """What two ranks write by what torchrun puts into the environment; tests/running/test_cluster.py starts it."""
+    runs = [Run("train", *args, **environ) for environ in torchrun_environs(2)]
+    found = [run.wait() for run in runs]
+    assert [status for status, _, _ in found] == [0, 0], found
+    return found[0][1]
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_as_if_never_killed(
     unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
 ) -> None:
-    """First a rank is killed, then the parent; each time what was written last is whole, and training goes on there."""
+    """First a rank is killed, then the parent; each time what was written last is whole, and training goes on there.
+
+    The last time under torchrun.
+    """
     folder = tmp_path / "run"
     args = ("--text", text, *STEPS, "--checkpoint", folder, "--recompute", "block")
 
@@ -103,11 +114,11 @@ def test_killed_and_resumed_as_if_never_killed(
     two.wait()
 
     second = steps()[-1]
-    assert first < second < 30
-    out = Run("train", *args, "--json", tmp_path / "json").succeeds()
-    assert f"resumed: {folder}/step-{second:08d} has {second} steps, going on to 30" in out
+    assert first < second < 20
+    out = under_torchrun(*args, "--json", tmp_path / "json")
+    assert f"resumed: {folder}/step-{second:08d} has {second} steps, going on to 20" in out
     result, expected = json.loads((tmp_path / "json").read_text()), unbroken[1]
-    assert result["resumed_from"] == second
+    assert (result["environment"]["ranks"], result["resumed_from"]) == (2, second)
     for key in ("losses", "grad_norm", "held_out"):
         assert result[key] == expected[key]
 
@@ -116,7 +127,7 @@ def test_killed_and_resumed_as_if_never_killed(
 def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, expected = unbroken
     args = ("--text", text, *STEPS, "--checkpoint", folder, "--ranks", 1, "--json", tmp_path / "json", "--compare")
-    assert f"{folder}/step-00000030 has 30 steps, nothing left to train" in Run("train", *args).succeeds()
+    assert f"{folder}/step-00000020 has 20 steps, nothing left to train" in Run("train", *args).succeeds()
     result = json.loads((tmp_path / "json").read_text())
     assert result["held_out"]["loss"] == pytest.approx(expected["held_out"]["loss"], rel=1e-5)
     assert result["losses"] == expected["losses"]
@@ -140,22 +151,6 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_under_torchrun(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
-    """By what torchrun puts into the environment; tests/running/test_cluster.py and tests/test_examples.py start it."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    whole = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    whole["TORCHELASTIC_RUN_ID"] = "none"
-    args = ("--text", text, *STEPS, "--json", tmp_path / "json")
-    runs = [Run("train", *args, RANK=rank, LOCAL_RANK=rank, **whole) for rank in ("0", "1")]
-    for status, _, err in [run.wait() for run in runs]:
-        assert status == 0, err
-    result = json.loads((tmp_path / "json").read_text())
-    assert result["environment"]["ranks"] == 2
-    assert result["losses"] == unbroken[1]["losses"]
-
-
-@pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
     """So is everything before it, in processes that start as a user starts them."""
     saved = ("--layers", 1, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
@@ -169,14 +164,28 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
-    """The others wait for as long as they are told to, say where, and everything ends."""
+@pytest.mark.parametrize("moments", [((0, 0.0), (1, 0.3)), ((1, 0.02), (0, 0.1))])
+def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path, moments: list[tuple[int, float]]) -> None:
+    """The others wait for as long as they are told to, say where, and everything ends.
+
+    In a step, or at any moment while ranks start: before it joins, or where it makes its engine. Most of this is
+    waiting, so these trainings run together.
+    """
+    args = ("--text", text, "--steps", 100_000)
+    runs, started = [], []
+    for rank, after in moments:
+        runs.append(run := Run("train", "--ep", "2", *args, "--timeout", 2))
+        # A rank has a session of its own when Popen returns; its stand-in here, a fork, a moment later.
+        run.until(lambda run=run: sum(os.getsid(rank.pid) == rank.pid for rank in run.ranks()) == 2)
+        started += (ranks := run.ranks())
+        time.sleep(after)
+        ranks[rank].suspend()
     folder = tmp_path / "run"
-    args = ("--text", text, "--steps", 100_000, "--checkpoint-every", 4, "--checkpoint", folder)
-    run = Run("train", *args, "--timeout", 3)
+    run = Run("train", *args, "--timeout", 3, "--checkpoint-every", 4, "--checkpoint", folder)
     run.until(lambda: list(folder.glob("step-*")))
-    ranks = run.ranks()
+    started += (ranks := run.ranks())
     ranks[1].suspend()
+
     status, _, err = run.wait(40)
     assert err.count("\n") == 2, err
     lost, ended = err.splitlines()
@@ -187,29 +196,15 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path) -> None:
     assert ended == (
         "overlap1f1b: error: rank 0 ended with status 1; rank 1 was suspended (SIGSTOP); the other ranks were stopped"
     )
-    assert not psutil.wait_procs(ranks, 5)[1]
-
-
-@pytest.mark.parametrize(
-    ("rank", "after"),
-    [(0, 0.0), (1, 0.3), *(pytest.param(*at, marks=pytest.mark.wide) for at in ((1, 0.02), (0, 0.1)))],
-)
-def test_a_rank_that_is_suspended_while_ranks_start(rank: int, after: float) -> None:
-    """At any moment: before it joins, or where it makes its engine."""
-    run = Run("train", "--ep", "2", "--steps", 100_000, "--timeout", 2)
-    # A rank has a session of its own when Popen returns; its stand-in here, a fork, a moment later.
-    run.until(lambda: sum(os.getsid(rank.pid) == rank.pid for rank in run.ranks()) == 2)
-    ranks = run.ranks()
-    time.sleep(after)
-    ranks[rank].suspend()
-    status, _, err = run.wait(40)
-    assert status in (1, NOT_JOINED, 128 + signal.SIGSTOP)
-    assert "Traceback" not in err
-    # A fork has imported torch before it asks for no lines of torch's C++.
-    *lost, ended = [line for line in err.splitlines() if not line.startswith("[rank")]
-    assert [line.startswith(f"overlap1f1b: rank {1 - rank} lost another rank: ") for line in lost] in ([], [True])
-    assert f"rank {rank} was suspended (" in ended, err
-    assert not psutil.wait_procs(ranks, 5)[1]
+    for run, (rank, _) in zip(runs, moments, strict=True):
+        status, _, err = run.wait(40)
+        assert status in (1, NOT_JOINED, 128 + signal.SIGSTOP)
+        assert "Traceback" not in err
+        # A fork has imported torch before it asks for no lines of torch's C++.
+        *lost, ended = [line for line in err.splitlines() if not line.startswith("[rank")]
+        assert [line.startswith(f"overlap1f1b: rank {1 - rank} lost another rank: ") for line in lost] in ([], [True])
+        assert f"rank {rank} was suspended (" in ended, err
+    assert not psutil.wait_procs(started, 5)[1]
 
 
 def test_too_small_a_capacity_is_one_line(text: Path) -> None:
@@ -269,25 +264,18 @@ def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> No
     assert refused("train", "--text", text, *args.split()) == error
 
 
-def test_text_that_cannot_be_read(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.txt"
-    empty.touch()
-    expected = f"--text {empty} is empty; allowed: text files, or folders of them"
-    assert refused("train", "--text", empty, "--ranks", 1) == expected
-
-
 @pytest.mark.slow
 def test_checkpoint_of_another_model_or_text(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, _ = unbroken
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert refused("train", "--text", text, *STEPS, "--checkpoint", folder, "--hidden", 64) == (
-        f"checkpoint {folder}/step-00000030 has hidden=32, this run has hidden=64; "
+        f"checkpoint {folder}/step-00000020 has hidden=32, this run has hidden=64; "
         "use the same settings or another checkpoint folder"
     )
     other = tmp_path / "other.txt"
     other.write_text("another text. " * 100)
     error = refused("train", "--text", other, *STEPS, "--checkpoint", folder, "--ranks", 1)
-    assert f"checkpoint {folder}/step-00000030 has text=" in error
+    assert f"checkpoint {folder}/step-00000020 has text=" in error
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 

@@ -11,10 +11,10 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from overlap1f1b.cli.main import main
 from overlap1f1b.engine.tuner import State
 from overlap1f1b.running.train.display import board
 from overlap1f1b.running.train.trainer import Step
+from tests.cli.inside import Verb
 
 
 def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
@@ -52,5 +52,5 @@ def test_the_other_ranks_show_nothing(tmp_path: Path) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    assert main(["train", "--tensorboard", "folder"]) == 2
-    assert capsys.readouterr().err == ("overlap1f1b: error: --tensorboard needs its package; pip install tensorboard\n")
+    expected = "--tensorboard needs its package; pip install tensorboard"
+    assert Verb("train").refused(capsys, "--tensorboard", "folder") == expected
