@@ -450,7 +450,8 @@ def _over_stages(rank: int, size: int) -> list[str]:
     return models.equal(*found)
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.wide)])
+@pytest.mark.wide  # nodes that gather are above, and shards over stages below
+@pytest.mark.parametrize("size", [4, 8])
 def test_nodes_gather_over_stages_that_share_experts(kept: dict[int, Ranks], size: int) -> None:
     """Two stages, each over two ranks that share the experts, and two such: the gradients of whole parameters."""
     assert kept[size].run(_over_stages, timeout=200) == [[]] * size
