@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from overlap1f1b.engine.play.player import Player
 from overlap1f1b.engine.run.crossing import functions_cross
 from overlap1f1b.transport import devices, streams
-from overlap1f1b.transport import mesh as mesh_module
+from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark, HostCopy
 from tests.device.checker import Access, Memories, Watching, host_memory, quiet
 from tests.device.model import Entry
@@ -531,35 +531,23 @@ def _record_stream(tensor: Tensor, stream: Stream) -> None:
         rank.write("frees", stream.place, rank.memories.access(tensor, writes=False).memory)
 
 
-def _noting_nodes(issue: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: Any, node: Any, *others: Any) -> None:
-        here().write("node", str(node))
-        issue(self, node, *others)
+def _behind(note: Callable[..., object], call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(*args: Any) -> Any:
+        note(*args)
+        return call(*args)
 
     return noted
 
 
-def _note_meeting(mesh: Any, dimension: str) -> None:
+def _note_meeting(mesh: Any, dimension: str, *_: Any) -> None:
     if mesh._control.get(dimension) is not None:
         key = (mesh._own.name, tuple(mesh.along(dimension)))
         here().write("meet", (key, next(here().counts[key])), mesh.size(dimension))
 
 
-def _noting_meetings(gathered: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: Any, dimension: str, *value: Any) -> Any:
-        _note_meeting(self, dimension)
-        return gathered(self, dimension, *value)
-
-    return noted
-
-
-def _noting_meetings_of_experts(barrier: Callable[..., Any]) -> Callable[..., Any]:
-    def noted(self: Any) -> None:
-        for dimension in self.experts_over:
-            _note_meeting(self, dimension)
-        barrier(self)
-
-    return noted
+def _note_meeting_of_experts(mesh: Any) -> None:
+    for dimension in mesh.experts_over:
+        _note_meeting(mesh, dimension)
 
 
 def _noting_reads(read: Callable[..., Any]) -> Callable[..., Any]:
@@ -583,12 +571,8 @@ def _delivering(on: Any) -> Any:
     return classmethod(noted)
 
 
-def _blocking(synchronize: Callable[..., Any]) -> Callable[..., Any]:
-    def blocks(self: EventMark, *limits: Any) -> None:
-        here().blocking = True
-        synchronize(self, *limits)
-
-    return blocks
+def _block(*_: Any) -> None:
+    here().blocking = True
 
 
 def _going_on(device: Any) -> Callable[[], bool]:
@@ -614,10 +598,10 @@ def installed() -> Iterator[None]:
             (devices, "in_host_memory", lambda like: host_memory(here(), like)),
             (HostCopy, "on", _delivering(HostCopy.on)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
-            (EventMark, "synchronize", _blocking(EventMark.synchronize)),
-            (Player, "_issue", _noting_nodes(Player._issue)),
-            (mesh_module.Mesh, "gathered", _noting_meetings(mesh_module.Mesh.gathered)),
-            (mesh_module.Mesh, "barrier", _noting_meetings_of_experts(mesh_module.Mesh.barrier)),
+            (EventMark, "synchronize", _behind(_block, EventMark.synchronize)),
+            (Player, "_issue", _behind(lambda _, node, *others: here().write("node", str(node)), Player._issue)),
+            (Mesh, "gathered", _behind(_note_meeting, Mesh.gathered)),
+            (Mesh, "barrier", _behind(_note_meeting_of_experts, Mesh.barrier)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(functions_cross())  # else the first thread that ends its step would end it for all

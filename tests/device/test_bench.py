@@ -8,7 +8,8 @@ import torch.distributed as dist
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, Replay, Sizes
 from overlap1f1b.transport.exchange import CollectiveExchange
 from tests.device.model import Entry
-from tests.device.standin import World, here
+from tests.device.standin import here
+from tests.device.steps import in_world
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -24,17 +25,10 @@ def _replayed(rank: int, size: int) -> list[Entry]:
     return here().log[begin:]
 
 
-def _compute(rank: int, size: int) -> list[int]:
-    """What a replay gives to the stream of compute, on each rank, and how many exchanges it makes."""
-    found = []
-    for log in World(2).run(_replayed):
-        found.append(sum(entry.kind in ("wait", "record", "comm") and entry.args[0] == (0, 0) for entry in log))
-        found.append(sum(entry.kind == "comm" for entry in log))
-    return found
-
-
 def test_replayed_exchanges_and_compute_do_not_wait_for_each_other(alone: Ranks) -> None:
-    assert alone.run(_compute) == [[0, 6, 0, 6]]
+    for log in alone.run(in_world, 2, _replayed)[0]:
+        assert not [entry for entry in log if entry.kind in ("wait", "record", "comm") and entry.args[0] == (0, 0)]
+        assert sum(entry.kind == "comm" for entry in log) == 6
 
 
 def _answered(rank: int, size: int) -> tuple[list[list[int]], list[Entry]]:
@@ -46,13 +40,10 @@ def _answered(rank: int, size: int) -> tuple[list[list[int]], list[Entry]]:
     return copies, [entry for entry in here().log if entry.kind == "block"]
 
 
-def _read(rank: int, size: int) -> list[object]:
-    ((copies, blocked),) = World(1).run(_answered)
-    return [copies, len(blocked)]
-
-
 def test_the_host_reads_answered_counts_from_a_copy(alone: Ranks) -> None:
-    assert alone.run(_read) == [[[[5, 6, 7, 8], [1, 2, 3, 4]], 1]]
+    (((copies, blocked),),) = alone.run(in_world, 1, _answered)
+    assert copies == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert len(blocked) == 1
 
 
 def test_an_answer_carries_what_was_recorded_where_it_is_as_long() -> None:

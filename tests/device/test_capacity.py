@@ -6,8 +6,6 @@ from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
-import pytest
-
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.streams import HostCopy
 from tests import models
@@ -48,16 +46,13 @@ def _waits(rank: int, size: int, capacity: float | None) -> Any:
     return rows, stuck(logs), [gradients for *_, gradients in found]
 
 
-@pytest.mark.parametrize("capacity", [None, 2.0])
-def test_the_host_waits_for_counts_only_without_a_capacity(alone: Ranks, capacity: float | None) -> None:
-    ((rows, hangs, _),) = alone.run(_waits, capacity)
-    assert not hangs
-    for dispatches, waits, copies in rows:
-        assert dispatches > 0
-        assert waits == copies == (dispatches if capacity is None else 0)
-
-
-def test_gradients_are_those_of_exact_sizes(alone: Ranks) -> None:
-    ((_, _, exact),), ((_, _, padded),) = alone.run(_waits, None), alone.run(_waits, 2.0)
-    for one, other in zip(exact, padded, strict=True):
+def test_the_host_waits_for_counts_only_without_a_capacity(alone: Ranks) -> None:
+    """And gradients are those of exact sizes."""
+    exact, padded = (alone.run(_waits, capacity)[0] for capacity in (None, 2.0))
+    for waiting, (rows, hangs, _) in ((True, exact), (False, padded)):
+        assert not hangs
+        for dispatches, waits, copies in rows:
+            assert dispatches > 0
+            assert waits == copies == (dispatches if waiting else 0)
+    for one, other in zip(exact[-1], padded[-1], strict=True):
         assert not models.equal(one, other)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import groups
-from tests import models
 from tests.device.standin import Stopped, World, here
-from tests.device.steps import COSTS, Layout, batch_of, mesh_of, model_of, program_of
+from tests.device.steps import COSTS, Layout, batch_of, in_world, mesh_of, model_of, program_of
+from tests.engines import make
 from tests.ranks import Ranks
 
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
@@ -28,6 +28,14 @@ MEASURED = "the measured step"
 PHASES = {"the construction": None, "the first step": 0, MEASURED: 3, "a planned step": 2}
 """Number of the step. On a device the fourth is measured; the others have costs."""
 SOON = {"communicators.LOOK_S": 0.05, "lanes.LOOK_S": 0.05, "failures.ROLL_CALL_S": 0.5, "failures.GRACE_S": 0.2}
+
+
+@contextmanager
+def _soon() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name, seconds in SOON.items():
+            stack.enter_context(patch(f"overlap1f1b.transport.{name}", seconds))
+        yield
 
 
 class Failing(nn.Module):
@@ -47,12 +55,7 @@ class Failing(nn.Module):
 class Waiting(nn.Module):
     """A block whose host waits in every forward until its device has done all its work, as in ``tensor.item()``.
 
-    Args:
-        inner: The block.
-
-    Attributes:
-        waits: Waits that ended when transfers were aborted.
-        since: Time at which the present wait began, in seconds; infinite outside of a wait.
+    ``waits`` counts those that ended when transfers were aborted. The present one began at ``since``, in seconds.
     """
 
     def __init__(self, inner: nn.Module) -> None:
@@ -111,15 +114,7 @@ class Case:
             if rank == FAILING and step is None:
                 self.fail(engine)
             costs = None if self.phase == MEASURED else COSTS
-            engine.append(
-                Engine(
-                    blocks,
-                    program,
-                    mesh=mesh,
-                    loss_fn=models.loss_fn,
-                    options=EngineOptions(overlap=3, timeout=LIMIT_S, costs=costs),
-                )
-            )
+            engine.append(make(blocks, program, mesh=mesh, overlap=3, timeout=LIMIT_S, costs=costs))
             for _ in range(5):
                 start = time.monotonic()
                 engine[0].step(inputs, target=target)
@@ -137,16 +132,17 @@ class Case:
 
 def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple[str, float, int]]:
     world = World(LAYOUT.size)
-    with ExitStack() as stack:
-        for name, seconds in SOON.items():
-            stack.enter_context(patch(f"overlap1f1b.transport.{name}", seconds))
+    with _soon():
         return world.run(Case(how, phase, waits).play)
 
 
 @pytest.mark.parametrize(
     ("how", "phase", "waits"),
     [
-        *(("raises", phase, False) for phase in PHASES),
+        ("raises", "the first step", False),
+        ("raises", "the construction", False),
+        ("raises", MEASURED, False),
+        ("raises", "a planned step", False),
         ("raises", "a planned step", True),
         ("stops", "the first step", False),
         ("stops", "a planned step", False),
@@ -192,13 +188,8 @@ def _waits_for_its_own(rank: int, size: int) -> str:
     if rank == 0:
         layers[1] = Failing(layers[1], 4, _bad_weather)  # in the third step
     program = build_schedule("combined_1f1b", microbatches=2)
-    engine = Engine(
-        layers,
-        program,
-        mesh=mesh,
-        loss_fn=nn.functional.mse_loss,
-        options=EngineOptions(costs=COSTS, timeout=LIMIT_S, reduce=False, verify=False),
-    )
+    options = {"costs": COSTS, "timeout": LIMIT_S, "reduce": False, "verify": False}
+    engine = make(layers, program, mesh=mesh, loss_fn=nn.functional.mse_loss, **options)
     try:
         for _ in range(4):
             engine.step(torch.ones(4, 4), target=torch.ones(4, 4))
@@ -213,10 +204,7 @@ def _bad_weather() -> None:
 
 def _collectives_of_a_model(rank: int, size: int) -> list[str]:
     # The world's threads each know their own groups; torch knows all of a process in every thread.
-    with ExitStack() as stack:
-        for name, seconds in SOON.items():
-            stack.enter_context(patch(f"overlap1f1b.transport.{name}", seconds))
-        stack.enter_context(patch.object(groups, "_registered", lambda group: group.group_desc == "default_pg"))
+    with _soon(), patch.object(groups, "_registered", lambda group: group.group_desc == "default_pg"):
         return World(2).run(_waits_for_its_own)
 
 
@@ -228,7 +216,10 @@ def test_a_host_that_waits_in_a_collective_of_the_model(alone: Ranks) -> None:
     assert "ValueError: bad weather" in other
 
 
-def _uses_what_nobody_computed(rank: int, size: int, both: threading.Barrier) -> list[str]:
+BOTH = threading.Barrier(2)
+
+
+def _uses_what_nobody_computed(rank: int, size: int) -> list[str]:
     """Rank 1 fails at an index, before and after rank 0 has told of a failure."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("cp",))
     program = build_schedule("combined_1f1b", microbatches=2)
@@ -237,25 +228,20 @@ def _uses_what_nobody_computed(rank: int, size: int, both: threading.Barrier) ->
     for told in (False, True):
         if told and rank == 0:
             engine.failures.tell(ValueError("bad weather"), "rank cp 0 failed")
-        both.wait(10)
+        BOTH.wait(10)
         if rank == 1:
             try:
                 with engine._communicators.watched():
                     raise IndexError("index out of range in self")
             except (IndexError, RuntimeError) as error:
                 said.append(f"{type(error).__name__}: {error}")
-        both.wait(10)
+        BOTH.wait(10)
     return said
-
-
-def _indices(rank: int, size: int) -> list[str]:
-    found: list[str] = World(2).run(_uses_what_nobody_computed, threading.Barrier(2))[1]
-    return found
 
 
 def test_an_index_that_nobody_computed_is_not_the_cause(alone: Ranks) -> None:
     """A rank that has ended its transfers may go on, and send to others whose transfers have not ended yet."""
-    (said,) = alone.run(_indices, timeout=40)
+    ((_, said),) = alone.run(in_world, 2, _uses_what_nobody_computed, timeout=40)
     assert said == [
         "IndexError: index out of range in self",
         "LostRankError: rank cp 0 failed: ValueError: bad weather; here since then: "

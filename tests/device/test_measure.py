@@ -15,7 +15,7 @@ LAYOUT = Layout(2, 2)
 
 def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, Kind]], int, set[CostKey]]:
     program = program_of("combined_1f1b", LAYOUT.pp)
-    engine, _ = engine_of(program, LAYOUT, costs=None)
+    engine, _ = engine_of(program, LAYOUT, costs=None, tries=1)
     inputs, target = batch_of(program, LAYOUT, rank)
     steps, timed, alone = 0, set[CostKey](), engine.boundary.timed
     computed = sum(node.resource == "compute" for node in engine.plan.ranks[engine.rank])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.reduce.plain import Reducer
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import loopback
@@ -30,6 +29,7 @@ from tests.device.model import Entry
 from tests.device.standin import Event, Stream, World
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
 from tests.engine.reduce.test_tied import MICROBATCHES, build
+from tests.engines import make
 from tests.ranks import Ranks
 
 # ------------------------------------------------------------------------------------------------ what is played
@@ -38,7 +38,7 @@ from tests.ranks import Ranks
 def _step(rank: int, size: int) -> None:
     """Two stages, two ranks that share experts: rows, counts, stages and reductions; then an optimizer's step."""
     layout, program = Layout(2, 2), program_of("combined_1f1b", 2)
-    engine, _ = engine_of(program, layout)
+    engine, _ = engine_of(program, layout, verify=False)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)
     torch.optim.SGD(set(engine.parameters()), lr=0.1, foreach=False).step()
@@ -59,24 +59,16 @@ def _tied_step(rank: int, size: int) -> None:
     mesh = mesh_of(Layout(2, 1))
     with one_at_a_time:
         stages = build(held, 2)
-    engine = Engine(stages, program, mesh=mesh, loss_fn=models.loss_fn, options=EngineOptions(costs=COSTS, timeout=30))
     inputs, target = models.batch(MICROBATCHES)
-    engine.step(inputs, target=target)
+    make(stages, program, mesh=mesh, costs=COSTS, timeout=30).step(inputs, target=target)
 
 
 def _loopback_step(rank: int, size: int) -> None:
     """One rank, whose rows go through host memory in many small parts."""
     program = build_schedule("combined_1f1b", microbatches=3)
-    model = models.build(layers=1)
-    engine = Engine(
-        model,
-        program,
-        loss_fn=models.loss_fn,
-        exchange=LoopbackExchange(torch.device("cpu")),
-        options=EngineOptions(costs=COSTS, overlap=3),
-    )
+    exchange = LoopbackExchange(torch.device("cpu"))
     inputs, target = models.batch(3, rows=1, sequence=5)
-    engine.step(inputs, target=target)
+    make(models.build(layers=1), program, exchange=exchange, costs=COSTS, overlap=3).step(inputs, target=target)
 
 
 WORLDS: dict[str, tuple[Callable[[int, int], None], int]] = {
@@ -152,32 +144,26 @@ class _Unwaited:
         return False
 
 
-def _unwaited_counts(counts: Callable[..., Transfer[Any]]) -> Callable[..., Transfer[Any]]:
-    def start(self: CollectiveExchange, *args: Any) -> Transfer[Any]:
-        transfer = counts(self, *args)
-        assert transfer.mark is not None
-        return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
+def _unwaited(transfer: Transfer[Any]) -> Transfer[Any]:
+    assert transfer.mark is not None
+    return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
 
-    return start
+
+def _unwaited_counts(counts: Callable[..., Transfer[Any]]) -> Callable[..., Transfer[Any]]:
+    return lambda self, *args: _unwaited(counts(self, *args))
 
 
 def _unwaited_sums(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
     def start(self: Reducer, *args: Any) -> Any:
         post = all_reduce(self, *args)
-
-        def posted() -> Transfer[Any]:
-            transfer: Transfer[Any] = post()
-            assert transfer.mark is not None
-            return replace(transfer, mark=_Unwaited(transfer.mark, transfer.mark.ended))
-
-        return posted
+        return lambda: _unwaited(post())
 
     return start
 
 
 def _unwaited_work(allreduce: Callable[..., Any]) -> Callable[..., Any]:
-    def start(self: Any, tensors: Any, opts: Any = None) -> Any:
-        work = allreduce(self, tensors, opts)
+    def start(self: Any, *args: Any) -> Any:
+        work = allreduce(self, *args)
         return work if work is None else _Unwaited(None, work.event)
 
     return start
@@ -203,6 +189,7 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
     """What each removal replaces, and the world in which it matters."""
     both = "stages and experts"
     return {
+        "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),
         "compute waits for rows": (both, [(EventMark, "wait", _no_wait)]),
         "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
         "the host waits for the copies of counts": (both, [(EventMark, "synchronize", lambda self, *limits: None)]),
@@ -225,33 +212,21 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
         "early rows have memory of their own": (both, [(DeviceStream, "empty", _unready)]),
         "the way back waits for the way out": ("loopback", [(Event, "wait", lambda self, stream=None: None)]),
         "a place is filled when it is free": ("loopback", [(loopback, "_Place", _not_free)]),
-        "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),
     }
 
 
 REMOVALS = tuple(_removals())
 
 
-@contextmanager
-def _small_chunks() -> Iterator[None]:
-    with patch.object(loopback, "LEAST_BYTES", 256):
-        yield
-
-
 def _races(rank: int, size: int, what: str, removal: str | None) -> list[str]:
-    """Races of a world from which a wait was taken out."""
-    if removal is not None:
-        what, replaced = _removals()[removal]
+    """Races of a world, perhaps one from which a wait was taken out."""
+    what, replaced = (what, []) if removal is None else _removals()[removal]
     function, ranks = WORLDS[what]
     world = World(ranks)
-    with _small_chunks():
-        if removal is None:
-            world.run(function, watch=True)
-        else:
-            with ExitStack() as stack:
-                for owner, name, value in replaced:
-                    stack.enter_context(patch.object(owner, name, value))
-                world.run(function, watch=True)
+    with patch.object(loopback, "LEAST_BYTES", 256), ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(patch.object(owner, name, value))
+        world.run(function, watch=True)
     return [str(race) for number, log in enumerate(world.logs) for race in races(number, log)]
 
 
@@ -294,16 +269,12 @@ def test_counts_that_nobody_reads(alone: Ranks, kept: bool) -> None:
 # ------------------------------------------------------------------------------------------------ by hand
 
 
-def _write(kind: str, *args: Any) -> Entry:
-    return Entry(kind, args)
-
-
 def _kernel(stream: int, *accesses: Access) -> Entry:
-    return _write("kernel", (stream, stream), "a kernel", accesses)
+    return Entry("kernel", ((stream, stream), "a kernel", accesses))
 
 
 WRITTEN, READ, BESIDE = Access(1, 0, 8, True), Access(1, 4, 12, False), Access(1, 8, 12, False)
-ORDER = [_write("record", (0, 0), 1), _write("wait", (1, 1), 1)]
+ORDER = [Entry("record", ((0, 0), 1)), Entry("wait", ((1, 1), 1))]
 
 
 def test_an_event_orders_two_streams() -> None:
@@ -315,12 +286,13 @@ def test_an_event_orders_two_streams() -> None:
 
 
 def test_a_host_that_has_waited_orders_what_it_launches() -> None:
-    entries = [_kernel(0, WRITTEN), _write("record", (0, 0), 1), _write("block", 1), _kernel(1, READ)]
+    entries = [_kernel(0, WRITTEN), Entry("record", ((0, 0), 1)), Entry("block", (1,)), _kernel(1, READ)]
     assert not races(0, entries)
     assert races(0, [*entries[:2], *entries[3:]])
 
 
 def test_memory_is_freed_behind_its_last_use() -> None:
     used = [_kernel(0, WRITTEN), *ORDER, _kernel(1, READ)]
-    assert races(0, [*used, _write("free", 1)])
-    assert not races(0, [*used, _write("record", (1, 1), 2), _write("wait", (0, 0), 2), _write("free", 1)])
+    free = Entry("free", (1,))
+    assert races(0, [*used, free])
+    assert not races(0, [*used, Entry("record", ((1, 1), 2)), Entry("wait", ((0, 0), 2)), free])

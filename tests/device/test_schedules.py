@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.engine.run import graphs
 from overlap1f1b.engine.run.random import Draws
 from overlap1f1b.plan import Overlap, compile
@@ -18,6 +17,7 @@ from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
 from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
+from tests.engines import make
 from tests.ranks import Ranks
 from tests.tape import Tape
 
@@ -132,13 +132,8 @@ def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
         own = nn.Sequential(_Several(), _Joined())
         own.load_state_dict(state)
         program, mesh = program_of("1f1b", 2, 3), mesh_of(Layout(2, 1))
-        engine = Engine(
-            own,
-            program,
-            mesh=mesh,
-            loss_fn=loss_fn,
-            options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=30),
-        )
+        options = {"costs": COSTS, "dynamic_shapes": dynamic, "timeout": 30}
+        engine = make(own, program, mesh=mesh, loss_fn=loss_fn, **options)
         for _ in range(2):  # the first sends headers, with dynamic shapes both do
             own.zero_grad()
             engine.step(x, target=y)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES, Program
 from tests import models
@@ -38,9 +37,7 @@ def problems_of(program: Program, mesh: DeviceMesh, device: torch.device, option
     pp, ep = mesh.shape
     number = mesh.get_local_rank("ep")
     model = models.build(mesh.get_group("ep") if ep > 1 else None, layers=LAYERS[pp]).to(device)
-    engine = make(
-        model, program, loss_fn=models.loss_fn, mesh=mesh, overlap="serial", costs=COSTS, timeout=30, **options
-    )
+    engine = make(model, program, mesh=mesh, overlap="serial", costs=COSTS, timeout=30, **options)
     inputs, target = batch_of(program, number, device)
     serial: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -113,9 +110,7 @@ def _fails(rank: int, size: int, pp: int, ep: int, failing: int) -> None:
         model = models.build(mesh.get_group("ep") if ep > 1 else None, layers=LAYERS[pp])
         at = 0 if mesh.get_local_rank("pp") == 0 else len(model) - 1
         model[at] = nn.Sequential(model[at], _Fails(2 * program.microbatches if rank == failing else 0))
-        engine = Engine(
-            model.to(device), program, loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)
-        )
+        engine = make(model.to(device), program, mesh=mesh, costs=COSTS, timeout=20)
         inputs, target = batch_of(program, mesh.get_local_rank("ep"), device)
         for _ in range(3):
             engine.step(inputs, target=target)
@@ -137,9 +132,7 @@ def _dies(rank: int, size: int) -> None:
     with on_nccl(rank, size, pp=1, ep=2) as (mesh, device):
         program = program_of("combined_1f1b", 1)
         model = models.build(mesh.get_group("ep"), layers=1).to(device)
-        engine = Engine(
-            model, program, loss_fn=models.loss_fn, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=10)
-        )
+        engine = make(model, program, mesh=mesh, costs=COSTS, timeout=10)
         inputs, target = batch_of(program, rank, device)
         engine.step(inputs, target=target)
         if rank:

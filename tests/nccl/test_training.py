@@ -89,9 +89,7 @@ class Training:
         self.pp, self.ep = mesh.shape
         self.program = program_of("combined_1f1b", self.pp)
         self.model = models.build(mesh.get_group("ep") if self.ep > 1 else None, layers=LAYERS[self.pp]).to(device)
-        self.engine = make(
-            self.model, self.program, loss_fn=models.loss_fn, mesh=mesh, costs=COSTS, timeout=30, **options
-        )
+        self.engine = make(self.model, self.program, mesh=mesh, costs=COSTS, timeout=30, **options)
         self.optimizer = torch.optim.AdamW(self.engine.parameters(), lr=0.02, foreach=False)
         self.batch = batch_of(self.program, mesh.get_local_rank("ep"), device)
 

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.plan import NodeCosts
+from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.boundary import Spec, encode, specs_of
-from tests.ranks import Ranks
+from tests.engines import COSTS, make
+from tests.ranks import Ranks, over
 
 H = 6
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, dense=1, send=1)
 
 
 def test_headers_carry_what_tensors_look_like() -> None:
@@ -90,54 +89,45 @@ def batch(sizes: list[int], seed: int) -> list[tuple[Tensor, ...]]:
     ]
 
 
-def _streams(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    program = build_schedule(name, ranks=size, microbatches=5)
-    blocks, problems = build(), []
-    engine = Engine(
-        blocks,
-        program,
-        mesh=mesh,
-        loss_fn=lambda loss: loss,
-        options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=20),
-    )
-    for step, sizes in enumerate(([3, 4, 1, 7, 2], [2, 2, 5, 1, 1] if dynamic else [3, 4, 1, 7, 2])):
-        parts = batch(sizes, seed=step)
-        losses, expected = plain(build(), parts)
-        for parameter in engine.parameters():
-            parameter.grad = None
-        # Between training steps an evaluation with other sizes passes.
-        engine.evaluate(list(batch([1] * 5, seed=9)), target=[()] * 5)
-        result = engine.step(list(parts), target=[()] * 5)
-        held = set(engine.parameters())
-        for label, parameter in nn.ModuleList(blocks).named_parameters():
-            if parameter in held:
-                grad = parameter.grad
-                if grad is None or not torch.equal(grad, expected[label]):
-                    problems.append(f"step {step}: {label} differs")
-        if result.losses and [float(x) for x in result.losses] != losses:
-            problems.append(f"step {step}: losses differ")
-    return problems
+def engine_over(mesh: DeviceMesh, name: str, microbatches: int, **options: Any) -> tuple[Engine, nn.ModuleList]:
+    """An engine, and its blocks."""
+    program, blocks = build_schedule(name, ranks=mesh.size(), microbatches=microbatches), build()
+    options = {"costs": COSTS, "timeout": 20, "loss_fn": lambda loss: loss} | options
+    return make(blocks, program, mesh=mesh, **options), nn.ModuleList(blocks)
+
+
+def stepped(engine: Engine, blocks: nn.ModuleList, sizes: list[int], seed: int) -> list[str]:
+    """What differs from one process after a step, before which an evaluation with other sizes passes."""
+    parts, targets = batch(sizes, seed), [()] * len(sizes)
+    losses, expected = plain(build(), parts)
+    blocks.zero_grad()
+    engine.evaluate(list(batch([1] * len(sizes), seed=9)), target=targets)
+    result = engine.step(list(parts), target=targets)
+    held = set(engine.parameters())
+    problems = [
+        label
+        for label, p in blocks.named_parameters()
+        if p in held and (p.grad is None or not torch.equal(p.grad, expected[label]))
+    ]
+    return problems if not result.losses or [float(x) for x in result.losses] == losses else [*problems, "losses"]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipev"])
-def test_several_tensors_of_changing_sizes(ranks2: Ranks, name: str, dynamic: bool) -> None:
-    assert ranks2.run(_streams, name, dynamic) == [[], []]
+@over(2)
+def test_several_tensors_of_changing_sizes(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    engine, blocks = engine_over(mesh, name, 5, dynamic_shapes=dynamic)
+    second = [2, 2, 5, 1, 1] if dynamic else [3, 4, 1, 7, 2]
+    return stepped(engine, blocks, [3, 4, 1, 7, 2], 0) + stepped(engine, blocks, second, 1)
 
 
 def _resized(rank: int, size: int) -> str:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    program = build_schedule("1f1b", ranks=size, microbatches=2)
-    engine = Engine(
-        build(), program, mesh=mesh, loss_fn=lambda loss: loss, options=EngineOptions(costs=COSTS, timeout=5)
-    )
+    engine, _ = engine_over(init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)), "1f1b", 2, timeout=5)
     engine.step(list(batch([3, 3], 0)), target=[()] * 2)
-    try:
+    with pytest.raises((ValueError, RuntimeError)) as refused:
         engine.step(list(batch([3, 4], 0)), target=[()] * 2)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
+    return str(refused.value)
 
 
 def test_other_sizes_need_dynamic_shapes(ranks2: Ranks) -> None:
@@ -148,64 +138,27 @@ def test_other_sizes_need_dynamic_shapes(ranks2: Ranks) -> None:
     ranks2.close()  # what was under way is lost with the ranks
 
 
-def _two_engines(rank: int, size: int) -> list[bool]:
-    """Two engines over one mesh, their steps in turn, one evaluated in between."""
+@over(2)
+def test_two_engines_take_turns(rank: int, size: int) -> list[str]:
+    """Two engines over one mesh, their steps in turn."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    parts, same = batch([3] * 4, 1), []
-    _, expected = plain(build(), parts)
-    models = [build(), build()]
-    engines = [
-        Engine(
-            m,
-            build_schedule(n, ranks=size, microbatches=4),
-            mesh=mesh,
-            loss_fn=lambda loss: loss,
-            options=EngineOptions(timeout=20),
-        )
-        for m, n in zip(models, ("1f1b", "zb_v"), strict=True)
-    ]
-    for _ in range(3):
-        for engine, model in zip(engines, models, strict=True):
-            for parameter in engine.parameters():
-                parameter.grad = None
-            engine.step(list(parts), target=[()] * 4)
-            engine.evaluate(list(parts), target=[()] * 4)
-            held = set(engine.parameters())
-            same += [
-                p.grad is not None and torch.equal(p.grad, expected[n])
-                for n, p in nn.ModuleList(model).named_parameters()
-                if p in held
-            ]
-    return same
-
-
-def test_two_engines_take_turns(ranks2: Ranks) -> None:
-    assert all(all(same) and same for same in ranks2.run(_two_engines))
-
-
-def _timed(rank: int, size: int, name: str, dynamic: bool) -> list[tuple[Kind, int]]:
-    """Transfers that this rank has received and timed behind a step."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    program = build_schedule(name, ranks=size, microbatches=4)
-    engine = Engine(
-        build(),
-        program,
-        mesh=mesh,
-        loss_fn=lambda loss: loss,
-        options=EngineOptions(costs=COSTS, dynamic_shapes=dynamic, timeout=20),
-    )
-    engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
-    took = engine.boundary.timed()
-    assert all(0 < seconds < 20 for seconds in took.values())
-    engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
-    return sorted((kind, stage) for _, kind, stage, *_ in took)
+    both = [engine_over(mesh, name, 4) for name in ("1f1b", "zb_v")]
+    return [name for _ in range(2) for engine, blocks in both for name in stepped(engine, blocks, [3] * 4, 1)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_each_transfer_is_timed_where_it_arrives(ranks2: Ranks, dynamic: bool) -> None:
+@over(2)
+def test_each_transfer_is_timed_where_it_arrives(rank: int, size: int, dynamic: bool) -> None:
     forward, backward = Kind.F, Kind.I
-    assert ranks2.run(_timed, "1f1b", dynamic) == [[(backward, 1)], [(forward, 0)]]
-    v = [[(forward, 2), (backward, 1)], [(forward, 0), (backward, 3)]]  # stages 0 and 3 are on rank 0
-    assert ranks2.run(_timed, "dualpipev", dynamic) == v
-    both = [[(forward, 0), (backward, 1)]] * 2
-    assert ranks2.run(_timed, "dualpipe", dynamic) == both
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    for name, arrived in {
+        "1f1b": [[(backward, 1)], [(forward, 0)]],
+        "dualpipev": [[(forward, 2), (backward, 1)], [(forward, 0), (backward, 3)]],  # stages 0 and 3 are on rank 0
+        "dualpipe": [[(forward, 0), (backward, 1)]] * 2,
+    }.items():
+        engine, _ = engine_over(mesh, name, 4, dynamic_shapes=dynamic)
+        engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
+        took = engine.boundary.timed()
+        assert all(0 < seconds < 20 for seconds in took.values())
+        engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
+        assert sorted((kind, stage) for _, kind, stage, *_ in took) == arrived[rank]

@@ -24,7 +24,7 @@ from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.groups import Groups
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
-from tests.ranks import Ranks
+from tests.ranks import over
 
 GPU = torch.device("cuda", 0)
 
@@ -47,9 +47,9 @@ def test_more_blocks_than_multiprocessors() -> None:
         DeviceOptions(ctas=15)
 
 
-def _does_not_fit(rank: int, size: int) -> None:
-    devices = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    mesh = Mesh(devices, timedelta(seconds=20))
+@over(2)
+def test_groups_and_model_on_different_devices(rank: int, size: int) -> None:
+    mesh = Mesh(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), timedelta(seconds=20))
     mesh.check_device(torch.device("cpu"))
     kinds = {id(None): "nccl", id(mesh.group("ep")): "gloo"}
     with (
@@ -63,20 +63,13 @@ def _does_not_fit(rank: int, size: int) -> None:
         mesh.device_type = "cuda"
         mesh.check_device(GPU)
 
-        class Bound:
-            bound_device_id = torch.device("cuda", 1)
-
+        bound = SimpleNamespace(bound_device_id=torch.device("cuda", 1))
+        said = r"^init_process_group\(device_id=cuda:1\) for a model on 'cuda:0'; allowed:"
         with (
-            patch.object(dist.distributed_c10d, "_get_default_group", Bound),
-            pytest.raises(
-                ValueError, match=r"^init_process_group\(device_id=cuda:1\) for a model on 'cuda:0'; allowed:"
-            ),
+            patch.object(dist.distributed_c10d, "_get_default_group", lambda: bound),
+            pytest.raises(ValueError, match=said),
         ):
             mesh.check_device(GPU)
-
-
-def test_groups_and_model_on_different_devices(ranks2: Ranks) -> None:
-    ranks2.run(_does_not_fit)
 
 
 @pytest.mark.parametrize("done", [False, True], ids=["waits", "was aborted"])
@@ -125,7 +118,7 @@ def watched(
 
 
 def test_a_host_that_is_busy_without_the_device_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, seconds=0.5) == (False, None)
+    assert watched(monkeypatch, seconds=0.3) == (False, None)
 
 
 def test_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +133,7 @@ def test_a_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_that_is_busy_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends at its next node, and groups that need no abort can be used by a next engine."""
-    assert watched(monkeypatch, seconds=0.3, looks=1) == (False, "rank 1 failed")
+    assert watched(monkeypatch, seconds=0.15, looks=1) == (False, "rank 1 failed")
 
 
 @pytest.mark.parametrize("where", ["record", "synchronize"])

@@ -12,17 +12,17 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
 from overlap1f1b.transport import failures as failures_module
 from overlap1f1b.transport.failures import Failures, LostRankError, Store, headline
-from tests.ranks import Ranks
+from tests.ranks import over
 
 LABELS = {0: "rank ep 0", 1: "rank ep 1"}
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically …"
@@ -34,79 +34,67 @@ def _notes(failures: Failures, error: Exception, message: str) -> str:
     return "\n".join([str(error), *error.__notes__])
 
 
-def _both_fail(rank: int, size: int) -> str:
+@over(2)
+def test_a_rank_that_lost_another_says_why_that_one_failed(rank: int, size: int) -> None:
     failures = Failures("both", LABELS)
     if rank == 0:
-        return _notes(failures, ValueError("a bad batch"), "rank ep 0 failed at dispatch.f[1] m2")
-    return _notes(failures, LostRankError("counts.f[1] m2 failed"), "rank ep 1 failed at counts.f[1] m2")
-
-
-def test_a_rank_that_lost_another_says_why_that_one_failed(ranks2: Ranks) -> None:
-    first, second = ranks2.run(_both_fail)
-    assert first.splitlines() == ["a bad batch", "rank ep 0 failed at dispatch.f[1] m2"]
+        said = _notes(failures, ValueError("a bad batch"), "rank ep 0 failed at dispatch.f[1] m2")
+        assert said.splitlines() == ["a bad batch", "rank ep 0 failed at dispatch.f[1] m2"]
+        return
+    said = _notes(failures, LostRankError("counts.f[1] m2 failed"), "rank ep 1 failed at counts.f[1] m2")
     cause = "the first to fail: rank ep 0 failed at dispatch.f[1] m2: ValueError: a bad batch"
-    assert second.splitlines() == [f"{cause}; here: counts.f[1] m2 failed", "rank ep 1 failed at counts.f[1] m2"]
+    assert said.splitlines() == [f"{cause}; here: counts.f[1] m2 failed", "rank ep 1 failed at counts.f[1] m2"]
 
 
-def _one_is_silent(rank: int, size: int) -> str:
+@over(2)
+def test_a_rank_without_a_word_is_named(rank: int, size: int) -> None:
     failures = Failures("silent", LABELS)
     dist.barrier()
-    notes = _notes(failures, RuntimeError(GLOO), "rank ep 1 failed at m0") if rank else ""
+    if rank:
+        with patch.object(failures_module, "ROLL_CALL_S", 0.2):
+            said = _notes(failures, RuntimeError(GLOO), "rank ep 1 failed at m0")
+        assert "no word, within 0.2 s, from rank ep 0: killed, stopped, ended or busy" in said
     dist.barrier()
-    del failures
-    return notes
 
 
-def test_a_rank_without_a_word_is_named(ranks2: Ranks) -> None:
-    assert "no word, within 2 s, from rank ep 0: killed, stopped, ended or busy" in ranks2.run(_one_is_silent)[1]
-
-
-def _one_has_ended(rank: int, size: int) -> str:
+@over(2)
+def test_a_rank_that_has_ended_is_named(rank: int, size: int) -> None:
     failures = Failures("ended", LABELS)
     if rank == 0:
         sys.last_value = ArithmeticError("the loop broke")  # as the interpreter sets it
         failures.end()
         del sys.last_value
     dist.barrier()
-    return _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0") if rank else ""
+    if rank:
+        said = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")
+        assert "rank ep 0 has ended by ArithmeticError: the loop broke" in said
 
 
-def test_a_rank_that_has_ended_is_named(ranks2: Ranks) -> None:
-    assert "rank ep 0 has ended by ArithmeticError: the loop broke" in ranks2.run(_one_has_ended)[1]
-
-
-def _an_error_of_the_user(rank: int, size: int) -> list[str]:
-    """One that looks like torch's own is a cause all the same."""
+@over(2)
+def test_an_error_of_the_model_is_a_cause(rank: int, size: int) -> None:
+    """Also one that looks like torch's own."""
     failures = Failures("own", LABELS)
     if rank == 0:
-        return [_notes(failures, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "rank ep 0 failed")]
-    while failures.read() is None:
+        _notes(failures, RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "rank ep 0 failed")
+        return
+    while (said := failures.read()) is None:
         time.sleep(0.01)
-    return [str(failures.read())]
+    assert said == "rank ep 0 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
 
 
-def test_an_error_of_the_model_is_a_cause(ranks2: Ranks) -> None:
-    assert ranks2.run(_an_error_of_the_user)[1] == [
-        "rank ep 0 failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
-    ]
-
-
-def _late(rank: int, size: int) -> str:
-    failures = Failures("late", LABELS, limit=timedelta(seconds=0.5))
+@over(2)
+def test_a_rank_that_does_not_come_is_named(rank: int, size: int) -> None:
+    failures = Failures("late", LABELS, limit=timedelta(seconds=0.1))
     if rank:
-        return ""
+        return
     start = time.monotonic()
-    with pytest.raises(LostRankError) as raised:
+    with pytest.raises(
+        LostRankError,
+        match=r"^rank ep 1 did not come to the construction of an engine within 0\.1 s; "
+        "all ranks make their engines in one order$",
+    ):
         failures.meet()
     assert time.monotonic() - start < 5
-    return str(raised.value)
-
-
-def test_a_rank_that_does_not_come_is_named(ranks2: Ranks) -> None:
-    assert ranks2.run(_late)[0] == (
-        "rank ep 1 did not come to the construction of an engine within 0.5 s; "
-        "all ranks make their engines in one order"
-    )
 
 
 def test_one_rank_alone_tells_nobody() -> None:
@@ -204,7 +192,6 @@ PROGRAM = """
     import sys, time
     from datetime import timedelta
     import torch, torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
     from overlap1f1b.transport.failures import Failures
     from overlap1f1b.transport.lanes import Lane
     from overlap1f1b.transport.exchange import Transfer
@@ -225,7 +212,7 @@ PROGRAM = """
         "send": lambda: Transfer(None, sends=[group.send([torch.zeros(2**22)], 1, 7)], source=received),
     }[how]
     lane.launch(Node(Op.DISPATCH, Kind.F, 0, 0), post)
-    time.sleep(0.5)
+    time.sleep(0.2)
     raise ArithmeticError("the loop broke")
 """
 
@@ -273,39 +260,31 @@ def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Pat
     assert scripts.ends(tmp_path / "store", DROPPED, how) == [("", 0)] * 2
 
 
-def _stopped_store(rank: int, size: int) -> tuple[str, float]:
-    """The store does not answer: nobody waits for it again."""
+@over(2)
+def test_a_store_that_does_not_answer_is_given_up(rank: int, size: int) -> None:
+    """Nobody waits for it again."""
     failures = Failures("stopped", LABELS)
     assert failures._store is not None
     failures._store._store = SimpleNamespace(check=lambda keys: time.sleep(60), set=lambda *_: time.sleep(60))
     start = time.monotonic()
-    notes = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")
-    failures.read(wait=True)
-    return notes, time.monotonic() - start
-
-
-def test_a_store_that_does_not_answer_is_given_up(ranks2: Ranks) -> None:
-    for notes, seconds in ranks2.run(_stopped_store):
-        assert "the process group's store, which rank ep 0 may hold, gives no word" in notes
-        assert seconds < 20
+    with patch.multiple(failures_module, ANSWER_S=0.2, ROLL_CALL_S=0.2):
+        said = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")
+        failures.read(wait=True)
+    assert "the process group's store, which rank ep 0 may hold, gives no word" in said
+    assert time.monotonic() - start < 20
 
 
 def test_a_request_is_answered_while_another_thread_waits_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NCCL does for its communicators; a watchdog asks meanwhile."""
     default = dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=10))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: default)
-    monkeypatch.setattr(failures_module, "ANSWER_S", 1.0)
     store = Store("engine/")
-
-    def wait() -> None:
-        with suppress(RuntimeError):
-            default.wait(["never"], timedelta(seconds=3))
-
-    waiting = threading.Thread(target=wait)
+    waiting = threading.Thread(target=lambda: default.wait(["at last"], timedelta(seconds=30)))
     waiting.start()
     time.sleep(0.2)
     store.set("word", "here")
     assert store.get("word") == "here"
     assert waiting.is_alive()
     assert not store.gone
+    dist.TCPStore("localhost", default.port, 1, False).set("at last", "")  # by another connection
     waiting.join()

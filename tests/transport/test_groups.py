@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import PeerExchange
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options, side_by_side
 from tests import models
-from tests.ranks import Ranks, run
+from tests.engines import make
+from tests.ranks import Ranks, over, run
 
 
 def fake(**known: Any) -> Any:
@@ -31,14 +31,12 @@ def fake(**known: Any) -> Any:
 
 
 def test_few_blocks_and_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An older NCCL knows no policy."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake(min_ctas=0, max_ctas=0, cta_policy=0), raising=False)
     options = nccl_options(16)
     assert options.is_high_priority_stream
     assert vars(options.config) == {"min_ctas": 4, "max_ctas": 16, "cta_policy": 1}
     assert vars(nccl_options(2).config) == {"min_ctas": 2, "max_ctas": 2, "cta_policy": 1}
-
-
-def test_an_older_nccl_knows_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", fake(min_ctas=0, max_ctas=0), raising=False)
     assert vars(nccl_options(None).config) == {"min_ctas": 0, "max_ctas": 0}
 
@@ -50,13 +48,7 @@ def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[s
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, data = mesh.get_group("ep"), models.batch(2, seed=rank)
     model = models.build(group)
-    engine = Engine(
-        model,
-        build_schedule("sequential", microbatches=2),
-        mesh=mesh,
-        loss_fn=models.loss_fn,
-        options=EngineOptions(timeout=20),
-    )
+    engine = make(model, build_schedule("sequential", microbatches=2), mesh=mesh, timeout=20)
     engine.step(data[0], target=data[1])
     assert isinstance(engine.exchange, PeerExchange)
     assert engine.exchange.background
@@ -71,14 +63,14 @@ def test_the_backend_is_that_of_the_device(tmp_path: Path, backend: str | None) 
         assert found == ["gloo"] * 3
 
 
-def _no_backend(rank: int, size: int) -> str:
-    with pytest.raises(ValueError, match="for tensors on 'xpu'; allowed: on ") as raised:
+@over(2)
+def test_a_backend_that_cannot_be_made_is_named(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"for tensors on 'xpu'; allowed: on .*cpu"):
         backend_of(None, "xpu")
-    return str(raised.value)
-
-
-def test_a_device_without_a_backend_is_named(ranks2: Ranks) -> None:
-    assert all("cpu" in said for said in ranks2.run(_no_backend))
+    groups = Groups([0, 1])
+    groups.backend = "pigeons"
+    with pytest.raises(ValueError, match="groups of backend 'pigeons' for 'cpu'; allowed: gloo, nccl, one"):
+        groups.new([0, 1], "post")
 
 
 def _aborted(rank: int, size: int, what: str) -> tuple[bool, str]:
@@ -101,7 +93,7 @@ def _aborted(rank: int, size: int, what: str) -> tuple[bool, str]:
     thread = threading.Thread(target=wait, daemon=True)
     if rank == 0 or what == "receive":
         thread.start()
-        thread.join(0.5)
+        thread.join(0.2)
     waited = thread.is_alive()
     dist.barrier()
     if rank == 1:
@@ -119,19 +111,19 @@ def test_abort_ends_waits_here_and_there(ranks2: Ranks, what: str) -> None:
     assert "Connection closed by peer" in said or "reset" in said or "pair closure" in said
 
 
-def _named(rank: int, size: int) -> list[str]:
-    return [Groups(ranks).name for ranks in ([0, 1], [1, 0], [rank])]
-
-
-def test_ranks_agree_on_names_without_a_message(ranks2: Ranks) -> None:
-    first, second = ranks2.run(_named)
+@over(2)
+def test_ranks_agree_on_names_without_a_message(rank: int, size: int) -> None:
+    names: list[Any] = [None] * size
+    dist.all_gather_object(names, [Groups(ranks).name for ranks in ([0, 1], [1, 0], [rank])])
+    first, second = names
     assert first[:2] == second[:2]
     assert first[0] != first[1]
     assert first[2] != second[2]
 
 
-def _of_a_plugin(rank: int, size: int) -> list[Any]:
-    """Groups of a backend that is registered with torch, whose object is wrapped as NCCL's is."""
+@over(2)
+def test_groups_of_another_backend_are_wrapped_and_not_registered(rank: int, size: int) -> None:
+    """A backend that is registered with torch, whose object is wrapped as NCCL's is."""
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         made = dist.ProcessGroupGloo(store, rank, size, timeout)
@@ -151,35 +143,15 @@ def _of_a_plugin(rank: int, size: int) -> list[Any]:
     (link.send if rank else link.recv)([passed], 1 - rank, 0).wait()
     assert len(dist.distributed_c10d._world.pg_map) == before  # torch keeps none of them
     groups.close()
-    return [got.tolist(), summed.tolist(), passed.tolist()]
+    assert (got.tolist(), summed.tolist(), passed.tolist()) == ([1.0 + rank, 11.0 + rank], [3.0], [7.0])
 
 
-def test_groups_of_another_backend_are_wrapped_and_not_registered(ranks2: Ranks) -> None:
-    assert ranks2.run(_of_a_plugin) == [[[1.0, 11.0], [3.0], [7.0]], [[2.0, 12.0], [3.0], [7.0]]]
-
-
-def _unknown_backend(rank: int, size: int) -> None:
-    groups = Groups([0, 1])
-    groups.backend = "pigeons"
-    with pytest.raises(ValueError, match="groups of backend 'pigeons' for 'cpu'; allowed: gloo, nccl, one"):
-        groups.new([0, 1], "post")
-
-
-def test_a_backend_that_cannot_be_made_is_named(ranks2: Ranks) -> None:
-    ranks2.run(_unknown_backend)
-
-
-def _alone(rank: int, size: int) -> str:
-    groups = Groups([0, 1], timedelta(seconds=1))
-    if rank:
-        return ""
-    with pytest.raises(LostRankError) as raised:
-        groups.new([0, 1], "post")
-    return str(raised.value)
-
-
-def test_a_rank_that_does_not_come_is_told(ranks2: Ranks) -> None:
-    assert ranks2.run(_alone)[0].startswith("ranks [0, 1] did not meet in group 'post': ")
+@over(2)
+def test_a_rank_that_does_not_come_is_told(rank: int, size: int) -> None:
+    groups = Groups([0, 1], timedelta(seconds=0.2))
+    if rank == 0:
+        with pytest.raises(LostRankError, match=r"^ranks \[0, 1\] did not meet in group 'post': "):
+            groups.new([0, 1], "post")
 
 
 def test_groups_are_aborted_side_by_side() -> None:

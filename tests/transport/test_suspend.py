@@ -89,12 +89,14 @@ class Wrapped(models.Block):
         return before + y + after.to(y.dtype) + torch.sigmoid(tokens)
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_a_context_around_experts_reaches_no_other_microbatch(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "every"), [*((name, False) for name in CONTEXTS), pytest.param("all", True, marks=pytest.mark.wide)]
+)
+def test_a_context_around_experts_reaches_no_other_microbatch(name: str, every: bool) -> None:
     block = type("Block", (Wrapped,), {"context": staticmethod(CONTEXTS[name])})
     data, reference = models.batch(4), None
     for number, program in enumerate(programs(4)):
-        for overlap in overlaps_of(number, every=name == "all"):
+        for overlap in overlaps_of(number, every):
             model = models.build(block=block)
             step(model, program, overlap, data)
             found = models.gradients(model)

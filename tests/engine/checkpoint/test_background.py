@@ -7,25 +7,29 @@ import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from overlap1f1b.engine import Saving
 from overlap1f1b.engine.checkpoint.folder import latest
-from overlap1f1b.transport import devices
+from overlap1f1b.transport import devices, failures
 from overlap1f1b.transport.failures import LostRankError
 from tests.engine.checkpoint.test_save import kill_at
 from tests.engine.checkpoint.test_state import Run, equal
-from tests.ranks import RankError, Ranks, run
+from tests.ranks import RankError, Ranks, over, run
 
-LAYOUT = {"pp": 2, "ep": 2}
+LAYOUTS = {1: {}, 2: {"ep": 2}, 4: {"pp": 2, "ep": 2}}
 KILLS = int(os.environ.get("KILLS", "4"))
 
 
@@ -38,39 +42,39 @@ def held_back(phase: str = "write_data") -> Iterator[threading.Event]:
         assert event.wait(60)
         return write(*args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FileSystemWriter, phase, wait)
+    with patch.object(FileSystemWriter, phase, wait):
         yield event
 
 
 def _at_once_and_later(rank: int, size: int, folder: Path) -> list[bool]:
-    layout = LAYOUT if size == 4 else {}
-    first = Run(layout)
-    first.train(3)
+    first = Run(LAYOUTS[size])
+    first.train(2)
     first.save(folder / "at once")
     saved = first.whole()
     with held_back() as event:
         saving = first.save(folder / "later", background=True)
-        first.train(2)
+        first.train(1)
         before = saving.done(), latest(folder / "later")
         event.set()
         path = saving.result()
     found = [before == (False, None), path == folder / "later" / "step-00000003", not equal(first.whole(), saved)]
     losses = []
     for name in ("at once", "later"):
-        other = Run(layout, seed=7)
+        other = Run(LAYOUTS[size], seed=7)
         other.load(folder / name)
         found.append(equal(other.whole(), saved))
-        losses.append(other.train(2))
+        losses.append(other.train(1))
     return [*found, losses[0] == losses[1]]
 
 
-def test_the_same_bits_as_at_once(ranks4: Ranks, tmp_path: Path) -> None:
-    assert _at_once_and_later(0, 1, tmp_path / "one") == [True] * 6
-    assert ranks4.run(_at_once_and_later, tmp_path / "four") == [[True] * 6] * 4
+@pytest.mark.parametrize("size", [2, 1, 4])
+def test_the_same_bits_as_at_once(kept: dict[int, Ranks], tmp_path: Path, size: int) -> None:
+    every = kept[size].run(_at_once_and_later, tmp_path) if size > 1 else [_at_once_and_later(0, 1, tmp_path)]
+    assert every == [[True] * 6] * size
     for name in ("at once", "later"):
-        files = [path.name for path in sorted((tmp_path / "four" / name / "step-00000003").iterdir())]
-        assert len(files) == 4 + 2 * 4 + 4  # tensors; random numbers and loaders; schedule, optimizer, index, config
+        files = list((tmp_path / name / "step-00000003").iterdir())
+        # tensors; random numbers and loaders; schedule, optimizer, index, config
+        assert len(files) == size + 2 * size + 4
 
 
 def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,81 +89,62 @@ def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, mon
     assert found == [(False, torch.device("cpu"))]
 
 
-def _one_after_another(rank: int, size: int, folder: Path) -> list[str]:
+@over(2)
+def test_the_next_call_waits(rank: int, size: int, tmp_path: Path) -> None:
     one = Run({"ep": size})
     with held_back() as event:
-        first = one.save(folder, 1, background=True)
+        first = one.save(tmp_path, 1, background=True)
         one.train(1)
         threading.Timer(0.1, event.set).start()
-        second = one.save(folder, 2, background=True)
+        second = one.save(tmp_path, 2, background=True)
         assert first.done()
-        assert one.load(folder) == 2
+        assert one.load(tmp_path) == 2
         assert second.done()
-        third = one.save(folder, 3, background=True, keep=3)
+        third = one.save(tmp_path, 3, background=True, keep=3)
         one.engine.close()
     assert third.done()
-    return sorted(os.listdir(folder))
+    assert sorted(os.listdir(tmp_path)) == [f"step-0000000{step}" for step in (1, 2, 3)]
 
 
-def test_the_next_call_waits(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(_one_after_another, tmp_path)[0] == [f"step-0000000{step}" for step in (1, 2, 3)]
-
-
-def _interrupted(rank: int, size: int, folder: Path) -> str:
+@over(2, timeout=20)
+def test_an_interrupt_of_a_rank_that_waits_ends_the_others(rank: int, size: int, tmp_path: Path) -> None:
+    """Before its limit of 30 s."""
     one = Run({"ep": size})
     with held_back() as event:
-        one.save(folder, 1, background=True)
+        one.save(tmp_path, 1, background=True)
         if rank == 1:
             threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
-                one.load(folder)
+                one.load(tmp_path)
         event.set()
-    if rank == 1:
-        return ""
-    with pytest.raises(LostRankError) as caught:
-        one.load(folder)
-    return "\n".join([str(caught.value), *caught.value.__notes__])
+    if rank == 0:
+        with pytest.raises(LostRankError) as caught:
+            one.load(tmp_path)
+        said = "\n".join([str(caught.value), *caught.value.__notes__])
+        assert "rank ep 1 failed in load_checkpoint: KeyboardInterrupt" in said
 
 
-def test_an_interrupt_of_a_rank_that_waits_ends_the_others(ranks2: Ranks, tmp_path: Path) -> None:
-    """Before its limit of 30 s."""
-    said, _ = ranks2.run(_interrupted, tmp_path, timeout=20)
-    assert "rank ep 1 failed in load_checkpoint: KeyboardInterrupt" in said
-
-
-def _failing(rank: int, size: int, folder: Path) -> list[str]:
-    one, said = Run({"ep": size}), []
+@over(2)
+def test_an_error_is_raised_on_all_ranks(rank: int, size: int, tmp_path: Path) -> None:
+    one = Run({"ep": size})
+    start = re.escape(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
+    text = rf"^{start}.*No space left on device \(\d+ MiB are free\)$"
 
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def told(call: Any) -> None:
-        with pytest.raises(OSError) as caught:  # noqa: PT011
-            call()
-        said.append(str(caught.value))
-
     for ask in ("result", "save", "load", "close"):
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 1:
-                patch.setattr(FileSystemWriter, "write_data", fail)
-            saving: Saving = one.save(folder, 4, background=True)
-            one.train(1)
+        with patch.object(FileSystemWriter, "write_data", fail if rank == 1 else FileSystemWriter.write_data):
+            saving: Saving = one.save(tmp_path, 4, background=True)
             while not saving.done():
-                pass
-        told({"result": saving.result, "close": one.engine.close}.get(ask, lambda ask=ask: getattr(one, ask)(folder)))
+                time.sleep(0.005)
+        call = {"result": saving.result, "close": one.engine.close}.get(ask) or partial(getattr(one, ask), tmp_path)
+        with pytest.raises(OSError, match=text):
+            call()
         if ask != "close":
             one.train(1)
-            one.save(folder, 5)  # which does not say it again
-    return said
-
-
-def test_an_error_is_raised_on_all_ranks(ranks2: Ranks, tmp_path: Path) -> None:
-    one, other = ranks2.run(_failing, tmp_path)
-    assert one == other
-    assert len(one) == 4
-    for text in one:
-        assert text.startswith(f"checkpoint {tmp_path}/step-00000004 cannot be written: rank ep 1: OSError: ")
-        assert re.search(r"No space left on device \(\d+ MiB are free\)$", text)
+            one.save(tmp_path, 5)  # which does not say it again
+    dist.barrier()
     assert os.listdir(tmp_path) == ["step-00000005"]
 
 
@@ -171,7 +156,8 @@ def _lost(rank: int, size: int, folder: Path) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         event.set()
-        saving.result()
+        with patch.object(failures, "ROLL_CALL_S", 0.5):
+            saving.result()
 
 
 def test_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
@@ -180,7 +166,7 @@ def test_a_rank_that_is_killed_meanwhile(tmp_path: Path) -> None:
     assert "exit code -9" in caught.value.failures[1]
     text = caught.value.failures[0]
     assert f"checkpoint {tmp_path}/step-00000003 cannot be written: the ranks along 'ep' did not meet" in text
-    assert "no word, within 2 s, from rank ep 1: killed, stopped" in text
+    assert "no word, within 0.5 s, from rank ep 1: killed, stopped" in text
 
 
 # Killed while it is written.

@@ -6,9 +6,9 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,18 +19,25 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from overlap1f1b.engine import Saving, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint import load, save
 from overlap1f1b.engine.checkpoint.held import Held
 from overlap1f1b.engine.checkpoint.optimizer import Table
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import failures
 from tests import models
+from tests.engine.checkpoint.test_state import Run as WholeRun
+from tests.engine.checkpoint.test_state import placed
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, run
+from tests.ranks import Ranks, over
 
 ROWS = 8
-LAYOUTS: list[dict[str, int]] = [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2, "dp": 2}]
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"pp": 2}, {"ep": 2}],
+    4: [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2, "dp": 2}],
+}
+"""Over which a checkpoint of an optimizer goes on, one after another, by the number of ranks."""
 
 
 class StepOnly(torch.optim.Optimizer):
@@ -60,10 +67,8 @@ class Rows(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    state, square = (
-                        self.state[parameter],
-                        parameter.grad.square().flatten(1 if parameter.ndim > 1 else 0),
-                    )
+                    state = self.state[parameter]
+                    square = parameter.grad.square().flatten(1 if parameter.ndim > 1 else 0)
                     state["sum"] = state.get("sum", 0.1) + square.sum(-1)
                     scale = state["sum"].sqrt().view(*state["sum"].shape, *[1] * (parameter.ndim - state["sum"].ndim))
                     parameter.sub_(group["lr"] * parameter.grad / scale)
@@ -80,11 +85,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def layouts(name: str) -> list[dict[str, int]]:
-    """Over which a checkpoint of an optimizer goes on, one after another: over all, and of the first tier over two."""
-    return LAYOUTS[:2] if name == "AdamW" else LAYOUTS
-
-
 class Spare(models.Block):
     """With a parameter that never has a gradient."""
 
@@ -98,19 +98,17 @@ def build(group: Any = None) -> nn.Sequential:
     return models.build(group, layers=2, choose=(models.first_experts,), block=Spare)
 
 
-class Run:
+class Run(WholeRun):
     """Training on the same rows in every step, whatever the layout, with a learning rate for each kind of parameter."""
+
+    state = None
 
     def __init__(
         self, layout: dict[str, int], optimizer: str = "AdamW", *, lr: float = 0.02, limit: float = 20.0
     ) -> None:
-        mesh, at = None, {}
-        if layout:
-            mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
-            at = dict(zip(layout, mesh.get_coordinate() or (), strict=True))
         self.shards = layout.get("dp", 1) * layout.get("ep", 1)
-        self.shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
-        model = build(mesh.get_group("ep") if mesh is not None and layout.get("ep", 1) > 1 else None)
+        mesh, group, self.shard = placed(layout)
+        model = build(group)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
         self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=limit)
         self.optimizer = OPTIMIZERS[optimizer](self.groups(lr))
@@ -136,12 +134,6 @@ class Run:
     def rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def save(self, folder: Path, step: int = 2, **options: Any) -> Saving:
-        return save_checkpoint(self.engine, folder, step, self.optimizer, **options)
-
-    def load(self, folder: Path) -> int:
-        return load_checkpoint(self.engine, folder, self.optimizer)
-
 
 # The optimizer goes on as it was.
 
@@ -156,23 +148,23 @@ def _over_layouts(
     losses: dict[str, list[float]] = {}
     further: list[list[float]] = []
     source = start
-    for number, layout in enumerate(layouts(name)):
+    for number, layout in enumerate(LAYOUTS[size]):
         run = Run(layout, name, lr=3.0)
         if number:
             assert run.load(folder / f"trained{number - 1}") == 4
             further.append(run.train(2))
-        assert run.load(source) == 2
+        assert run.load(source) == 3
         assert run.rates == [0.02, 0.005, 0.0025]
         run.save(source := folder / f"over{number}")
         losses[str(layout)] = run.train(2)
-        if number + 1 < len(layouts(name)):
+        if number + 1 < len(LAYOUTS[size]):
             run.save(folder / f"trained{number}", 4)
             further.append(run.train(2))
     return losses, further
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_goes_on_over_other_layouts(ranks4: Ranks, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *((4, name) for name in OPTIMIZERS)])
+def test_an_optimizer_goes_on_over_other_layouts(kept: dict[int, Ranks], tmp_path: Path, size: int, name: str) -> None:
     """One parameter is never updated, in one process and on several ranks."""
     first = Run({}, name)
     start = first.train(2)
@@ -182,29 +174,23 @@ def test_an_optimizer_goes_on_over_other_layouts(ranks4: Ranks, tmp_path: Path, 
     again = Run({}, name, lr=3.0)
     again.load(tmp_path / "start")
     assert again.train(2) == unbroken
-    for losses, further in ranks4.run(_over_layouts, name, tmp_path / "start", tmp_path):
+    for losses, further in kept[size].run(_over_layouts, name, tmp_path / "start", tmp_path):
         assert losses == dict.fromkeys(losses, pytest.approx(unbroken, rel=2e-5))
-        assert len(losses) == len(further) // 2 + 1 == len(layouts(name))
+        assert len(losses) == len(further) // 2 + 1 == len(LAYOUTS[size])
         for here, there in zip(further[::2], further[1::2], strict=True):
             assert there == pytest.approx(here, rel=2e-5)
     again = Run({}, name, lr=3.0)
-    again.load(tmp_path / f"over{len(layouts(name)) - 1}")
+    again.load(tmp_path / f"over{len(LAYOUTS[size]) - 1}")
     assert again.train(2) == unbroken
     again.load(tmp_path / "trained0")
     assert again.train(2) == pytest.approx(further[0], rel=2e-5)
 
 
-class Few(Run):
-    """Of the parameters on the second of two stages that are optimized none is ever updated."""
-
-    def groups(self, lr: float) -> list[dict[str, Any]]:
-        return [{"params": [p for p in self.engine.parameters() if p.shape in ((3, 2), (models.V, 20))][:3], "lr": lr}]
-
-
 def _few(rank: int, size: int, name: str, folder: Path) -> tuple[bool, list[float]]:
-    run = Few({"pp": size}, name)
+    """Of the parameters on the second of two stages that are optimized none is ever updated."""
+    run = Run({"pp": size}, name)
     few = [p for p in run.engine.parameters() if p.shape == (3, 2) or rank == 0]
-    run.optimizer = OPTIMIZERS[name]([{"params": few, "lr": run.optimizer.param_groups[0]["lr"]}])
+    run.optimizer = OPTIMIZERS[name]([{"params": few, "lr": 0.02}])
     run.train(2)
     run.save(folder)
     return any(run.optimizer.state.values()), run.train(2)
@@ -214,12 +200,9 @@ def _few(rank: int, size: int, name: str, folder: Path) -> tuple[bool, list[floa
 def test_a_stage_that_was_never_updated(ranks2: Ranks, tmp_path: Path, name: str) -> None:
     (_, unbroken), (updated, _) = ranks2.run(_few, name, tmp_path)
     assert updated == (name == "Adagrad")
-    stage, spare = 3, (3, 2)
-    one = Few({}, name, lr=3.0)
-    blocks = enumerate(one.engine.model)
-    one.optimizer.param_groups[0]["params"] = [
-        p for n, b in blocks for p in b.parameters() if n < stage or p.shape == spare
-    ]
+    one, stage = Run({}, name), 3
+    few = [p for n, b in enumerate(one.engine.model) for p in b.parameters() if n < stage or p.shape == (3, 2)]
+    one.optimizer = OPTIMIZERS[name]([{"params": few, "lr": 3.0}])
     one.load(tmp_path)
     assert one.train(2) == pytest.approx(unbroken, rel=2e-5)
 
@@ -300,28 +283,21 @@ def test_groups_that_are_others_on_every_stage(ranks2: Ranks, tmp_path: Path) ->
     assert again.rates == one.rates
 
 
-def _other_groups(rank: int, size: int, folder: Path, count: int) -> str:
+@over(2)
+def test_other_groups_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     run = Run({"pp": size}, lr=3.0)
-    run.optimizer = torch.optim.AdamW([{"params": list(run.engine.parameters())}] + [{"params": []}] * (count - 1))
+    run.save(tmp_path, 7)
     before = [p.detach().clone() for p in run.engine.parameters()]
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        run.load(folder)
-    assert all(torch.equal(*pair) for pair in zip(before, run.engine.parameters(), strict=True))
-    return str(refused.value)
-
-
-def test_other_groups_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
-    Run({}).save(tmp_path, 7)
-    path = f"checkpoint {tmp_path}/step-00000007"
-    text = (
-        f"{path}: the optimizer has 2 parameter groups, the checkpoint has 3; allowed: the same groups as it was saved"
-    )
-    assert ranks2.run(_other_groups, tmp_path, 2) == [f"rank pp 0: {text} with"] * 2
-    (one, other) = ranks2.run(_other_groups, tmp_path, 3)
-    assert one == other
-    assert re.search(
-        r"rank pp 0: checkpoint .*: group 0 of the optimizer has .* for which the checkpoint has lr=0.02 and lr", one
-    )
+    for count, why in (
+        (2, "the optimizer has 2 parameter groups, the checkpoint has 3; allowed: the same groups as it was saved"),
+        (3, r"group 0 of the optimizer has [^\n]* for which the checkpoint has lr=3\.0 and lr"),
+    ):
+        groups = [{"params": list(run.engine.parameters())}] + [{"params": []}] * (count - 1)
+        run.optimizer = torch.optim.AdamW(groups)
+        path = re.escape(f"checkpoint {tmp_path}/step-00000007")
+        with pytest.raises(ValueError, match=rf"^rank pp 0: {path}: {why}[^\n]*$"):
+            run.load(tmp_path)
+        assert all(torch.equal(*pair) for pair in zip(before, run.engine.parameters(), strict=True))
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
@@ -337,26 +313,17 @@ def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
 # What fails on one rank.
 
 
-def _part_of_the_world(rank: int, size: int, folder: Path) -> list[str]:
-    texts = []
+@over(4)
+def test_a_mesh_of_some_ranks_is_refused(rank: int, size: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))["pp"]
-    for layout in (mesh, None):
-        program = build_schedule("1f1b", ranks=1 if layout is None else 2, microbatches=2)
-        engine = make(build(), program, mesh=layout, costs=COSTS, timeout=20.0)
+    for layout, ranks in ((mesh, 2), (None, 1)):
+        engine = make(build(), build_schedule("1f1b", ranks=ranks, microbatches=2), mesh=layout, timeout=20.0)
         optimizer = torch.optim.AdamW(engine.parameters())
-        for call in (
-            lambda: save_checkpoint(engine, folder, 1, optimizer),  # noqa: B023
-            lambda: load_checkpoint(engine, folder, optimizer),  # noqa: B023
-        ):
-            with pytest.raises(ValueError, match=r"^[^\n]*allowed: a mesh of all ranks$") as refused:
-                call()
-            texts.append(re.sub(r".*: the engine", "the engine", str(refused.value)))
-    return texts
-
-
-def test_a_mesh_of_some_ranks_is_refused(ranks4: Ranks, tmp_path: Path) -> None:
-    for texts in ranks4.run(_part_of_the_world, tmp_path / "new"):
-        assert texts == [f"the engine's mesh has {n} of 4 ranks; allowed: a mesh of all ranks" for n in (2, 2, 1, 1)]
+        text = rf"^([^\n]*: )?the engine's mesh has {ranks} of 4 ranks; allowed: a mesh of all ranks$"
+        with pytest.raises(ValueError, match=text):
+            save_checkpoint(engine, tmp_path / "new", 1, optimizer)
+        with pytest.raises(ValueError, match=text):
+            load_checkpoint(engine, tmp_path / "new", optimizer)
     assert not (tmp_path / "new").exists()
 
 
@@ -385,13 +352,8 @@ FIRST_ALONE = {"folder", "merge", "publish", "latest", "config"}
 ERRORS: list[type[BaseException]] = [KeyError, OSError, ValueError, MemoryError]
 
 
-def errors_on(victim: int, number: int) -> list[type[BaseException]]:
-    """All where a rank does what the first does alone; on the others they take turns over the phases."""
-    return [ERRORS[(number + victim // 2) % len(ERRORS)]] if victim else ERRORS
-
-
-def _failing(rank: int, size: int, folder: Path, victim: int) -> dict[str, tuple[str, str]]:
-    """For each phase and error the type and the text that the failure has on this rank."""
+def _failing(rank: int, size: int, folder: Path, victim: int, every: bool) -> dict[str, tuple[str, str]]:
+    """For each phase and error, or one of the errors in turn, the type and the text of the failure on this rank."""
     found = {}
     run = Run({"pp": 2, "ep": size // 2})
     run.train(1)
@@ -403,14 +365,12 @@ def _failing(rank: int, size: int, folder: Path, victim: int) -> dict[str, tuple
         for number, (phase, (owner, attribute)) in enumerate(phases.items()):
             if victim and (phase in FIRST_ALONE or (name, phase) == ("save", "index")):
                 continue
-            for error in errors_on(victim, number):
+            for error in ERRORS if every else [ERRORS[(number + victim // 2) % len(ERRORS)]]:
 
                 def fail(*_: Any, error: type[BaseException] = error, **__: Any) -> Any:
                     raise error("injected")
 
-                with pytest.MonkeyPatch.context() as patch:
-                    if rank == victim:
-                        patch.setattr(owner, attribute, fail)
+                with patch.object(owner, attribute, fail if rank == victim else getattr(owner, attribute)):
                     try:
                         call()
                     except Exception as caught:
@@ -420,11 +380,15 @@ def _failing(rank: int, size: int, folder: Path, victim: int) -> dict[str, tuple
     return found
 
 
-@pytest.mark.parametrize("victim", [0, 1, 3])
-def test_what_fails_on_one_rank_is_raised_on_all(ranks4: Ranks, tmp_path: Path, victim: int) -> None:
-    (first, *others) = ranks4.run(_failing, tmp_path, victim)
+@pytest.mark.parametrize(
+    ("size", "victim", "every"), [(2, 0, False), (2, 1, False), (4, 0, True), (4, 1, False), (4, 3, False)]
+)
+def test_what_fails_on_one_rank_is_raised_on_all(
+    kept: dict[int, Ranks], tmp_path: Path, size: int, victim: int, every: bool
+) -> None:
+    (first, *others) = kept[size].run(_failing, tmp_path, victim, every)
     assert all(other == first for other in others)
-    assert len(first) == (11 if victim else 17 * len(ERRORS))
+    assert len(first) == (11 if victim else 17 * (len(ERRORS) if every else 1))
     for case, (kind, text) in first.items():
         name, phase, error = case.split()
         assert "\n" not in text
@@ -439,46 +403,39 @@ def test_what_fails_on_one_rank_is_raised_on_all(ranks4: Ranks, tmp_path: Path, 
             wanted = {"OSError": "OSError", "ValueError": "ValueError"}.get(error, "RuntimeError")
             assert kind == ("OSError" if phase in ("write", "fingerprint") and error != "ValueError" else wanted)
         if error != "ValueError" or phase not in FIRST_ALONE | {"index"}:
-            assert f"rank pp {victim // 2}, ep {victim % 2}: " in text
+            assert (f"rank pp {victim}: " if size == 2 else f"rank pp {victim // 2}, ep {victim % 2}: ") in text
 
 
 def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:
     """Rank 1 is stopped in a phase; rank 0 gives up and lets it continue."""
-    every: list[Any] = [None] * size
-    dist.all_gather_object(every, os.getpid())
-    return _stopped_in(*SAVING[phase], rank, every[1], folder)
-
-
-def _stopped_in(owner: Any, attribute: str, rank: int, victim: int, folder: Path) -> str:
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
     run = Run({"pp": 2}, limit=2.0)
     run.train(1)
+    owner, attribute = SAVING[phase]
     whole = getattr(owner, attribute)
 
     def stop(*args: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGSTOP)
         return whole(*args, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(owner, attribute, stop)
+    with patch.object(owner, attribute, stop if rank == 1 else whole):
         try:
-            run.save(folder)
+            with patch.object(failures, "ROLL_CALL_S", 0.5):
+                run.save(folder)
         except RuntimeError as error:
             return str(error)
         finally:
             if rank == 0:
-                os.kill(victim, signal.SIGCONT)
+                os.kill(pids[1], signal.SIGCONT)
     return "saved"
 
 
-def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["write", "groups", "plan"])
+def test_a_rank_that_is_stopped(ranks2: Ranks, tmp_path: Path, phase: str) -> None:
     """The limit is the engine's, not that of the default group, which is the test's."""
-    phases = ("groups", "plan", "write")
-    with ThreadPoolExecutor(len(phases)) as pool:  # at the same time, for the ranks mostly wait
-        runs = [pool.submit(run, _stopped, 2, tmp_path / phase, phase, timeout=100) for phase in phases]
-    for phase, texts in zip(phases, runs, strict=True):
-        silent = "no word, within 2 s, from rank pp 1: killed, stopped, ended or busy, or not there yet"
-        why = f"checkpoint {tmp_path / phase}/step-00000002 cannot be written: the ranks along 'pp' did not meet"
-        waited, was_stopped = texts.result()
-        assert waited.startswith(f"{silent}; here: {why}"), waited
-        assert was_stopped.startswith(why), was_stopped
+    waited, was_stopped = ranks2.run(_stopped, tmp_path, phase)
+    silent = "no word, within 0.5 s, from rank pp 1: killed, stopped, ended or busy, or not there yet"
+    why = f"checkpoint {tmp_path}/step-00000003 cannot be written: the ranks along 'pp' did not meet"
+    assert waited.startswith(f"{silent}; here: {why}"), waited
+    assert was_stopped.startswith(why), was_stopped

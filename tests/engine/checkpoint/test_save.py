@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -25,8 +26,9 @@ from overlap1f1b.engine.checkpoint import folder as checkpoint_folder
 from overlap1f1b.engine.checkpoint.folder import latest
 from overlap1f1b.moe import Experts
 from overlap1f1b.schedule import build_schedule
+from tests.engine.checkpoint.test_state import equal
 from tests.engines import make
-from tests.ranks import RankError, Ranks, run
+from tests.ranks import RankError, Ranks, over, run
 
 EXPERTS = 4
 CONFIG = {"hidden": 5, "sizes": (3, 2)}
@@ -101,10 +103,6 @@ class Tiny(nn.Sequential):
         return load_checkpoint(self.engine(), path, self.adamw, config=config)
 
 
-def same(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
 def joined(slices: list[State]) -> State:
     """The state of one rank that holds all experts, of the states of several."""
     whole = dict(slices[0])
@@ -129,18 +127,10 @@ def save_on(rank: int, size: int, folder: Path) -> State:
     return model.state()
 
 
-def load_on(rank: int, size: int, folder: Path) -> tuple[int, State]:
+def load_on(rank: int, size: int, folder: Path) -> State:
     model = Tiny(ep(size), seed=1)
-    step = model.load(latest(folder))
-    return step, model.state()
-
-
-def refused_on(rank: int, size: int, path: Path, hidden: int) -> str:
-    try:
-        Tiny(ep(size)).load(path, CONFIG | {"hidden": hidden})
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+    assert model.load(latest(folder)) == 3
+    return model.state()
 
 
 def killed_on(rank: int, size: int, folder: Path, victim: int) -> None:
@@ -167,14 +157,13 @@ def test_what_is_not_stored_stays_as_it_is(stored: str, tmp_path: Path) -> None:
     before, wanted = other.state(), model.state()
     assert other.load(tmp_path) == 3
     left = {"dense.frozen"} if stored == "trained" else before.keys() & model.state_dict().keys()
-    assert same(other.state(), wanted | {name: before[name] for name in left})
-    assert not same(other.state(), wanted)
+    assert equal(other.state(), wanted | {name: before[name] for name in left})
+    assert not equal(other.state(), wanted)
 
 
-def test_everything_is_stored_once_and_whole(ranks2: Ranks, tmp_path: Path) -> None:
-    ranks2.run(save_on, tmp_path)
-    path = latest(tmp_path)
-    assert path is not None
+@over(2)
+def test_everything_is_stored_once_and_whole(rank: int, size: int, tmp_path: Path) -> None:
+    path = Tiny(ep(size)).train_steps(0, 1).save(tmp_path, 1)
     metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     shapes = {key: (list(m.size), len(m.chunks)) for key, m in metadata.items() if isinstance(m, TensorStorageMetadata)}
     assert shapes["model.experts.weight"] == ([EXPERTS, 3, 2], 2)
@@ -204,15 +193,13 @@ def test_the_same_bits_on_any_number_of_ranks(ranks2: Ranks, ranks4: Ranks, tmp_
     whole = joined(ranks2.run(save_on, tmp_path / "two"))
     one = Tiny(seed=1)
     assert one.load(latest(tmp_path / "two")) == 3
-    assert same(one.state(), whole)
+    assert equal(one.state(), whole)
     for ranks in (ranks2, ranks4):
-        loaded = ranks.run(load_on, tmp_path / "two")
-        assert {step for step, _ in loaded} == {3}
-        assert same(joined([state for _, state in loaded]), whole)
-    assert not same(whole, Tiny(seed=1).state())
+        assert equal(joined(ranks.run(load_on, tmp_path / "two")), whole)
+    assert not equal(whole, Tiny(seed=1).state())
     assert {"experts.weight.exp_avg", "experts.weight.step", "dense.bias.exp_avg_sq", "dense.seen"} <= whole.keys()
     one.save(tmp_path / "one", 3)
-    assert same(joined([state for _, state in ranks2.run(load_on, tmp_path / "one")]), whole)
+    assert equal(joined(ranks2.run(load_on, tmp_path / "one")), whole)
 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
@@ -221,8 +208,8 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     other = Tiny(seed=1)
     assert other.load(tmp_path / "empty") == 0
     assert other.load(latest(tmp_path)) == 0
-    assert same(other.state(), fresh.state())
-    assert same(other.train_steps(0, 2).state(), Tiny().train_steps(0, 2).state())
+    assert equal(other.state(), fresh.state())
+    assert equal(other.train_steps(0, 2).state(), Tiny().train_steps(0, 2).state())
 
 
 # The folder.
@@ -265,7 +252,8 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def renamed_on(rank: int, size: int, folder: Path) -> str:
+@over(2)
+def test_sliced_parameters_under_other_names_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     model = Tiny(ep(size))
 
     def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
@@ -273,16 +261,10 @@ def renamed_on(rank: int, size: int, folder: Path) -> str:
             state[f"{name}.slice"] = state.pop(name)
 
     model.register_state_dict_post_hook(rename)
-    try:
-        model.save(folder, 1)
-    except ValueError as error:
-        return str(error)
-    return "saved"
-
-
-def test_sliced_parameters_under_other_names_are_refused(ranks2: Ranks, tmp_path: Path) -> None:
-    for said in ranks2.run(renamed_on, tmp_path):
-        assert "of which ranks have slices; allowed: a state_dict with the parameters' names" in said
+    with pytest.raises(
+        ValueError, match="of which ranks have slices; allowed: a state_dict with the parameters' names"
+    ):
+        model.save(tmp_path, 1)
 
 
 # Killed, or out of disk.
@@ -319,11 +301,12 @@ def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) 
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
             break
-        for path in [*folder.glob("step-*"), folder]:
+        newest = latest(folder)
+        for path in [*(path for path in folder.glob("step-*") if path != newest), newest]:
             model = Tiny(seed=1)
             model.load(path)
             trained = int(model.dense.seen)
-            assert same(model.state(), Tiny().train_steps(0, trained).state())
+            assert equal(model.state(), Tiny().train_steps(0, trained).state())
         model.save(folder, step, keep=keep)
         model.save(folder, 9, keep=1)
         outcomes.append((trained, os.listdir(folder)))
@@ -355,7 +338,7 @@ def test_the_only_checkpoint_survives_a_second_kill(tmp_path: Path, monkeypatch:
             Tiny().save(tmp_path, 1)
     model = Tiny(seed=1)
     assert model.load(tmp_path) == 1
-    assert same(model.state(), saved.state())
+    assert equal(model.state(), saved.state())
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -364,17 +347,16 @@ def test_a_rank_killed_before_all_have_written_and_renamed(ranks2: Ranks, tmp_pa
     with pytest.raises(RankError, match=f"rank {victim}: died, exit code -9"):
         run(killed_on, 2, tmp_path, victim)
     assert sorted(os.listdir(tmp_path)) == [".step-00000004.unfinished", "step-00000003"]
-    assert same(joined([state for _, state in ranks2.run(load_on, tmp_path)]), joined(saved))
+    assert equal(joined(ranks2.run(load_on, tmp_path)), joined(saved))
     ranks2.run(save_on, tmp_path)
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RankError, match="rank 0: ") as caught:
-        ranks2.run(save_on, tmp_path / "file")
-    assert caught.value.failures.keys() == {0, 1}
-    assert all("file is a file; allowed: a folder that can be written" in t for t in caught.value.failures.values())
+@over(2)
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(rank: int, size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file is a file; allowed: a folder that can be written"):
+        Tiny(ep(size)).save(tmp_path / "file", 3)
 
 
 # What does not fit.
@@ -382,27 +364,18 @@ def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(ranks2: Ranks, t
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     path = Tiny().train_steps(0, 1).save(tmp_path, 1)
-    with pytest.raises(
-        ValueError, match=r"has model\.dense\.weight=torch\.float32\[3, 5\], this run has .*=torch\.float32\[3, 6\]; "
-    ):
-        Tiny(hidden=6).load(path)
-    half = Tiny()
+    half, more, less = Tiny(), Tiny(), Tiny()
     half.experts.bfloat16()
-    with pytest.raises(
-        ValueError,
-        match=r"has .*experts.weight=torch\.float32\[4, 3, 2\], this run has .*=torch\.bfloat16\[4, 3, 2\]; ",
-    ):
-        half.load(path)
-    more = Tiny()
     more.dense.extra = nn.Parameter(torch.zeros(1))
-    with pytest.raises(
-        ValueError, match=r"has model\.dense\.extra=none, this run has model\.dense\.extra=torch\.float32\[1\]; "
-    ):
-        more.load(path)
-    less = Tiny()
     less.adamw = torch.optim.AdamW([less.experts.weight])
-    with pytest.raises(ValueError, match=r"has optimizer\.dense\.weight\.exp_avg=.*, this run has .*=none; "):
-        less.load(path)
+    for other, has, this in (
+        (Tiny(hidden=6), "model.dense.weight=torch.float32[3, 5]", "torch.float32[3, 6]"),
+        (half, "experts.weight=torch.float32[4, 3, 2]", "torch.bfloat16[4, 3, 2]"),
+        (more, "model.dense.extra=none", "torch.float32[1]"),
+        (less, "optimizer.dense.weight.exp_avg=", "none"),
+    ):
+        with pytest.raises(ValueError, match=f"has .*{re.escape(has)}.*, this run has .*={re.escape(this)}; "):
+            other.load(path)
     with pytest.raises(ValueError, match=r"checkpoint .*step-nowhere does not exist"):
         Tiny().load(tmp_path / "step-nowhere")
 
@@ -413,16 +386,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint(ranks2: Ranks, tmp_path: Path) -> None:
+@over(2)
+def test_a_damaged_checkpoint(rank: int, size: int, tmp_path: Path) -> None:
     """All ranks say so; test_folder.py has every kind of damage."""
-    ranks2.run(save_on, tmp_path)
-    path = latest(tmp_path)
-    assert path is not None
+    model = Tiny(ep(size))
+    path = model.save(tmp_path, 3)
     for name, harm, why in (("__1_0.distcp", flip, "has other bytes"), (".metadata", Path.unlink, "cannot be read")):
-        harm(path / name)
-        one, other = ranks2.run(refused_on, path, 5)
-        assert one == other
-        assert f"step-00000003 is damaged: {name} {why}" in one
+        dist.barrier()
+        if rank == 0:
+            harm(path / name)
+        dist.barrier()
+        with pytest.raises(ValueError, match=rf"step-00000003 is damaged: {re.escape(name)} {why}"):
+            model.load(path)
 
 
 def test_an_index_of_another_release_of_torch(tmp_path: Path) -> None:

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import OneCycleLR
 
 from overlap1f1b.engine import load_checkpoint, save_checkpoint
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 class Loader:
@@ -40,16 +41,21 @@ class Loader:
         self.served = state["served"]
 
 
+def placed(layout: dict[str, int]) -> tuple[DeviceMesh | None, dist.ProcessGroup | None, int]:
+    """A mesh, the ranks that share experts, and the number of this rank's shard of the data; over no ranks none."""
+    if not layout:
+        return None, None, 0
+    mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
+    at = dict(zip(layout, mesh.get_coordinate() or (), strict=True))
+    group = mesh.get_group("ep") if layout.get("ep", 1) > 1 else None
+    return mesh, group, at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
+
+
 class Run:
     """Training with dropout, a schedule of the learning rate, and numbers of Python and NumPy in every batch."""
 
     def __init__(self, layout: dict[str, int], *, seed: int = 0) -> None:
-        mesh, group, shard = None, None, 0
-        if layout:
-            mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
-            group = mesh.get_group("ep") if layout.get("ep", 1) > 1 else None
-            at = dict(zip(layout, mesh.get_coordinate() or (), strict=True))
-            shard = at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
+        mesh, group, shard = placed(layout)
         model = models.build(group, layers=2, dropout=0.3)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
         self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=30.0)
@@ -77,13 +83,13 @@ class Run:
 
     def whole(self) -> dict[str, Any]:
         """Everything that goes on."""
-        found = {f"{n}": p.detach().clone() for n, p in enumerate(self.engine.parameters())}
-        found |= {
-            f"{n}.{entry}": value.clone()
-            for n, p in enumerate(self.engine.parameters())
-            for entry, value in self.optimizer.state[p].items()
-        }
-        return found | {"rates": [group["lr"] for group in self.optimizer.param_groups]}
+        found: dict[str, Any] = {"rates": [group["lr"] for group in self.optimizer.param_groups]}
+        for n, p in enumerate(self.engine.parameters()):
+            found[f"{n}"] = p.detach().clone()
+            found |= {
+                f"{n}.{entry}": torch.as_tensor(value).clone() for entry, value in self.optimizer.state[p].items()
+            }
+        return found
 
     def save(self, folder: Path, step: int = 3, **options: Any) -> Any:
         return save_checkpoint(self.engine, folder, step, self.optimizer, **({"state": self.state} | options))
@@ -98,68 +104,63 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-LAYOUTS = [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]
-
-
 def _resume(rank: int, size: int, folder: Path, layouts: list[dict[str, int]]) -> list[tuple[bool, bool, bool]]:
     """The second one saves in the background."""
     found = []
     for number, layout in enumerate(layouts):
         background, first = number == 1, Run(layout)
-        first.train(3)
+        first.train(2)
         saving = first.save(folder / str(number), background=background)
-        unbroken = first.train(3)
+        unbroken = first.train(2)
         if background:
             saving.result()
         again = Run(layout, seed=7)
         again.train(1)
         assert again.load(folder / str(number)) == 3
-        resumed = again.train(3)
+        resumed = again.train(2)
         same = equal(again.whole(), first.whole())
         again.load(folder / str(number), state=again.state | {"random": None})  # the losses depend on it
-        found.append((resumed == unbroken, same, again.train(3) != unbroken))
+        found.append((resumed == unbroken, same, again.train(2) != unbroken))
     return found
 
 
 @pytest.mark.parametrize(
-    "layouts", [LAYOUTS, [{"ep": 2, "tp": 2}], [{}, {}]], ids=["four ranks", "tensor ranks", "one rank"]
+    ("size", "layouts"),
+    [
+        (2, [{"pp": 2}, {"ep": 2}]),
+        (4, [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]),
+        (4, [{"ep": 2, "tp": 2}]),
+        (1, [{}, {}]),
+    ],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(
-    ranks4: Ranks, tmp_path: Path, layouts: list[dict[str, int]]
+    kept: dict[int, Ranks], tmp_path: Path, size: int, layouts: list[dict[str, int]]
 ) -> None:
-    every = ranks4.run(_resume, tmp_path, layouts) if layouts[0] else [_resume(0, 1, tmp_path, layouts)]
+    every = kept[size].run(_resume, tmp_path, layouts) if size > 1 else [_resume(0, 1, tmp_path, layouts)]
     for found in every:
         assert found == [(True, True, True)] * len(layouts)
 
 
-def _other_layout(rank: int, size: int, folder: Path) -> tuple[str, float, int, bool]:
-    run = Run({"dp": 4})
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        run.load(folder)
-    before = torch.get_rng_state()
-    run.load(folder, state={"scheduler": run.scheduler, "loader": None})
-    kept = bool((torch.get_rng_state() == before).all())
-    return str(refused.value), run.optimizer.param_groups[0]["lr"], run.scheduler.last_epoch, kept
-
-
-def _save_on_four(rank: int, size: int, folder: Path) -> float:
-    run = Run(LAYOUTS[0])
-    run.train(3)
-    run.save(folder)
-    return run.optimizer.param_groups[0]["lr"]
-
-
-def test_another_layout_reads_what_is_the_same_on_all_ranks(ranks4: Ranks, tmp_path: Path) -> None:
-    rates = ranks4.run(_save_on_four, tmp_path)
+@over(2)
+def test_another_layout_reads_what_is_the_same_on_all_ranks(rank: int, size: int, tmp_path: Path) -> None:
+    saved = Run({"ep": 2})
+    saved.train(1)
+    saved.save(tmp_path)
     names = {path.name for path in (tmp_path / "step-00000003").glob("state-*")}
-    each = {f"state-{name}-{rank:05d}.pt" for name in ("random", "loader") for rank in range(4)}
+    each = {f"state-{name}-{rank:05d}.pt" for name in ("random", "loader") for rank in range(2)}
     assert names == {"state-scheduler.pt"} | each
-    for text, rate, steps, kept in ranks4.run(_other_layout, tmp_path):
-        assert (rate, steps, kept) == (rates[0], 3, True)
-        assert text.endswith(
-            "it has a state['loader'] of each rank of pp 2 × dp 1 × ep 2, this run has pp 1 × dp 4 × ep 1; "
-            "allowed: the same layout, or None to leave the state"
-        )
+    run = Run({"dp": 2})
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        run.load(tmp_path)
+    assert str(refused.value).endswith(
+        "it has a state['loader'] of each rank of pp 1 × dp 1 × ep 2, this run has pp 1 × dp 2 × ep 1; "
+        "allowed: the same layout, or None to leave the state"
+    )
+    before = torch.get_rng_state()
+    run.load(tmp_path, state={"scheduler": run.scheduler, "loader": None})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert run.optimizer.param_groups[0]["lr"] == saved.optimizer.param_groups[0]["lr"]
+    assert run.scheduler.last_epoch == 1
 
 
 def test_states_that_do_not_fit(tmp_path: Path) -> None:
@@ -181,14 +182,9 @@ def test_states_that_do_not_fit(tmp_path: Path) -> None:
         run.save(tmp_path)
 
 
-def _other_names(rank: int, size: int, folder: Path) -> str:
+@over(2)
+def test_other_names_on_another_rank(rank: int, size: int, tmp_path: Path) -> None:
     run = Run({"ep": 2})
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        run.save(folder, state={"loader": run.loader} if rank else {})
-    return str(refused.value)
-
-
-def test_other_names_on_another_rank(ranks2: Ranks, tmp_path: Path) -> None:
-    one, other = ranks2.run(_other_names, tmp_path)
-    assert one == other
-    assert one.endswith("only one of ranks 0 and 1 has state['loader']; allowed: the same names on all ranks")
+    text = r"^[^\n]*only one of ranks 0 and 1 has state\['loader'\]; allowed: the same names on all ranks$"
+    with pytest.raises(ValueError, match=text):
+        run.save(tmp_path, state={"loader": run.loader} if rank else {})

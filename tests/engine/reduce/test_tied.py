@@ -75,26 +75,26 @@ def test_gradients_are_summed_over_stages(
 
 
 @over(2)
-def test_one_object_on_one_rank_alone_is_refused(rank: int, size: int) -> None:
+def test_one_object_that_is_not_named_as_tied_is_refused(rank: int, size: int) -> None:
+    """On one rank alone, or on both by one of the stages."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match=r"parameter weight of .* of stage 1"):
-        make(build([0, 1], 2, copy=rank > 0), HERE, mesh=mesh, costs=COSTS, timeout=30)
-
-
-@over(2)
-def test_one_object_that_one_stage_does_not_name_is_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    stages = build([0, 1], 2, copy=False)
-    stages[1].tied.clear()
-    with pytest.raises(
-        ValueError, match=r"^parameter weight of a \w+ belongs to two stages; .* attribute tied of both"
+    unnamed = build([0, 1], 2, copy=False)
+    unnamed[1].tied.clear()
+    for stages, why in (
+        (build([0, 1], 2, copy=rank > 0), r"parameter weight of .* of stage 1"),
+        (unnamed, r"^parameter weight of a \w+ belongs to two stages; .* attribute tied of both"),
     ):
-        make(stages, HERE, mesh=mesh, costs=COSTS, timeout=30)
+        with pytest.raises(ValueError, match=why):
+            make(stages, HERE, mesh=mesh, costs=COSTS, timeout=30)
 
 
-def test_two_names_are_refused() -> None:
+def test_two_names_and_another_shape_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^a parameter is tied as embedding and as weight; allowed: one name"):
         make(build([0, 1], 2, "embedding", copy=False), HERE, costs=COSTS)
+    stages = build([0, 1], 2)
+    stages[1].tied["weight"] = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"^weight is tied over stages with shapes .*; allowed: one shape"):
+        make(stages, HERE, costs=COSTS)
 
 
 def test_frozen_weights_get_no_gradient() -> None:
@@ -112,10 +112,3 @@ def test_not_without_reductions() -> None:
     expected, _ = reference(1)
     first, last = (stage.tied["weight"].grad for stage in stages.values())
     torch.testing.assert_close(first + last, expected)
-
-
-def test_another_shape_is_refused() -> None:
-    stages = build([0, 1], 2)
-    stages[1].tied["weight"] = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"^weight is tied over stages with shapes .*; allowed: one shape"):
-        make(stages, HERE, costs=COSTS)
