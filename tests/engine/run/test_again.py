@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import PeerExchange
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspend import Forward, Stack
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import over
@@ -158,6 +159,21 @@ def test_rows_travel_once(rank: int, size: int, kind: type[Any]) -> list[str]:
         if (more > products) != (how == "wrapper" or (how != "selective" and kind is not Around)):
             problems.append(f"{how}: {more} products of linear layers, without a checkpoint {products}")
     return problems
+
+
+def test_no_stack_stays() -> None:
+    """Of second forwards in backwards. Forwards of the step share a few, which are free again."""
+    model, (x, y) = models.build(block=Around), models.batch(3)
+    for block in model:
+        if isinstance(block, Around):
+            block.kind = "checkpoint"
+    program = build_schedule("combined_1f1b", microbatches=3)
+    engine = make(model, program, costs=COSTS, verify=False, overlap=3)
+    for _ in range(2):
+        engine.step(x, target=y)
+    gc.collect()
+    (stage,) = engine.stages.values()
+    assert [s for s in gc.get_objects() if isinstance(s, Stack) and s and s not in stage.stacks] == []
 
 
 @over(2)
