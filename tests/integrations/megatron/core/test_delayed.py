@@ -51,7 +51,7 @@ def _places(rank: int, size: int) -> tuple[int, int, int]:
         patch.object(transformer_engine.Store, "pop", counted_pop),
         models.init_parallel(ep=case.ep),
     ):
-        our_step(case, 3)
+        our_step(case, 3, verify=False)
     assert not any(stores.values())
     assert not any("put" in store.__dict__ for store in stores)
     return inside, apart, left

@@ -20,12 +20,12 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 ROWS: dict[str, Case] = {
-    "eight experts, shared experts, aux loss": Case({**EIGHT, **SHARED, **AUX}, quick=True, measures=True),
+    "eight experts, shared experts, aux loss": Case({**EIGHT, **SHARED, **AUX}, quick=True),
     "expert bias, MTP, DDP": Case({**EIGHT, **BIAS, **MTP}, ddp=DDP),
     "allgather, sinkhorn, one expert a token": Case(
         {"moe_token_dispatcher_type": "allgather", "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
     ),
-    "MoE layers recomputed": Case({**EIGHT, **selective("moe")}, quick=True),
+    "MoE layers recomputed": Case({**EIGHT, **selective("moe")}, quick=True, measures=True),
     "layers recomputed, delayed": Case({**EIGHT, **BLOCKS}, linears="te grouped", microbatches=4),
     "ep 4, fused": Case(EIGHT, ep=4, fused=True),
     "pp 2, vp 2, tied": Case(EIGHT, layers=4, pp=2, vp=2, microbatches=4, tied=True, quick=True),
@@ -68,7 +68,7 @@ def _differences(rank: int, size: int, name: str) -> list[str]:
 
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp), patch.object(PeerExchange, "rows", counting):
         ours = our_step(case, 3, rows=True)
-        lines = [f"pairs: {line}" for line in unlike(our_step(case, "pairs", rows=True), ours)]
+        lines = [f"pairs: {line}" for line in unlike(our_step(case, "pairs", verify=False, rows=True), ours)]
         for parts in (2,) if case.quick else (2, 3):
             lines += [f"{parts} parts: {line}" for line in _apart(ours, our_step(case, 3, rows=True, parts=parts))]
         if case.quick and case.pp == 1:
