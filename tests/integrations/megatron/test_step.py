@@ -86,9 +86,10 @@ class Attaches(Part):
         return x
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("takes", [False, True])
+@pytest.mark.parametrize(
+    ("per_token", "fails", "takes"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, False)],
+)
 def test_attached_losses_have_megatrons_scale_for_a_step(
     monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool, takes: bool
 ) -> None:
