@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +20,15 @@ from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPEL
 from overlap1f1b.moe import GroupedExperts
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
-from tests.ranks import Ranks
+from tests.integrations.megatron.core.steps import one_step, our_step
+from tests.ranks import over
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def _places(rank: int, size: int) -> list[int]:
-    """Return how many weight gradients are computed inside the backward of a layer, and how many apart."""
+@over(2)
+def test_weight_gradients_are_apart(rank: int, size: int) -> None:
     shim.apply()
-    from tests.integrations.megatron.core.steps import our_step
-
     case, found, plain = Case(fused=True, ddp=OVERLAP_REDUCE), [0, 0], shim.add_weight_gradient
 
     def add(rows: Tensor, grad: Tensor, main: Tensor) -> None:
@@ -40,13 +38,9 @@ def _places(rank: int, size: int) -> list[int]:
 
     with patch.object(shim, "add_weight_gradient", add), models.init_parallel(ep=case.ep):
         our_step(case, 3, verify=False)
-    return found
-
-
-def test_weight_gradients_are_apart(megatron: Callable[[int], Ranks]) -> None:
-    for inside, apart in megatron(2).run(_places):
-        assert not inside
-        assert apart > 0
+    inside, apart = found  # of the backward of a layer
+    assert not inside
+    assert apart > 0
 
 
 class Mixed(nn.Module):
@@ -82,11 +76,10 @@ MIXED: list[tuple[bool, dict[str, Any]]] = [
 """Whether weight gradients are fused, and fields of the config."""
 
 
-def _mixed(rank: int, size: int) -> list[str]:
-    """Return what differs from a plain loop over the microbatches."""
+@over(2)
+def test_our_experts_in_megatrons_layers(rank: int, size: int) -> list[str]:
+    """Against a plain loop over the microbatches."""
     shim.apply()
-    from tests.integrations.megatron.core.steps import one_step
-
     problems = []
     with models.init_parallel():
         shim.fuse_weight_gradients()
@@ -98,10 +91,6 @@ def _mixed(rank: int, size: int) -> list[str]:
             lines = models.compared(models.grads([expected]), models.grads([model]))
             problems += [f"{fields}, fused {fused}: {line}" for line in lines]
     return problems
-
-
-def test_our_experts_in_megatrons_layers(megatron: Callable[[int], Ranks]) -> None:
-    assert megatron(2).run(_mixed) == [[]] * 2
 
 
 def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
