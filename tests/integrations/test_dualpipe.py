@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -287,15 +289,12 @@ def test_a_sequential_keeps_what_its_call_does_beside_its_forward(alone: None) -
                 handle.remove()
 
 
-def _labels_that_nobody_needs(rank: int, size: int) -> bool:
+@over(2)
+def test_labels_are_ignored_where_no_pipe_ends(rank: int, size: int) -> None:
     pipeline = DualPipeV(stages_of("mlp", 2))
     options: dict[str, Any] = {"criterion": criterion, "labels": [torch.zeros(8, H)]} if rank == 0 else {"labels": None}
     loss, _ = pipeline.step(torch.zeros(8, H), num_chunks=4, **options)
-    return loss is not None
-
-
-def test_labels_are_ignored_where_no_pipe_ends(ranks2: Ranks) -> None:
-    assert ranks2.run(_labels_that_nobody_needs) == [True, False]
+    assert (loss is not None) == (rank == 0)
 
 
 def test_a_step_under_autocast_and_after_the_end(alone: None) -> None:
@@ -361,39 +360,38 @@ def _said(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _refusals(rank: int, size: int) -> dict[str, str]:
+@over(2)
+def test_refusals(rank: int, size: int) -> None:
     modules, x = stages_of("mlp", 2), torch.zeros(8, H)
-    made = {
-        "modules": lambda: DualPipe(modules[:1]),
-        "mapping": lambda: DualPipe(modules, rank_mapping=[0, 2]),
-        "grid": lambda: DualPipe(modules, expert_group=dist.group.WORLD),
-    }
-    # Made before "grid", in which the ranks meet: a group freed by one rank while the other connects fails there.
-    pipeline, folded = (
-        DualPipe(modules, options=EngineOptions(timeout=10)),
-        DualPipeV(modules, options=EngineOptions(timeout=10)),
-    )
-    made["none"] = lambda: pipeline.step(x, criterion=criterion, labels=[x])
-    made["few"] = lambda: pipeline.step(x, num_chunks=2, criterion=criterion, labels=[x])
-    made["odd"] = lambda: pipeline.step(x, num_chunks=5, criterion=criterion, labels=[x])
-    made["few V"] = lambda: folded.step(x, num_chunks=3, criterion=criterion, labels=[x])
-    return {name: _said(call) for name, call in made.items()}
-
-
-def test_refusals(ranks2: Ranks) -> None:
-    for said in ranks2.run(_refusals):
-        assert said == {
-            "modules": "ValueError: 1 modules; allowed: two, of the two stages of this rank",
-            "mapping": "ValueError: rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
-            "grid": "ValueError: pipelines [[0, 1], [0, 1]] of ranks [0, 1] that share experts; "
-            "allowed: a grid, one rank of each",
-            "none": "ValueError: num_chunks=0; allowed: 4 or more microbatches",
-            "few": "ValueError: dualpipe over 2 ranks with 2 microbatches; "
-            "allowed: an even number from 4 on, nearest 4",
-            "odd": "ValueError: dualpipe over 2 ranks with 5 microbatches; "
-            "allowed: an even number from 4 on, nearest 4 or 6",
-            "few V": "ValueError: dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
-        }
+    # Made before the grid, in which the ranks meet: a group freed by one rank while the other connects fails there.
+    pipeline, folded = (made(modules, options=EngineOptions(timeout=10)) for made in (DualPipe, DualPipeV))
+    step = partial(pipeline.step, x, criterion=criterion, labels=[x])
+    for call, error in (
+        (partial(DualPipe, modules[:1]), "1 modules; allowed: two, of the two stages of this rank"),
+        (
+            partial(DualPipe, modules, rank_mapping=[0, 2]),
+            "rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
+        ),
+        (
+            partial(DualPipe, modules, expert_group=dist.group.WORLD),
+            "pipelines [[0, 1], [0, 1]] of ranks [0, 1] that share experts; allowed: a grid, one rank of each",
+        ),
+        (step, "num_chunks=0; allowed: 4 or more microbatches"),
+        (
+            partial(step, num_chunks=2),
+            "dualpipe over 2 ranks with 2 microbatches; allowed: an even number from 4 on, nearest 4",
+        ),
+        (
+            partial(step, num_chunks=5),
+            "dualpipe over 2 ranks with 5 microbatches; allowed: an even number from 4 on, nearest 4 or 6",
+        ),
+        (
+            partial(folded.step, x, num_chunks=3, criterion=criterion, labels=[x]),
+            "dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+            call()
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {

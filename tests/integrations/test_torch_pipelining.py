@@ -130,25 +130,23 @@ def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(_equal, 1, name, 4, 3) == [[], []]
 
 
-def _table(rank: int, size: int, path: str) -> list[str]:
-    """Return the differences of a step from torch's, of a table that torch has loaded: one of our programs."""
+@over(2)
+def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> list[str]:
+    """In a table that torch has loaded."""
+    path = tmp_path / "table.csv"
     mesh, group = mesh_of(size, 1)
     program = o1.build_schedule("combined_1f1b", ranks=2, microbatches=5, chunks=2)
     if rank == 0:
-        Path(path).write_text("\n".join(",".join(map(str, row)) for row in program.ranks))
+        path.write_text("\n".join(",".join(map(str, row)) for row in program.ranks))
     dist.barrier()
     stages = stages_of(mesh, cut(models.build(group, layers=LAYERS)), LOOP)
     schedule = torch_schedules._PipelineScheduleRuntime(stages, 5, models.loss_fn)
-    schedule._load_csv(path)
+    schedule._load_csv(str(path))
     data = models.batch(5)
     expected = Step(schedule, stages, data)
     ours = overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))
     assert ours.program.ranks == program.ranks
     return Step(ours, stages, data).differs(expected)
-
-
-def test_torch_plays_our_program(ranks2: Ranks, tmp_path: Path) -> None:
-    assert ranks2.run(_table, str(tmp_path / "table.csv")) == [[]] * 2
 
 
 class Whole(nn.Module):
@@ -211,22 +209,18 @@ def test_looped_bfs(rank: int, size: int) -> list[str]:
     return different + ([] if step.losses in ([], losses) else ["losses"])
 
 
-def _compared(rank: int, size: int) -> str:
+@over(2)
+def test_a_step_is_compared_with_a_plain_loop(rank: int, size: int) -> None:
     """A block that keeps something where the engine does not look, and finds another microbatch's."""
     mesh, group = mesh_of(size, 1)
     torch.manual_seed(5)
     stages = stages_of(mesh, [hidden.Block(group, "a closure", "behind") for _ in STAGES])
     data = torch.randn(2, 20, hidden.HIDDEN, generator=torch.Generator().manual_seed(0))
     schedule = ScheduleDualPipeV(stages, 4, nn.functional.mse_loss)
-    with pytest.raises(VerificationError) as caught:
+    with pytest.raises(VerificationError, match="ScheduleDualPipeV with overlap"):
         Step(
             overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)), stages, (data[0], data[1])
         )
-    return str(caught.value)
-
-
-def test_a_step_is_compared_with_a_plain_loop(ranks2: Ranks) -> None:
-    assert all("ScheduleDualPipeV with overlap" in said for said in ranks2.run(_compared))
 
 
 # ------------------------------------------------------------------------------------------------- one process

@@ -40,13 +40,12 @@ from tests.integrations.megatron.chunks import (
     build,
     call,
     forward_step,
-    grads_of,
     items,
     loss_func,
     plain,
     with_config,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 
 def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int) -> list[str]:
@@ -63,7 +62,11 @@ def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int)
                 part.zero_grad()
             losses.append(plain(reference, data))
             own.append(
-                {f"{i}.{name}": grad for i, part in enumerate(reference) for name, grad in grads_of(part).items()}
+                {
+                    f"{i}.{name}": grad
+                    for i, part in enumerate(reference)
+                    for name, grad in models.gradients(part).items()
+                }
             )
         expected.append((sequence, shards[mesh.get_local_rank("ep")], losses[mesh.get_local_rank("ep")], own))
     function = get_forward_backward_func(
@@ -111,7 +114,7 @@ def _compare_step(
                 grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 if float((grad - full).norm()) > 1e-5 * float(full.norm()):
                     problems.append(f"{label} differs by {float((grad - full).norm()):.1e}")
-    before = [grads_of(part) for part in mine]
+    before = [models.gradients(part) for part in mine]
     again = call(function, mine, data, seq_length=sequence, forward_only=True)
     if [r["loss"] for r in again] != [r["loss"] for r in reports]:
         problems.append("forward_only reports other losses")
@@ -120,7 +123,7 @@ def _compare_step(
         torch.testing.assert_close(models.loss_fn(made["logits"], target), loss, rtol=1e-5, atol=0)
     if len(collected) != len(expected):
         problems.append(f"{len(collected)} collected")
-    if any(models.equal(a, grads_of(part)) for a, part in zip(before, mine, strict=True)):
+    if any(models.equal(a, models.gradients(part)) for a, part in zip(before, mine, strict=True)):
         problems.append("forward_only changed gradients")
     return problems
 
@@ -161,7 +164,7 @@ def test_one_rank(schedule: str, microbatches: int) -> None:
         reports = call(function, parts, data)
         assert [report["loss"] for report in reports] == losses
         for part, other in zip(parts, reference, strict=True):
-            assert models.equal(grads_of(part), grads_of(other)) == []
+            assert models.equal(models.gradients(part), models.gradients(other)) == []
 
 
 def test_the_choice_is_megatrons() -> None:
@@ -229,8 +232,9 @@ def test_chunks_of_another_place_are_refused() -> None:
         get_forward_backward_func(schedule="dualpipe")
 
 
-def _rebuilt(rank: int, size: int) -> dict[str, bool]:
-    """Return whether engines end where they should, and whether a function that was closed plays again."""
+@over(2)
+def test_engines_end_with_their_model_with_their_function_or_by_close(rank: int, size: int) -> None:
+    """And a function that was closed plays again."""
     ep = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)).get_group("ep")
     make = partial(
         get_forward_backward_func, schedule="combined_1f1b_schedule_for_no_pipelining",
@@ -251,22 +255,14 @@ def _rebuilt(rank: int, size: int) -> dict[str, bool]:
     gc.collect()
     (left,) = function._engines.values()
     function.close()
-    closed = left.engine._closed and not function._engines
+    assert left.engine._closed
+    assert not function._engines
     kept.zero_grad()
     call(function, [kept], data)
     (reference,) = build(1, layers=1)
     plain([reference], data)
-    assert kept.scale.grad is not None
-    assert reference.scale.grad is not None
-    return {
-        "ended": not any(ref() for ref in seen),
-        "closed": closed,
-        "again": torch.allclose(kept.scale.grad, reference.scale.grad, atol=1e-6),
-    }
-
-
-def test_engines_end_with_their_model_with_their_function_or_by_close(ranks2: Ranks) -> None:
-    assert ranks2.run(_rebuilt) == [{"ended": True, "closed": True, "again": True}] * 2
+    assert not any(ref() for ref in seen)
+    torch.testing.assert_close(kept.scale.grad, reference.scale.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_copies_of_a_model_hold_no_engines() -> None:
@@ -320,12 +316,12 @@ def translate(data_iterator: Iterator[Item], model: nn.Module, by_list: bool) ->
     return output, partial(loss_func, target)
 
 
-def _translate(rank: int, size: int, by_list: bool) -> list[str]:
+@pytest.mark.parametrize("by_list", [False, True])
+@over(4)
+def test_encoder_and_decoder(rank: int, size: int, by_list: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
-    torch.manual_seed(0)
     stages = [Translator(stage) for stage in range(4)]
-    torch.manual_seed(0)
-    reference = [Translator(stage) for stage in range(4)]
+    reference = deepcopy(stages)
     function = get_forward_backward_func(
         pg_collection=ProcessGroups(pp=mesh.get_group("pp")),
         split_rank=None if by_list else 2,
@@ -353,15 +349,10 @@ def _translate(rank: int, size: int, by_list: bool) -> list[str]:
         )
         for report, loss in zip(reports, expected if rank == 3 else [], strict=True):
             torch.testing.assert_close(report["loss"], loss)
-        for name, grad in grads_of(reference[rank]).items():
-            if not torch.allclose(grads_of(stages[rank])[name], grad, rtol=1e-4, atol=1e-7):
+        for name, grad in models.gradients(reference[rank]).items():
+            if not torch.allclose(models.gradients(stages[rank])[name], grad, rtol=1e-4, atol=1e-7):
                 problems.append(name)
     return problems
-
-
-@pytest.mark.parametrize("by_list", [False, True])
-def test_encoder_and_decoder(ranks4: Ranks, by_list: bool) -> None:
-    assert ranks4.run(_translate, by_list) == [[]] * 4
 
 
 class Shared(models.Block):
@@ -391,7 +382,9 @@ def _summed(x: Tensor, group: Any) -> Tensor:
     return half
 
 
-def _shared(rank: int, size: int, given: bool) -> list[str]:
+@pytest.mark.parametrize("given", [True, False])
+@over(4)
+def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     tp, ep = mesh.get_group("tp"), mesh.get_group("ep")
     groups = ProcessGroups(tp=tp, ep=ep)
@@ -419,8 +412,8 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
         shards = [items(3, seed=10 * shard + step) for shard in range(2)]
         call(function, [part], shards[ep.rank()])
         plain([reference], shards[ep.rank()])
-        own = grads_of(reference)
-        for name, grad in grads_of(part).items():
+        own = models.gradients(reference)
+        for name, grad in models.gradients(part).items():
             if "experts" not in name and not torch.allclose(grad, own[name], rtol=1e-4, atol=1e-6):
                 problems.append(f"step {step}: {name}")
     (prepared,) = function._engines.values()
@@ -429,11 +422,6 @@ def _shared(rank: int, size: int, given: bool) -> list[str]:
     Tuner._note_time, tuner.TRIED_WITHIN = noted, within  # type: ignore[method-assign]
     problems += [f"tried {tried}"] if len(set(tried)) < 2 and not given else []
     return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_ranks_that_share_layers_play_one_plan(ranks4: Ranks, given: bool) -> None:
-    assert ranks4.run(_shared, given) == [[]] * 4
 
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
@@ -468,26 +456,16 @@ def test_bad_calls_are_named() -> None:
         assert len(function(**{**given, "data_iterator": iter(items(3))})) == 3  # and it goes on
 
 
-def _sharded(rank: int, size: int) -> str:
+@over(2)
+def test_a_chunk_under_fsdp2_is_refused(rank: int, size: int) -> None:
     (part,) = build(1)
     fully_shard(part.layers[0], mesh=init_device_mesh("cpu", (size,)))
-    with pytest.raises(ValueError, match="FSDP2") as caught:
-        call(
-            get_forward_backward_func(
-                pg_collection=ProcessGroups(dp=dist.group.WORLD), options=EngineOptions(costs=COSTS)
-            ),
-            [part],
-            items(3),
-        )
-    return str(caught.value)
-
-
-def test_a_chunk_under_fsdp2_is_refused(ranks2: Ranks) -> None:
-    for message in ranks2.run(_sharded):
-        assert message.endswith(
-            "(Part) under FSDP2; allowed: Megatron-Core's DistributedDataParallel, or a finalize_model_grads_func "
-            "that sums gradients"
-        )
+    function = get_forward_backward_func(pg_collection=ProcessGroups(dp=dist.group.WORLD))
+    said = (
+        r"\(Part\) under FSDP2; allowed: Megatron-Core's DistributedDataParallel, or a finalize_model_grads_func that"
+    )
+    with pytest.raises(ValueError, match=f"{said} sums gradients$"):
+        call(function, [part], items(3))
 
 
 def test_a_chunk_under_megatron_fsdp_is_refused() -> None:
