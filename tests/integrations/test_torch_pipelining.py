@@ -243,25 +243,14 @@ def test_a_stage_keeps_what_its_call_does_beside_its_forward(alone: None) -> Non
             handle.remove()
 
 
-class Named(nn.Module):
-    """Takes its input, and a scale, by name."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.part = part
-
-    def forward(self, x: Tensor, scale: Tensor) -> Any:
-        return self.part(x) * scale
-
-
 def test_microbatches_in_lists(alone: None) -> None:
     """As of torch 2.14 a batch may be split already; one that is split by the schedule gives the same."""
-    model, (inputs, target), scale = models.build(), models.batch(4), torch.rand(8, 1, 1)
-    schedule = built(Named(model[:2]), Named(model[2:]))
-    expected = Step(schedule, schedule._stages, (inputs, target), scale=scale)
+    model, (inputs, target), scale = models.build(), models.batch(4), torch.rand(8)
+    schedule = built(Whole(model[:2]), Whole(model[2:]))
+    expected = Step(schedule, schedule._stages, (inputs, target), factor=scale)
     ours, losses = overlapped(schedule), list[Tensor]()
-    assert not Step(ours, schedule._stages, (inputs, target), scale=scale).differs(expected)
-    lists = {"kwarg_mbs": [{"scale": part} for part in scale.chunk(4)], "target_mbs": target.chunk(4)}
+    assert not Step(ours, schedule._stages, (inputs, target), factor=scale).differs(expected)
+    lists = {"kwarg_mbs": [{"factor": part} for part in scale.chunk(4)], "target_mbs": target.chunk(4)}
     output = ours.step(arg_mbs=[(x,) for x in inputs.chunk(4)], **lists, losses=losses)
     assert torch.equal(output, expected.output)
     assert torch.equal(torch.stack(losses), torch.stack(expected.losses))

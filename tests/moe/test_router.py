@@ -162,19 +162,6 @@ def test_underflowed_scores_give_finite_weights_and_gradients() -> None:
     assert tokens.grad.isfinite().all()
 
 
-def test_no_tokens() -> None:
-    config = RouterConfig(6, 2, score="sigmoid", groups=3, top_groups=2, aux_coefficient=0.1, z_coefficient=0.1)
-    router = make(config)
-    tokens = torch.empty(0, H, dtype=torch.float64, requires_grad=True)
-    indices, weights = router(tokens)
-    weights.sum().backward()
-    assert indices.shape == weights.shape == (0, 2)
-    assert router.gate.weight.grad is not None
-    assert torch.equal(router.gate.weight.grad, torch.zeros_like(router.gate.weight))
-    router.update_correction_bias(0.1)
-    assert router.correction_bias.isfinite().all()
-
-
 # The load and the bias update.
 
 
