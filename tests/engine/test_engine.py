@@ -348,9 +348,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="program '1f1b' over 2 pipeline ranks on a mesh with 1 along 'pp'"):
         make(models.build(), build_schedule("1f1b", ranks=2, microbatches=4))
     two = nn.Bilinear(8, 8, 8)  # its forward takes two tensors
-    with pytest.raises(
-        ValueError, match=r"^block 5 \(Bilinear\) is given 1 tensor.* argument: 'input2'; allowed: a for"
-    ):
+    with pytest.raises(ValueError, match=r"^block 5 \(Bilinear\) is given 1 tensor.* argument: 'input2'; allowed: a for"):
         step(nn.Sequential(*models.build(), two), program, 1, data)
     with pytest.raises(ValueError, match="a model without blocks"):
         make([], program)

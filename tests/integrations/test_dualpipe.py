@@ -463,7 +463,6 @@ def _one_number(rank: int, size: int, name: str) -> list[tuple[Any, ...]]:
         with torch.set_grad_enabled(grad):
             loss, outputs = pipeline.step(x, num_chunks=microbatches, criterion=_first, return_outputs=True)
         if loss is not None:
-            assert outputs is not None
             found.append((loss.shape, outputs[0].shape, outputs[1].shape, torch.equal(loss, outputs[0])))
     return found
 

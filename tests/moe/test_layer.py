@@ -63,7 +63,6 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
     y.sum().backward()
     assert y.shape == shape
     for parameter in moe.parameters():
-        assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
     moe.router.update_correction_bias(0.1)
     assert moe.router.correction_bias.isfinite().all()

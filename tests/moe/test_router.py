@@ -147,7 +147,6 @@ def test_the_bias_is_not_rounded_with_the_model() -> None:
 def test_one_normalised_expert_still_trains_the_gate() -> None:
     router = make(RouterConfig(4, 1, normalize=True))
     router(draw(6, H))[1].sum().backward()
-    assert router.gate.weight.grad is not None
     assert router.gate.weight.grad.abs().max() > 1e-3
 
 
@@ -157,7 +156,6 @@ def test_underflowed_scores_give_finite_weights_and_gradients() -> None:
     tokens = torch.ones(3, H, requires_grad=True)
     _, weights = router(tokens)
     weights.sum().backward()
-    assert tokens.grad is not None
     assert torch.equal(weights, torch.zeros(3, 2))
     assert tokens.grad.isfinite().all()
 
