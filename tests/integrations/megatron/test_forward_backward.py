@@ -135,8 +135,9 @@ def test_two_ranks(ranks2: Ranks, schedule: str, chunks: int) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("pp", "ep"), [(2, 2), (4, 1)])
-@pytest.mark.parametrize(("schedule", "chunks"), PIPELINES[1:])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "pp", "ep"), [(*PIPELINES[1], 2, 2), (*PIPELINES[1], 4, 1), (*PIPELINES[2], 2, 2)]
+)
 def test_four_ranks(ranks4: Ranks, schedule: str, pp: int, ep: int, chunks: int) -> None:
     assert ranks4.run(_compare, schedule, pp, ep, chunks, timeout=240) == [[]] * 4
 
