@@ -93,30 +93,31 @@ def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
     )
 
 
-def test_auto_ep(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare, ("pairs", 3)) == [[], []]
+@pytest.mark.parametrize(("ranks", "overlaps"), [(2, (3,)), (4, ("pairs", 3))])
+def test_auto_ep(kept: dict[int, Ranks], ranks: int, overlaps: tuple[Overlap, ...]) -> None:
+    assert kept[ranks].run(_compare, overlaps) == [[]] * ranks
 
 
-@pytest.mark.wide
-def test_auto_ep_on_four_ranks(ranks4: Ranks) -> None:
-    assert ranks4.run(_compare, (3,)) == [[], [], [], []]
+PLAYED: dict[str, tuple[Overlap, dict[str, Any]]] = {
+    "own": ("serial", {}), "serial": ("serial", {}), "3": (3, {}), "parts": (3, {"parts": 2}),
+    "capacity": ("pairs", {"capacity": 4.0}),
+}  # fmt: skip
 
 
-def _by_rows(rank: int, size: int) -> list[str]:
-    """Our exchange beside the layers' own in a plain loop, and in one part and two between orders."""
+@over(2)
+def test_our_exchange_in_auto_ep(rank: int, size: int) -> list[str]:
+    """Router, experts and where scores act are DeepSpeed's; our rows, counts, parts and capacity."""
     mesh, problems = _mesh(size), list[str]()
-    for applied in ("post", "pre"):
+    for applied, names in (("post", ("own", "serial", "3", "capacity")), ("pre", ("own", "parts"))):
         found: dict[str, dict[str, Tensor]] = {}
-        for name, overlap, options in (
-            ("own", "serial", {}), ("serial", "serial", {}), ("3", 3, {}), ("parts", 3, {"parts": 2}),
-            ("capacity", "pairs", {"capacity": 4.0}),
-        ):  # fmt: skip
+        for name in names:
+            overlap, options = PLAYED[name]
             torch.manual_seed(7)
             model, (x, y) = _build(mesh, score_apply=applied), batch(mesh.get_local_rank())
             if name != "own" and exchange_by_rows(model) != LAYERS:
                 problems.append("layers are missing")
             engine = engine_of(model, mesh, overlap=overlap, **options)
-            for _ in range(3):
+            for _ in range(2):
                 model.zero_grad()
                 engine.step(x, target=y)
             found[name] = {label: p.grad for label, p in model.named_parameters() if p.grad is not None}
@@ -130,11 +131,6 @@ def _by_rows(rank: int, size: int) -> list[str]:
             if grads.keys() != beside.keys():
                 problems.append(f"{applied}, {name}: other parameters")
     return problems
-
-
-def test_our_exchange_in_auto_ep(ranks2: Ranks) -> None:
-    """Router, experts and where scores act are DeepSpeed's; our rows, counts, parts and capacity."""
-    assert ranks2.run(_by_rows) == [[], []]
 
 
 class CapacityBlock(Block):
@@ -159,14 +155,15 @@ def _capacity_blocks(mesh: DeviceMesh, options: dict[str, Any]) -> nn.Sequential
     return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
 
 
-CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True}, {"k": 1, "drop_tokens": False}, {"k": 2, "drop_tokens": False}]
+CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True, "drop_tokens": False}, {"k": 2}, {"k": 1, "drop_tokens": False}]
 """With ``drop_tokens=False`` the room follows the load, so it is another in each microbatch."""
 
 
+@pytest.mark.parametrize("tried", [CAPACITIES[:2], CAPACITIES[2:]])
 @over(2)
-def test_capacities(rank: int, size: int) -> list[str]:
+def test_capacities(rank: int, size: int, tried: list[dict[str, Any]]) -> list[str]:
     mesh, problems = _mesh(size), list[str]()
-    for options, overlap in zip(CAPACITIES, cycle(("pairs", 3)), strict=False):
+    for options, overlap in zip(tried, cycle(("pairs", 3)), strict=False):
         build, exchanges = partial(_capacity_blocks, mesh, options), 2 * 2 * LAYERS * MICROBATCHES
         problems += compare(f"{options}, overlap {overlap}", build, mesh, exchanges=exchanges, overlap=overlap)
     return problems

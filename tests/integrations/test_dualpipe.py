@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,12 +32,18 @@ H = models.H
 
 
 class Mlp(nn.Module):
+    """Has a method of its own for pairs, as modules of the DualPipe repository have; it is cut as any other."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(H, 3 * H), nn.Linear(3 * H, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
+
+    @classmethod
+    def overlapped_forward_backward(cls, *given: object) -> None:
+        raise NotImplementedError
 
 
 class Streams(nn.Module):
@@ -64,17 +72,8 @@ class Routed(nn.Module):
         return x + self.experts(tokens, *self.router(tokens)).view_as(x)
 
 
-class Own(Mlp):
-    """Has a method of its own for pairs, as modules of the DualPipe repository have; it is cut as any other."""
-
-    @classmethod
-    def overlapped_forward_backward(cls, *given: object) -> None:
-        raise NotImplementedError
-
-
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "mlp": lambda group: Mlp(),
-    "own": lambda group: Own(),
     "streams": lambda group: Streams(),
     "sequential": lambda group: nn.Sequential(Mlp(), nn.LayerNorm(H), Mlp()),
     "experts": models.Block,
@@ -104,8 +103,7 @@ def batch(kind: str, microbatches: int, seed: int) -> tuple[list[Tensor], Tensor
 class Expected:
     """What one process makes of a batch."""
 
-    def __init__(self, kind: str, stages: int, inputs: list[Tensor], labels: Tensor, microbatches: int) -> None:
-        modules = stages_of(kind, stages)
+    def __init__(self, modules: list[nn.Module], inputs: list[Tensor], labels: Tensor, microbatches: int) -> None:
         losses, outputs = [], []
         leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
         parts = [x.tensor_split(microbatches) for x in (*leaves, labels)]
@@ -168,7 +166,7 @@ class Case:
         for pipe in range(len(program.placement.pipes)):
             count = len(program.microbatches_of(pipe))
             batches.append([batch(kind, count, seed=10 * pipe + shard) for shard in range(ep)])
-            self.expected.append([Expected(kind, stages, *given, count) for given in batches[pipe]])
+            self.expected.append([Expected(stages_of(kind, stages), *given, count) for given in batches[pipe]])
         self.begins = next((pipe for pipe, stage in self.places if stage == 0), None)
         self.ends = next((pipe for pipe, stage in self.places if stage == stages - 1), None)
         self.inputs = [None] if self.begins is None else batches[self.begins][self.shard][0]
@@ -243,34 +241,30 @@ def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: A
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "ep", "mapping"),
     [
-        *[("dualpipe", kind) for kind in ("own", "streams", "sequential", "routed")],
-        *[("dualpipev", kind) for kind in ("mlp", "streams", "routed")],
+        ("dualpipe", "streams", 1, [1, 0]),
+        *[("dualpipe", kind, 1, None) for kind in ("sequential", "routed")],
+        *[("dualpipev", kind, 1, None) for kind in ("mlp", "streams", "routed")],
     ],
 )
-def test_two_ranks(ranks2: Ranks, name: str, kind: str) -> None:
-    assert ranks2.run(_compare, name, kind) == [[]] * 2
+def test_two_ranks(ranks2: Ranks, name: str, kind: str, ep: int, mapping: list[int] | None) -> None:
+    assert ranks2.run(_compare, name, kind, ep, mapping) == [[]] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "mapping"),
-    [
-        ("dualpipe", "streams", [2, 0, 3, 1]),
-        ("dualpipev", "mlp", [2, 0, 3, 1]),
-    ],
-)
-def test_four_ranks(ranks4: Ranks, name: str, kind: str, mapping: list[int] | None) -> None:
-    assert ranks4.run(_compare, name, kind, 1, mapping) == [[]] * 4
+def test_experts_over_two_ranks(ranks2: Ranks) -> None:
+    assert ranks2.run(_compare, "dualpipev", "experts", 2) == [[]] * 2
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CLASSES)
-def test_experts_over_two_ranks(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_compare, name, "experts", 2) == [[]] * 4
+@pytest.mark.parametrize(("kind", "ep", "mapping"), [("streams", 1, [2, 0, 3, 1]), ("experts", 2, None)])
+def test_four_ranks(ranks4: Ranks, name: str, kind: str, ep: int, mapping: list[int] | None) -> None:
+    assert ranks4.run(_compare, name, kind, ep, mapping) == [[]] * 4
 
 
-def test_a_v_on_one_rank() -> None:
-    assert run(_compare, 1, "dualpipev", "mlp") == [[]]
+def test_a_v_on_one_rank(alone: None) -> None:
+    assert _compare(0, 1, "dualpipev", "mlp") == []
 
 
 def _as_plain(pipeline: DualPipeV, plain: list[nn.Module]) -> bool:
@@ -284,98 +278,73 @@ def _as_plain(pipeline: DualPipeV, plain: list[nn.Module]) -> bool:
     return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-def _own_calls(rank: int, size: int, own: str) -> bool:
-    modules = [nn.Sequential(nn.Linear(H, H), Mlp()) for _ in range(2)]
-    plain = deepcopy(modules)
-    handles = [models.OWN_CALLS[own](module) for module in (*modules, *plain)]
-    same = _as_plain(DualPipeV(modules), [*plain])
-    for handle in handles:
-        if handle is not None:
-            handle.remove()
-    return same
+def test_a_sequential_keeps_what_its_call_does_beside_its_forward(alone: None) -> None:
+    for name, own in models.OWN_CALLS.items():
+        modules = [nn.Sequential(nn.Linear(H, H), Mlp()) for _ in range(2)]
+        plain = deepcopy(modules)
+        handles = [own(module) for module in (*modules, *plain)]
+        assert _as_plain(DualPipeV(modules), [*plain]), name
+        for handle in handles:
+            if handle is not None:
+                handle.remove()
 
 
-@pytest.mark.parametrize("own", models.OWN_CALLS)
-def test_a_sequential_keeps_what_its_call_does_beside_its_forward(own: str) -> None:
-    assert run(_own_calls, 1, own) == [True]
-
-
-def _labels_that_nobody_needs(rank: int, size: int) -> bool:
+@over(2)
+def test_labels_are_ignored_where_no_pipe_ends(rank: int, size: int) -> None:
     pipeline = DualPipeV(stages_of("mlp", 2))
     options: dict[str, Any] = {"criterion": criterion, "labels": [torch.zeros(8, H)]} if rank == 0 else {"labels": None}
     loss, _ = pipeline.step(torch.zeros(8, H), num_chunks=4, **options)
-    return loss is not None
+    assert (loss is not None) == (rank == 0)
 
 
-def test_labels_are_ignored_where_no_pipe_ends(ranks2: Ranks) -> None:
-    assert ranks2.run(_labels_that_nobody_needs) == [True, False]
-
-
-def _closed(rank: int, size: int) -> bool:
+def test_a_step_under_autocast_and_after_the_end(alone: None) -> None:
     modules = stages_of("mlp", 2)
     plain = deepcopy(modules)
     pipeline = DualPipeV(modules)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        same = _as_plain(pipeline, plain)
+        assert _as_plain(pipeline, plain)
     with pytest.raises(RuntimeError, match="this engine is closed"):
         pipeline.step(torch.randn(8, H), num_chunks=4, criterion=criterion, labels=torch.randn(8, H))
-    return same
 
 
-def test_a_step_under_autocast_and_after_the_end() -> None:
-    assert run(_closed, 1) == [True]
+def _changes(rank: int, size: int, steps: list[tuple[int, int]], tied: bool = False, **options: Any) -> list[str]:
+    """What differs from one process in steps of other rows and numbers of microbatches by one pipeline in a V."""
+    problems = []
+    with double():
+        stages = _tied(stages_of("mlp", 2 * size), tied)
+        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(timeout=30, **options))
+        for rows, microbatches in steps:
+            x, y = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows))
+            expected = Expected(_tied(stages_of("mlp", 2 * size), tied), [x], y, microbatches)
+            pipeline.zero_grad()
+            loss, _ = pipeline.step(x, num_chunks=microbatches, criterion=criterion, labels=[y])
+            if rank == 0 and not torch.equal(loss, expected.loss):
+                problems.append(f"{rows} rows in {microbatches} microbatches: loss {loss}")
+            for stage, module in zip((rank, -1 - rank), pipeline.module, strict=True):
+                problems += different(module, [expected.modules[stage]], 0)
+    return problems
+
+
+def _tied(stages: list[nn.Module], tied: bool) -> list[nn.Module]:
+    """The first and the last stage, which lie on one rank, may share a weight."""
+    if tied:
+        stages[-1].down.weight = stages[0].down.weight
+    return stages
 
 
 @over(2)
 def test_the_number_of_microbatches_may_change(rank: int, size: int) -> list[str]:
-    kind = "mlp"
-    with double():
-        case = Case("dualpipev", kind, size, 1, None)
-        problems = case.train(keep=False)
-        for microbatches in (case.microbatches + 2, case.microbatches + 1):
-            case.pipeline.zero_grad()
-            x, y = torch.randn(2, 3 * microbatches, H, generator=torch.Generator().manual_seed(7))
-            reference = Expected(kind, 2 * size, [x], y, microbatches)
-            loss, _ = case.pipeline.step(x, num_chunks=microbatches, criterion=criterion, labels=y)
-            if rank == 0 and not torch.equal(loss, reference.loss):
-                problems.append(f"{microbatches} microbatches: loss {loss}")
-            for (_, stage), module in zip(case.places, case.pipeline.module, strict=True):
-                problems += different(module, [reference.modules[stage]], 0)
-        return problems + case.train(keep=False)
+    return _changes(rank, size, [(11, 5), (21, 7), (18, 6), (11, 5)])
 
 
 @over(2)
 def test_sizes_may_change(rank: int, size: int) -> list[str]:
-    kind = "mlp"
-    with double():
-        stages = stages_of(kind, 2 * size)
-        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(dynamic_shapes=True, timeout=30))
-        problems = []
-        for rows in (8, 13):
-            pipeline.zero_grad()
-            x, y = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows))
-            reference = Expected(kind, 2 * size, [x], y, 4)
-            pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
-            for stage, module in zip((rank, -1 - rank), pipeline.module, strict=True):
-                problems += different(module, [reference.modules[stage]], 0)
-        return problems
+    return _changes(rank, size, [(8, 4), (13, 4)], dynamic_shapes=True)
 
 
 @over(2)
 def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int) -> list[str]:
-    """The first and the last stage lie on one rank and share a weight."""
-    kind = "mlp"
-    with double():
-        reference, stages = (stages_of(kind, 2 * size) for _ in range(2))
-        for of in (reference, stages):
-            of[-1].down.weight = of[0].down.weight
-        x, y = torch.randn(2, 9, H, generator=torch.Generator().manual_seed(2))
-        for inputs, label in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
-            criterion(nn.Sequential(*reference)(inputs), label).backward()
-        pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(timeout=30))
-        pipeline.step(x, num_chunks=4, criterion=criterion, labels=[y])
-        places = zip((rank, -1 - rank), pipeline.module, strict=True)
-        return [name for stage, module in places for name in different(module, [reference[stage]], 0)]
+    return _changes(rank, size, [(9, 4)], tied=True)
 
 
 class Failing(Mlp):
@@ -391,39 +360,38 @@ def _said(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-def _refusals(rank: int, size: int) -> dict[str, str]:
+@over(2)
+def test_refusals(rank: int, size: int) -> None:
     modules, x = stages_of("mlp", 2), torch.zeros(8, H)
-    made = {
-        "modules": lambda: DualPipe(modules[:1]),
-        "mapping": lambda: DualPipe(modules, rank_mapping=[0, 2]),
-        "grid": lambda: DualPipe(modules, expert_group=dist.group.WORLD),
-    }
-    # Made before "grid", in which the ranks meet: a group freed by one rank while the other connects fails there.
-    pipeline, folded = (
-        DualPipe(modules, options=EngineOptions(timeout=10)),
-        DualPipeV(modules, options=EngineOptions(timeout=10)),
-    )
-    made["none"] = lambda: pipeline.step(x, criterion=criterion, labels=[x])
-    made["few"] = lambda: pipeline.step(x, num_chunks=2, criterion=criterion, labels=[x])
-    made["odd"] = lambda: pipeline.step(x, num_chunks=5, criterion=criterion, labels=[x])
-    made["few V"] = lambda: folded.step(x, num_chunks=3, criterion=criterion, labels=[x])
-    return {name: _said(call) for name, call in made.items()}
-
-
-def test_refusals(ranks2: Ranks) -> None:
-    for said in ranks2.run(_refusals):
-        assert said == {
-            "modules": "ValueError: 1 modules; allowed: two, of the two stages of this rank",
-            "mapping": "ValueError: rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
-            "grid": "ValueError: pipelines [[0, 1], [0, 1]] of ranks [0, 1] that share experts; "
-            "allowed: a grid, one rank of each",
-            "none": "ValueError: num_chunks=0; allowed: 4 or more microbatches",
-            "few": "ValueError: dualpipe over 2 ranks with 2 microbatches; "
-            "allowed: an even number from 4 on, nearest 4",
-            "odd": "ValueError: dualpipe over 2 ranks with 5 microbatches; "
-            "allowed: an even number from 4 on, nearest 4 or 6",
-            "few V": "ValueError: dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
-        }
+    # Made before the grid, in which the ranks meet: a group freed by one rank while the other connects fails there.
+    pipeline, folded = (made(modules, options=EngineOptions(timeout=10)) for made in (DualPipe, DualPipeV))
+    step = partial(pipeline.step, x, criterion=criterion, labels=[x])
+    for call, error in (
+        (partial(DualPipe, modules[:1]), "1 modules; allowed: two, of the two stages of this rank"),
+        (
+            partial(DualPipe, modules, rank_mapping=[0, 2]),
+            "rank_mapping=[0, 2] of 2 ranks; allowed: each of 0 to 1 once",
+        ),
+        (
+            partial(DualPipe, modules, expert_group=dist.group.WORLD),
+            "pipelines [[0, 1], [0, 1]] of ranks [0, 1] that share experts; allowed: a grid, one rank of each",
+        ),
+        (step, "num_chunks=0; allowed: 4 or more microbatches"),
+        (
+            partial(step, num_chunks=2),
+            "dualpipe over 2 ranks with 2 microbatches; allowed: an even number from 4 on, nearest 4",
+        ),
+        (
+            partial(step, num_chunks=5),
+            "dualpipe over 2 ranks with 5 microbatches; allowed: an even number from 4 on, nearest 4 or 6",
+        ),
+        (
+            partial(folded.step, x, num_chunks=3, criterion=criterion, labels=[x]),
+            "dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
+            call()
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -439,7 +407,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _fault(rank: int, size: int, fault: str) -> list[str]:
+def _faults(rank: int, size: int) -> list[list[str]]:
+    return [_fault(rank, fault) for fault in FAULTS]
+
+
+def _fault(rank: int, fault: str) -> list[str]:
     """What the ranks say when rank 0 makes a mistake, and to a step after it."""
     given = {"inputs": [torch.zeros(8, H)], "criterion": criterion, "labels": [torch.zeros(8, H)], "failing": False}
     given |= FAULTS[fault][0] if rank == 0 else {}
@@ -453,14 +425,14 @@ def _fault(rank: int, size: int, fault: str) -> list[str]:
     return [step(4), step(4), step(5)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_told_to_the_other_rank(fault: str) -> None:
-    (mine, *mine_again), (others, *others_again) = run(_fault, 2, fault, timeout=60)
-    expected = FAULTS[fault][1]
-    assert mine.startswith(expected)
-    assert "rank pp 0 failed " in others
-    assert expected.split(";", maxsplit=1)[0] in others
-    assert all("allowed: a new one, on all ranks" in again for again in (*mine_again, *others_again))
+def test_faults_are_told_to_the_other_rank() -> None:
+    for fault, of_ranks in zip(FAULTS, zip(*run(_faults, 2, timeout=60), strict=True), strict=True):
+        (mine, *mine_again), (others, *others_again) = of_ranks
+        expected = FAULTS[fault][1]
+        assert mine.startswith(expected)
+        assert "rank pp 0 failed " in others
+        assert expected.split(";", maxsplit=1)[0] in others
+        assert all("allowed: a new one, on all ranks" in again for again in (*mine_again, *others_again))
 
 
 class Mean(nn.Module):
@@ -491,18 +463,16 @@ def _one_number(rank: int, size: int, name: str) -> list[tuple[Any, ...]]:
         with torch.set_grad_enabled(grad):
             loss, outputs = pipeline.step(x, num_chunks=microbatches, criterion=_first, return_outputs=True)
         if loss is not None:
-            assert outputs is not None
             found.append((loss.shape, outputs[0].shape, outputs[1].shape, torch.equal(loss, outputs[0])))
     return found
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks4: Ranks, name: str) -> None:
-    microbatches = MICROBATCHES[name][4]
+def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks2: Ranks, name: str) -> None:
+    microbatches = MICROBATCHES[name][2]
     ended = microbatches // 2 if name == "dualpipe" else microbatches
     expected = [((ended,), (ended,), (2 * microbatches, H), True)] * 2
-    found = ranks4.run(_one_number, name)
-    assert found == [expected, [], [], expected if name == "dualpipe" else []]
+    assert ranks2.run(_one_number, name) == [expected, expected if name == "dualpipe" else []]
 
 
 def test_the_original_s_settings_are_accepted() -> None:

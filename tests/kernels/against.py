@@ -19,8 +19,8 @@ SHAPES = [  # T, K, E, H: no rows, one, 1,000; experts without tokens; several b
     (1, 8, 8, 1),
     (1, 1, 4, 257),
     (1000, 1, 7, 30),
-    (125, 8, 300, 257),
-    (3, 2, 4, 2100),
+    (30, 8, 100, 257),
+    (3, 2, 4, 1100),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [
@@ -48,8 +48,10 @@ def check(op: Callable[..., Any], *args: Any, exact: bool = False, size: float =
     A sum of n products of numbers that are drawn from 1 has the size √n, and may be nearly zero.
     """
     run, expected = partial(Kernels("triton"), op, *args), op(*(_wide(arg) for arg in args))
-    every, again, twins = (x if isinstance(x, tuple) else (x,) for x in (run(), run(), expected))
-    assert all(map(_same, every, again))  # on a GPU the second launch takes what the first has compiled
+    every, twins = (x if isinstance(x, tuple) else (x,) for x in (run(), expected))
+    if DEVICE == "cuda":  # where the second launch takes what the first has compiled
+        again = run()
+        assert all(map(_same, every, again if isinstance(again, tuple) else (again,)))
     assert len(every) == len(twins)
     for result, twin in zip(every, twins, strict=True):
         if twin is None:

@@ -6,21 +6,23 @@ Triton reads ``TRITON_INTERPRET`` when it is imported, and other tests are not t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ranks import fork_server
+
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """The process; it starts with the first test that needs it."""
-    pool = ProcessPoolExecutor(1, get_context("spawn"), _begin)
+    pool = ProcessPoolExecutor(1, fork_server(), _begin)
     yield pool
     for process in list((pool._processes or {}).values()):  # it may still run a test that took too long
         process.kill()
@@ -28,6 +30,8 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 
 def _begin() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" and "._C" not in name]:
+        del sys.modules[name]  # the server has imported it with torch
     torch.set_num_threads(1)
 
 

@@ -19,8 +19,10 @@ from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
 from overlap1f1b.moe import MoEConfig, MoETransformer
+from tests import models
+from tests.engines import COSTS, make
 from tests.kernels.against import DEVICE
-from tests.ranks import Ranks
+from tests.ranks import over
 
 CONFIG = MoEConfig(vocabulary=11, layers=2, hidden=32, heads=2, experts=6, intermediate=12, sequence=8, kernels="torch")
 
@@ -100,7 +102,7 @@ def test_nothing_is_timed_after_the_first_step_of_an_engine(timed: list[Any]) ->
 
     def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
         tried.append(kernels.uses_triton(take_rows, *(given if len(tried) < 2 else wide)))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        return models.loss_fn(logits, target)
 
     program, options = build_schedule("combined_1f1b", microbatches=2), EngineOptions(verify=False)
     engine = Engine(model, program, loss_fn=loss_fn, options=options)
@@ -113,8 +115,10 @@ def test_nothing_is_timed_after_the_first_step_of_an_engine(timed: list[Any]) ->
     assert len(timed) == 4
 
 
-def _in_a_tensor_group(rank: int, size: int) -> list[bool]:
-    """Whether Triton runs an op in each microbatch, though it has been chosen before."""
+@over(2)
+def test_ranks_that_compute_the_same_do_not_choose_apart(rank: int, size: int) -> None:
+    """Triton runs an op in no microbatch, though it has been chosen before."""
+    pytest.importorskip("triton")
     inputs, labels = torch.randint(11, (2, 4, 8), generator=torch.Generator().manual_seed(0))
     model = MoETransformer(MoEConfig(**{**vars(CONFIG), "kernels": "auto"}))
     kernels: Kernels = model[1].mlp.experts.kernels
@@ -123,7 +127,7 @@ def _in_a_tensor_group(rank: int, size: int) -> list[bool]:
 
     def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
         used.append(kernels.uses_triton(take_rows, *given))
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+        return models.loss_fn(logits, target)
 
     with (
         patch.object(choice, "_faster", lambda op, args: "triton"),
@@ -136,12 +140,7 @@ def _in_a_tensor_group(rank: int, size: int) -> list[bool]:
         with Engine(model, program, mesh=mesh, loss_fn=loss_fn) as engine:
             engine.evaluate(inputs, target=labels)
             engine.step(inputs, target=labels)
-    return used
-
-
-def test_ranks_that_compute_the_same_do_not_choose_apart(ranks2: Ranks) -> None:
-    pytest.importorskip("triton")
-    assert ranks2.run(_in_a_tensor_group) == [[False] * 4] * 2
+    assert used == [False] * 4
 
 
 def test_what_is_timed_adds_to_a_copy(timed: list[Any]) -> None:
@@ -212,13 +211,9 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
         config = MoEConfig(**{**vars(CONFIG), **options, "layers": 1, "kernels": kernels})
         model = MoETransformer(config, device=DEVICE)
         program = build_schedule("combined_1f1b", ranks=1, microbatches=2)
-
-        def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
         use_kernels(model, recording := Recording(kernels))
-        engine = Engine(model, program, loss_fn=loss_fn, options=EngineOptions(capacity=1.0 if carried else None))
-        for _ in range(3):  # two that measure, one that overlaps
+        engine = make(model, program, costs=COSTS, capacity=1.0 if carried else None)
+        for _ in range(2):  # the second overlaps
             model.zero_grad()
             loss = engine.step(inputs, target=labels).loss
         model(inputs).square().sum().backward()  # and inside plain autograd

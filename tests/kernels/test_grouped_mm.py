@@ -50,12 +50,6 @@ def test_experts_without_rows_have_no_gradient_on_a_gpu(wide: int) -> None:
     torch.testing.assert_close(found[1], expected, rtol=2e-2, atol=2e-1)
 
 
-def test_gradients() -> None:
-    rows = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(3, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda r, w: GroupedMM.apply(r, w, [3, 0, 1]), (rows, weight))
-
-
 def test_rows_that_belong_to_no_expert_are_left_out() -> None:
     """Counts that only the device knows, and rows beyond them that hold anything."""
     counts = ExpertRows(torch.tensor([2, 2, 5], dtype=torch.int32))

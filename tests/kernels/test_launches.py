@@ -27,7 +27,7 @@ from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import build_schedule
 from tests.kernels.against import DEVICE
 
-MICROBATCHES = 4
+MICROBATCHES = 2
 ALLOCATES = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 VIEWS = {"_unsafe_view", "detach", "_reshape_alias", "promote_types"}
 """Operators that launch nothing, though their schema does not say that they are views."""

@@ -59,7 +59,7 @@ def test_what_names_no_expert_has_no_place() -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    ("T", "K", "E", "ranks"), [*PLACED, (5000, 2, 6, 3), pytest.param(700, 3, 300, 100, marks=pytest.mark.wide)]
+    ("T", "K", "E", "ranks"), [*PLACED, (1100, 2, 6, 3), pytest.param(700, 3, 300, 100, marks=pytest.mark.wide)]
 )
 def test_rows_by_triton(T: int, K: int, E: int, ranks: int) -> None:
     indices = choose(T, K, E)
@@ -83,7 +83,7 @@ def test_choices_lie_by_expert_then_by_row(R: int, M: int, E: int) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("R", "M", "E"), [(0, 2, 3), (1, 8, 8), (1000, 1, 7), (125, 8, 300), (5000, 1, 5)])
+@pytest.mark.parametrize(("R", "M", "E"), [(0, 2, 3), (1, 8, 8), (1000, 1, 7), (125, 8, 300), (2500, 1, 5)])
 def test_choices_by_triton(R: int, M: int, E: int) -> None:
     longer = torch.randint(E + 1, (R, M + 4), dtype=torch.int16, device=DEVICE)
     chosen = longer[:, :M]  # a part of longer rows

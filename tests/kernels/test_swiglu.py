@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.swiglu import WeightedSwiGLU, swiglu, swiglu_rows, swiglu_rows_backward
-from tests.kernels.against import DEVICE, DTYPES, check, draw
+from tests.kernels.against import CASES, DEVICE, check, draw
 
 
 def test_against_autograd() -> None:
@@ -38,20 +38,13 @@ def test_rows_beyond_the_count_are_zeros_whatever_they_hold() -> None:
     assert torch.equal(y[2:], torch.zeros(2, 3))
 
 
-CASES = [
-    pytest.param(R, size, dtype, marks=[pytest.mark.wide] * ((at + number) % 2 == 0))
-    for at, (R, size) in enumerate([(0, 30), (1, 1), (1, 257), (1000, 1), (1000, 30), (300, 257), (3, 2100)])
-    for number, dtype in enumerate(DTYPES)
-]
-"""As those of ``tests.kernels.against``."""
-
-
 @pytest.mark.triton
-@pytest.mark.parametrize(("R", "size", "dtype"), CASES)
-def test_triton(R: int, size: int, dtype: torch.dtype) -> None:
-    gate_up, grad, weights = draw(R, 2 * size, dtype=dtype), draw(R, size, dtype=dtype), draw(R, dtype=dtype)
+@pytest.mark.parametrize(("T", "K", "E", "H", "dtype"), CASES)
+def test_triton(T: int, K: int, E: int, H: int, dtype: torch.dtype) -> None:
+    R = T * K
+    gate_up, grad, weights = draw(R, 2 * H, dtype=dtype), draw(R, H, dtype=dtype), draw(R, dtype=dtype)
     half = torch.tensor([R // 2], device=DEVICE)
-    few = R == 1000 or size == 2100  # slow in the interpreter
+    few = R == 1000 or H == 1100  # slow in the interpreter
     for count, factors in ((half, weights), (None, weights.float()), (half, None))[: 1 if few else 3]:
         check(swiglu_rows, gate_up, factors, count)
         check(swiglu_rows_backward, grad, gate_up, factors, count)

@@ -110,15 +110,6 @@ def test_what_experts_are_not_made_of(options: dict[str, Any], message: str) -> 
         GroupedExperts(**{"experts": E, "hidden": H, "intermediate": 3, **options})
 
 
-def test_experts_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Three:
-        ranks, rank = 3, 0
-
-    monkeypatch.setattr("overlap1f1b.moe.experts.build_exchange", lambda group: Three())
-    with pytest.raises(ValueError, match=r"^4 experts cannot be divided over 3 ranks; allowed: 1, 2, 4$"):
-        GroupedExperts(4, H, 3)
-
-
 def test_a_backward_under_autocast(experts: GroupedExperts) -> None:
     tokens, weights = (torch.randn_like(t).requires_grad_() for t in (TOKENS, WEIGHTS))
     found = []
@@ -158,12 +149,9 @@ class Scaled(Experts):
 def test_experts_of_a_users_own_check_what_they_are_given() -> None:
     tokens, weights, indices = torch.randn(6, 8), torch.rand(6, 2), torch.randint(4, (6, 2))
     assert torch.allclose(Scaled()(tokens, indices, weights), 2 * tokens * weights.sum(1, keepdim=True))
-    for given, error in (
-        ((tokens, weights, indices), r"indices torch.float32 \[6, 2\]; allowed: torch.int64"),
-        ((tokens[1:], indices, weights), r"tokens torch.float32 \[5, 8\] with indices \[6, 2\]; allowed: \[6, 8\]"),
-        ((tokens, indices, weights[:, :1]), r"weights torch.float32 \[6, 1\]; allowed: floating"),
-    ):
-        with pytest.raises(ValueError, match=f"^{error}"):
-            Scaled()(*given)
+    with pytest.raises(ValueError, match=r"^indices torch.float32 \[6, 2\]; allowed: torch.int64"):
+        Scaled()(tokens, weights, indices)
+    with pytest.raises(ValueError, match=r"^tokens torch.float32 \[5, 8\] with indices \[6, 2\]; allowed: \[6, 8\]"):
+        Scaled()(tokens[1:], indices, weights)
     with pytest.raises(ValueError, match=r"^compute of Scaled returned \[11, 8\] for 12 rows; allowed: a row for each"):
         Scaled(lost=1)(tokens, indices, weights)

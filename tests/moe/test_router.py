@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.moe import Router, RouterConfig
-from tests.ranks import Ranks
+from tests.ranks import over
 
 H = 5
 
@@ -147,7 +147,6 @@ def test_the_bias_is_not_rounded_with_the_model() -> None:
 def test_one_normalised_expert_still_trains_the_gate() -> None:
     router = make(RouterConfig(4, 1, normalize=True))
     router(draw(6, H))[1].sum().backward()
-    assert router.gate.weight.grad is not None
     assert router.gate.weight.grad.abs().max() > 1e-3
 
 
@@ -157,22 +156,8 @@ def test_underflowed_scores_give_finite_weights_and_gradients() -> None:
     tokens = torch.ones(3, H, requires_grad=True)
     _, weights = router(tokens)
     weights.sum().backward()
-    assert tokens.grad is not None
     assert torch.equal(weights, torch.zeros(3, 2))
     assert tokens.grad.isfinite().all()
-
-
-def test_no_tokens() -> None:
-    config = RouterConfig(6, 2, score="sigmoid", groups=3, top_groups=2, aux_coefficient=0.1, z_coefficient=0.1)
-    router = make(config)
-    tokens = torch.empty(0, H, dtype=torch.float64, requires_grad=True)
-    indices, weights = router(tokens)
-    weights.sum().backward()
-    assert indices.shape == weights.shape == (0, 2)
-    assert router.gate.weight.grad is not None
-    assert torch.equal(router.gate.weight.grad, torch.zeros_like(router.gate.weight))
-    router.update_correction_bias(0.1)
-    assert router.correction_bias.isfinite().all()
 
 
 # The load and the bias update.
@@ -212,15 +197,12 @@ def test_an_update_between_forward_and_backward_leaves_the_gradient_alone() -> N
     assert torch.equal(*grads)
 
 
-def update_over_ranks(rank: int, size: int) -> list[float]:
+@over(2)
+def test_update_sums_the_load_over_ranks(rank: int, size: int) -> None:
     router = make(RouterConfig(4, 1), torch.float32, bias_seed=None)
     router.load.copy_(torch.tensor([[6, 2, 0, 0], [0, 2, 5, 1]][rank]))  # together 6 4 5 1, mean 4
     router.update_correction_bias(0.5, dist.group.WORLD)
-    return router.correction_bias.tolist()
-
-
-def test_update_sums_the_load_over_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(update_over_ranks) == [[-0.5, 0.0, -0.5, 0.5]] * 2
+    assert router.correction_bias.tolist() == [-0.5, 0.0, -0.5, 0.5]
 
 
 # Bad configurations.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.moe import MoEConfig, MoETransformer, Router, transformer
 from overlap1f1b.moe.transformer import Attention, Block
-from tests.ranks import Ranks
+from tests.ranks import over
 
 SMALL = MoEConfig(
     vocabulary=13,
@@ -228,30 +228,18 @@ def test_deviations() -> None:
         assert abs(parameter.std().item() - want) < 5 * deviation, name
 
 
-def weights_of_a_rank(rank: int, size: int, config: MoEConfig) -> dict[str, Tensor]:
-    return MoETransformer(config, group=dist.group.WORLD, seed=3).state_dict()
+@over(2)
+def test_a_seed_gives_one_model_for_every_number_of_expert_ranks(rank: int, size: int) -> None:
+    part = MoETransformer(SMALL, group=dist.group.WORLD, seed=3).state_dict()
+    for name, want in MoETransformer(SMALL, seed=3).state_dict().items():
+        own = want.chunk(size)[rank] if ".experts." in name else want
+        assert torch.equal(part[name], own), name
 
 
-def test_a_seed_gives_one_model_for_every_number_of_expert_ranks(ranks2: Ranks) -> None:
-    whole = MoETransformer(SMALL, seed=3).state_dict()
-    parts = ranks2.run(weights_of_a_rank, SMALL)
-    for name, want in whole.items():
-        if ".experts." in name:
-            assert parts[0][name].shape[0] == 2
-            assert torch.equal(torch.cat([part[name] for part in parts]), want), name
-        else:
-            assert all(torch.equal(part[name], want) for part in parts), name
-
-
-def message_of_a_rank(rank: int, size: int, config: MoEConfig) -> str:
-    with pytest.raises(ValueError, match="allowed") as raised:
-        MoETransformer(config, group=dist.group.WORLD)
-    return str(raised.value)
-
-
-def test_experts_that_cannot_be_divided(ranks2: Ranks) -> None:
-    message = "9 experts cannot be divided over 2 ranks; allowed: 1, 3, 9"
-    assert ranks2.run(message_of_a_rank, replace(SMALL, experts=9)) == [message] * 2
+@over(2)
+def test_experts_that_cannot_be_divided(rank: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"^9 experts cannot be divided over 2 ranks; allowed: 1, 3, 9$"):
+        MoETransformer(replace(SMALL, experts=9), group=dist.group.WORLD)
 
 
 # Bad configurations.

@@ -117,9 +117,6 @@ def call(forward_backward: ForwardBackward, parts: list[Part], data: list[Item],
     )
 
 
-grads_of = models.gradients
-
-
 def combined(**options: Any) -> ForwardBackward:
     """Return the function that opens several forwards at once, without a pipeline."""
     given = EngineOptions(costs=COSTS, **options)

@@ -11,14 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
-from overlap1f1b.moe import GroupedExperts
 from tests import models
 from tests.engines import COSTS
 from tests.integrations.megatron.chunks import (
     LAYERS,
     Listed,
     Part,
-    Wrapped,
     build,
     call,
     combined,
@@ -68,15 +66,6 @@ def test_a_chunk_is_one_block_that_is_cut_at_its_experts() -> None:
     assert shape.expert_calls == LAYERS
 
 
-def test_a_wrapped_chunk_is_looked_into() -> None:
-    function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
-    (part,), (reference,) = build(1, config=SimpleNamespace(grad_scale_func=lambda loss: loss * 2)), build(1)
-    data = items(3)
-    plain([reference], data, scale=2.0)
-    call(function, [Wrapped(part)], data)  # type: ignore[list-item]
-    assert models.equal(models.gradients(part), models.gradients(reference)) == []
-
-
 class Passes(Part):
     """The last layer gets the sum of two tensors, the earlier of which passes all other layers."""
 
@@ -124,24 +113,11 @@ class Product(nn.Module):
         return x + torch.tanh(self.norm(x) @ self.weight)
 
 
-class Routed(Product):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.randn(models.E, models.H))
-        self.experts = GroupedExperts(models.E, models.H, 12)
-        self.experts.reset_parameters(torch.Generator().manual_seed(3), std=0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = super().forward(x).reshape(-1, models.H)
-        indices, weights = models.top_k(tokens, tokens @ self.gate.t())
-        return x + self.experts(tokens, indices, weights).view_as(x)
-
-
-@pytest.mark.parametrize("inner", [Product, Routed])
-def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[Product]) -> None:
+@pytest.mark.parametrize("inner", [Product, models.Block])
+def test_a_checkpoint_that_runs_a_backward_of_its_own(inner: type[nn.Module]) -> None:
     def part() -> Part:
         torch.manual_seed(8)
-        layers = [Checkpointed(inner()), Routed(), Checkpointed(Product())]
+        layers = [Checkpointed(inner()), models.Block(), Checkpointed(Product())]
         ends = [nn.Embedding(models.V, models.H), nn.Linear(models.H, models.V)]
         return Part([ends[0], *layers, ends[1]], None, first=True, last=True)
 

@@ -44,31 +44,28 @@ def test_groups_of_several_modules_are_refused() -> None:
         get_forward_backward_func(schedule_pg_collection=several)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        *[
-            ({name: "x"}, f"^{name}='x'; allowed: {', '.join(map(str, allowed))}$")
-            for name, allowed in REFUSED[""].items()
-        ],
-        ({"later_loss_scale_func": 3}, "^later_loss_scale_func=3; allowed: None, or one of grad_scale_func, moe_grad"),
-        (
-            {"fp8": "hybrid"},
-            "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$",
-        ),
-        (
-            {"pipeline_model_parallel_size": 2},
-            "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a ",
-        ),
-        ({"expert_model_parallel_size": 4}, "^expert_model_parallel_size=4 with a group ep of 1 ranks; allowed: a pg"),
-        ({"context_parallel_size": 2}, "^context_parallel_size=2 with a group cp of 1 ranks; allowed: a pg_collection"),
-        ({"tensor_model_parallel_size": 2}, "^tensor_model_parallel_size=2 with a group tp of 1 ranks; allowed: a pg"),
-    ],
-)
-def test_options_that_would_be_ignored_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call(get_forward_backward_func(), build(1, config=SimpleNamespace(**fields)), items(1))
-    without = dict.fromkeys(fields) | {
+IGNORED: list[tuple[dict[str, Any], str]] = [
+    *[({name: "x"}, f"^{name}='x'; allowed: {', '.join(map(str, allowed))}$") for name, allowed in REFUSED[""].items()],
+    ({"later_loss_scale_func": 3}, "^later_loss_scale_func=3; allowed: None, or one of grad_scale_func, moe_grad"),
+    (
+        {"fp8": "hybrid"},
+        "^fp8='hybrid' in a chunk that exchanges rows or delays weight gradients; allowed: None$",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2},
+        "^pipeline_model_parallel_size=2 with a group pp of 1 ranks; allowed: a ",
+    ),
+    ({"expert_model_parallel_size": 4}, "^expert_model_parallel_size=4 with a group ep of 1 ranks; allowed: a pg"),
+    ({"context_parallel_size": 2}, "^context_parallel_size=2 with a group cp of 1 ranks; allowed: a pg_collection"),
+    ({"tensor_model_parallel_size": 2}, "^tensor_model_parallel_size=2 with a group tp of 1 ranks; allowed: a pg"),
+]
+
+
+def test_options_that_would_be_ignored_are_refused() -> None:
+    for fields, message in IGNORED:
+        with pytest.raises(ValueError, match=message):
+            call(get_forward_backward_func(), build(1, config=SimpleNamespace(**fields)), items(1))
+    without = {name: None for fields, _ in IGNORED for name in fields} | {
         "cuda_graph_impl": "none",
         "pipeline_model_parallel_size": 1,
         "cpu_offloading": False,

@@ -19,6 +19,7 @@ from tests.engines import COSTS
 from tests.integrations.megatron.chunks import (
     LAYERS,
     Part,
+    Wrapped,
     build,
     call,
     fake,
@@ -30,12 +31,11 @@ from tests.integrations.megatron.chunks import (
 from tests.ranks import over
 
 
-def test_grad_scale_func_scales_gradients_and_no_report() -> None:
+def test_grad_scale_func_of_a_wrapped_chunk_scales_gradients_and_no_report() -> None:
     function, part, _ = with_config(grad_scale_func=lambda loss: loss * 8)
-    (reference,) = build(1)
-    data = items(5)
+    (reference,), data = build(1), items(3)
     losses = plain([reference], data, scale=8.0)
-    assert [report["loss"] for report in call(function, [part], data)] == losses
+    assert [report["loss"] for report in call(function, [Wrapped(part)], data)] == losses  # type: ignore[list-item]
     assert models.equal(models.gradients(part), models.gradients(reference)) == []
 
 
@@ -86,9 +86,10 @@ class Attaches(Part):
         return x
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("takes", [False, True])
+@pytest.mark.parametrize(
+    ("per_token", "fails", "takes"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, False)],
+)
 def test_attached_losses_have_megatrons_scale_for_a_step(
     monkeypatch: pytest.MonkeyPatch, per_token: bool, fails: bool, takes: bool
 ) -> None:

@@ -97,30 +97,34 @@ def half(*shape: int) -> torch.Tensor:
     return torch.empty(*shape, dtype=torch.bfloat16)
 
 
-PACKED = Layout.of(half(0, H), half(0, K))
-
-
 def whole(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("function", "args"),
-    [
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def moves(T: int, H: int, K: int, E: int, intermediate: int) -> list[Call]:
+    """Every launcher that moves rows, with pointers of any alignment left out."""
+    flat, layout = whole(T * K), Layout.of(half(0, H), half(0, K))
+    return [
         (permute.take_rows, (half(T, H), whole(T))),
-        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), None, None, E, PACKED)),
-        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), whole(3 * T), whole(T, K), E // 4, PACKED)),
-        (permute.expand_rows, (half(T, PACKED.width), whole(T * K), whole(T * K), PACKED, False)),
-        (permute.spread_rows, (half(T, H), whole(T * K), whole(T * K), K, False)),
-        (combine.sum_rows, (half(T * K, H), whole(T * K), K, half(T * K))),
-        (combine.sum_rows, (half(T * K, H + 8)[:, :H], whole(T * K), K)),
-        (combine.pack_grads, (half(T * K, H), half(T * K), whole(T * K), PACKED)),
-        (combine.open_grads, (half(3 * T, PACKED.width), whole(T * K), whole(T, K), PACKED)),
-        (combine.spread_grad, (half(T, H), half(T * K, H), whole(T * K), whole(T * K), half(T * K))),
-        (swiglu.swiglu_rows, (half(T, 2 * INTERMEDIATE), half(T))),
-        (swiglu.swiglu_rows_backward, (half(T, INTERMEDIATE), half(T, 2 * INTERMEDIATE), half(T))),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
+        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), None, None, E, layout)),
+        (permute.pack_rows, (half(T, H), whole(T, K), half(T, K), whole(3 * T), whole(T, K), E // 4, layout)),
+        (permute.expand_rows, (half(T, layout.width), flat, flat, layout, False)),
+        (permute.spread_rows, (half(T, H), flat, flat, K, False)),
+        (combine.sum_rows, (half(T * K, H), flat, K, half(T * K))),
+        (combine.sum_rows, (half(T * K, H + 8)[:, :H], flat, K)),
+        (combine.pack_grads, (half(T * K, H), half(T * K), flat, layout)),
+        (combine.open_grads, (half(3 * T, layout.width), flat, whole(T, K), layout)),
+        (combine.spread_grad, (half(T, H), half(T * K, H), flat, flat, half(T * K))),
+        (swiglu.swiglu_rows, (half(T, 2 * intermediate), half(T))),
+        (swiglu.swiglu_rows_backward, (half(T, intermediate), half(T, 2 * intermediate), half(T))),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "args"), moves(T, H, K, E, INTERMEDIATE), ids=lambda value: getattr(value, "__name__", "")
 )
 def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     ((_, ptx),) = compiled(function, *args)
@@ -132,24 +136,15 @@ def test_rows_move_16_bytes_at_a_time(compiled: Any, function: Callable[..., Any
     assert not re.search(r"\b(atom|red)\.", ptx)  # sums are in one order
 
 
-def calls(rows: int) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Every launcher, for a number of rows, with pointers of any alignment left out."""
-    rule, flat = Rule(2, normalize=True), whole(2 * rows)
-    tokens, sent, weights = half(rows, 40), half(2 * rows, 40), half(rows, 2)
-    layout = Layout.of(tokens, weights)
-    ends, packed, chosen = torch.zeros(4, dtype=torch.int32), half(rows, layout.width), torch.zeros(rows, 2).short()
+def calls(rows: int) -> list[Call]:
+    """Every launcher, for a number of rows."""
+    rule, flat, sent = Rule(2, normalize=True), whole(2 * rows), half(2 * rows, 40)
+    layout = Layout.of(half(0, 40), half(0, 2))
+    ends, chosen = torch.zeros(4, dtype=torch.int32), torch.zeros(rows, 2).short()
     return [
-        (permute.take_rows, (tokens, whole(rows))),
-        (permute.pack_rows, (tokens, whole(rows, 2), weights, None, None, 4, layout)),
-        (permute.pack_rows, (tokens, whole(rows, 2), weights, whole(rows + 3), whole(rows, 2), 4, layout)),
-        (permute.expand_rows, (packed, flat, flat, layout, False)),
-        (permute.expand_rows, (packed, flat, flat, layout, True)),
-        (permute.spread_rows, (tokens, flat, flat, 2, False)),
-        (combine.sum_rows, (sent, flat, 2, half(2 * rows))),
-        (combine.pack_grads, (sent, half(2 * rows), flat, layout)),
-        (combine.open_grads, (packed, flat, whole(rows, 2), layout)),
-        (combine.spread_grad, (tokens, sent, flat, flat, half(2 * rows))),
-        (fp8.quantize_rows, (tokens,)),
+        *moves(rows, 40, 2, 4, 40),
+        (permute.expand_rows, (half(rows, layout.width), flat, flat, layout, True)),
+        (fp8.quantize_rows, (half(rows, 40),)),
         (swiglu.swiglu_rows, (half(rows, 80), half(rows), ends[-1:])),
         (swiglu.swiglu_rows_backward, (half(rows, 40), half(rows, 80), half(rows), ends[-1:])),
         (slots.place_slots, (chosen, 4, 2 * rows)),

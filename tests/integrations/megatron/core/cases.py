@@ -218,6 +218,7 @@ that do not meet in the code share a case, and those that do meet in pairs.
 """
 
 PROGRAMS: dict[str, Case] = {
+    "zb_h1, ep 1": Case({**SHARED, **AUX}, ep=1, pp=2, microbatches=4, program="zb_h1", quick=True),
     "zb_h1": Case({**SHARED, **AUX}, pp=2, microbatches=4, ddp=OVERLAP_REDUCE, program="zb_h1", quick=True),
     "zb_h1, vp 2, delayed": Case(
         {}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, program="zb_h1"

@@ -125,10 +125,6 @@ class Buffer(Base):
         self.begin()
         if handle is not None:
             return self.there(x[handle.tokens], handle), None, None, None, None, Event()
-        assert topk_idx is not None
-        assert topk_weights is not None
-        assert is_token_in_rank is not None
-        assert num_tokens_per_expert is not None
         chosen = [here.nonzero().flatten() for here in is_token_in_rank.unbind(1)]
         handle = self.handle(chosen, len(x), torch.empty(0))
         local, indices, weights = len(num_tokens_per_expert) // self.group.size(), [], []
@@ -167,8 +163,6 @@ class HybridEPBuffer(Base):
         self.begin()
         if handle is not None:
             return self.there(hidden[handle.tokens], handle)[handle.order], None, None, None, handle
-        assert routing_map is not None
-        assert probs is not None
         chosen, local = [here.nonzero().flatten() for here in routing_map.unbind(1)], num_of_experts_per_rank
         experts = torch.cat([torch.full_like(tokens, expert) for expert, tokens in enumerate(chosen)])
         to = [torch.cat(chosen[rank * local : (rank + 1) * local]) for rank in range(self.group.size())]

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import CASES
-from tests.ranks import Ranks
+from tests.integrations.megatron.core.steps import our_step
+from tests.ranks import over
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 LANE = "overlap1f1b-combine-start"
 
 
-def _callers(rank: int, size: int, name: str) -> list[str]:
-    """Return the threads that have called the library in a step that hides nothing, and in the two after it."""
+@pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
+@over(2, gives=["MainThread", LANE])
+def test_a_library_is_called_by_a_lane(rank: int, size: int, name: str) -> list[str]:
+    """The threads that have called the library in a step that hides nothing, and in the two after it."""
     shim.apply()
     flex.apply()
-    from tests.integrations.megatron.core.steps import our_step
-
     case = CASES[name]
     with models.init_parallel(ep=case.ep):
         flex.threads.clear()
@@ -28,8 +28,3 @@ def _callers(rank: int, size: int, name: str) -> list[str]:
     once = 4 * case.layers * case.microbatches  # a dispatch and a combine, there and back
     assert len(flex.threads) == case.steps * once
     return [*sorted(set(flex.threads[:once])), *sorted(set(flex.threads[once:]))]
-
-
-@pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
-def test_a_library_is_called_by_a_lane(megatron: Callable[[int], Ranks], name: str) -> None:
-    assert megatron(2).run(_callers, name) == [["MainThread", LANE]] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +10,7 @@ import pytest
 
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, Case, selective
+from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(
@@ -70,8 +70,6 @@ def build(config: Any, **_: Any) -> list[Any]:
 def differences(rank: int, size: int, name: str) -> list[str]:
     """Run Megatron-Core's own schedule and this project's, with its dispatcher and with ours; say what differs."""
     shim.apply()
-    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
-
     case = CASES[name]
     with models.init_parallel(pp=case.pp, ep=case.ep), patch.object(models, "build", build):
         expected = serial_step(case)
@@ -80,6 +78,6 @@ def differences(rank: int, size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps(megatron: Callable[[int], Ranks], name: str) -> None:
-    size = CASES[name].pp * CASES[name].ep
-    assert megatron(size).run(differences, name) == [[]] * size
+def test_steps(kept: dict[int, Ranks], name: str) -> None:
+    size = CASES[name].ranks
+    assert kept[size].run(differences, name) == [[]] * size

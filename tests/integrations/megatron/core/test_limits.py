@@ -22,13 +22,14 @@ from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPEL
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import DEEPEP
 from tests.integrations.megatron.core.steps import one_step
-from tests.ranks import Ranks
+from tests.ranks import Ranks, over
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def _missing(rank: int, size: int) -> list[str]:
-    """Return what callers of Megatron-Core's functions may pass, and ours do not take in the same way."""
+@over(2)
+def test_functions_take_what_megatrons_take(rank: int, size: int) -> list[str]:
+    """Whatever callers may pass, in the same way."""
     shim.apply()
     from megatron.core.pipeline_parallel import schedules
 
@@ -52,12 +53,9 @@ def _missing(rank: int, size: int) -> list[str]:
     return lines
 
 
-def test_functions_take_what_megatrons_take(megatron: Callable[[int], Ranks]) -> None:
-    assert megatron(2).run(_missing) == [[], []]
-
-
-def _without_a_row(rank: int, size: int) -> list[str]:
-    """Return the fields of Megatron-Core's configs about experts, overlap, recompute … that the page does not name."""
+@over(2)
+def test_every_field_about_experts_overlap_and_recompute_has_a_row(rank: int, size: int) -> list[str]:
+    """On the page that leads from Megatron-Core's flags to ours."""
     shim.apply()
     from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
     from megatron.core.transformer import TransformerConfig
@@ -73,10 +71,6 @@ def _without_a_row(rank: int, size: int) -> list[str]:
     return [field for field in asked if not any(fnmatch(field, pattern) for pattern in named)]
 
 
-def test_every_field_about_experts_overlap_and_recompute_has_a_row(megatron: Callable[[int], Ranks]) -> None:
-    assert megatron(2).run(_without_a_row) == [[], []]
-
-
 def _failure(rank: int, size: int) -> str:
     """Return the message of a step that fails on rank 0, while rank 1 waits in a collective of a layer."""
     shim.apply()
@@ -89,8 +83,8 @@ def _failure(rank: int, size: int) -> str:
         return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
-def test_the_limit_holds_in_collectives_of_layers(megatron: Callable[[int], Ranks]) -> None:
-    mine, others = megatron(2).run(_failure, timeout=40)
+def test_the_limit_holds_in_collectives_of_layers(kept: dict[int, Ranks]) -> None:
+    mine, others = kept[2].run(_failure, timeout=40)
     assert "no disk" in mine
     assert "Timed out waiting 2000ms" in others
     assert "the first to fail: rank ep 0 failed at dense.f[0] m0" in others
@@ -112,26 +106,22 @@ def _bare_later(rank: int, size: int) -> str:
         return str(caught.value)
 
 
-def _unknown_library(rank: int, size: int) -> str:
-    """Return the message of a step whose dispatcher calls NCCL EP; our exchange takes its place."""
+@over(2)
+def test_a_library_whose_buffers_microbatches_share_is_refused(rank: int, size: int) -> None:
+    """NCCL EP; our exchange takes its place."""
     shim.apply()
     flex.apply()
     with models.init_parallel(ep=size):
         (chunk,) = models.build(models.config_of(layers=1, ep=size, **DEEPEP))
         chunk.config.moe_flex_dispatcher_backend = "ncclep"
         function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=EngineOptions(timeout=10))
-        with pytest.raises(ValueError, match="ncclep") as caught:
+        said = r"^moe_flex_dispatcher_backend='ncclep' with dispatcher='own'; allowed: deepep, hybridep$"
+        with pytest.raises(ValueError, match=said):
             one_step(function, chunk, 2)
         own = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, dispatcher="rows")
         one_step(own, chunk, 2)
-        return str(caught.value)
 
 
-def test_a_library_whose_buffers_microbatches_share_is_refused(megatron: Callable[[int], Ranks]) -> None:
-    said = "moe_flex_dispatcher_backend='ncclep' with dispatcher='own'; allowed: deepep, hybridep"
-    assert megatron(2).run(_unknown_library) == [said] * 2
-
-
-def test_a_library_exchanges_without_a_gradient_later(megatron: Callable[[int], Ranks]) -> None:
-    messages = megatron(2).run(_bare_later)
+def test_a_library_exchanges_without_a_gradient_later(kept: dict[int, Ranks]) -> None:
+    messages = kept[2].run(_bare_later)
     assert any("exchanges rows by a library without a gradient, and with one in the first" in text for text in messages)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +20,15 @@ from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPEL
 from overlap1f1b.moe import GroupedExperts
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
-from tests.ranks import Ranks
+from tests.integrations.megatron.core.steps import one_step, our_step
+from tests.ranks import over
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def _places(rank: int, size: int) -> list[int]:
-    """Return how many weight gradients are computed inside the backward of a layer, and how many apart."""
+@over(2)
+def test_weight_gradients_are_apart(rank: int, size: int) -> None:
     shim.apply()
-    from tests.integrations.megatron.core.steps import our_step
-
     case, found, plain = Case(fused=True, ddp=OVERLAP_REDUCE), [0, 0], shim.add_weight_gradient
 
     def add(rows: Tensor, grad: Tensor, main: Tensor) -> None:
@@ -39,14 +37,10 @@ def _places(rank: int, size: int) -> list[int]:
         plain(rows, grad, main)
 
     with patch.object(shim, "add_weight_gradient", add), models.init_parallel(ep=case.ep):
-        our_step(case, 3)
-    return found
-
-
-def test_weight_gradients_are_apart(megatron: Callable[[int], Ranks]) -> None:
-    for inside, apart in megatron(2).run(_places):
-        assert not inside
-        assert apart > 0
+        our_step(case, 3, verify=False)
+    inside, apart = found  # of the backward of a layer
+    assert not inside
+    assert apart > 0
 
 
 class Mixed(nn.Module):
@@ -76,35 +70,27 @@ def _mixed_model(*, fused: bool, layers: int = 2, **fields: Any) -> nn.Module:
     return chunk
 
 
-MIXED: dict[str, dict[str, Any]] = {
-    "two layers": {},
-    "one layer": {"layers": 1},
-    "attention": selective("core_attn"),
-    "all": FULL,
-}
+MIXED: list[tuple[bool, dict[str, Any]]] = [
+    (False, {}), (True, {"layers": 1}), (True, selective("core_attn")), (False, FULL),
+]  # fmt: skip
+"""Whether weight gradients are fused, and fields of the config."""
 
 
-def _mixed(rank: int, size: int) -> list[str]:
-    """Return what differs from a plain loop over the microbatches."""
+@over(2)
+def test_our_experts_in_megatrons_layers(rank: int, size: int) -> list[str]:
+    """Against a plain loop over the microbatches."""
     shim.apply()
-    from tests.integrations.megatron.core.steps import one_step
-
     problems = []
     with models.init_parallel():
         shim.fuse_weight_gradients()
-        for name, fields in MIXED.items():
-            for fused in (False, True):
-                expected, model = (_mixed_model(fused=fused, **fields) for _ in range(2))
-                for batch in models.batches(3, 1):
-                    (expected(**{key: value for key, value in batch.items() if key != "seed"}).mean() / 3).backward()
-                one_step(get_forward_backward_func(schedule=COMBINED_NO_PIPELINING), model, 3)
-                lines = models.compared(models.grads([expected]), models.grads([model]))
-                problems += [f"{name}, fused {fused}: {line}" for line in lines]
+        for fused, fields in MIXED:
+            expected, model = (_mixed_model(fused=fused, **fields) for _ in range(2))
+            for batch in models.batches(3, 1):
+                (expected(**{key: value for key, value in batch.items() if key != "seed"}).mean() / 3).backward()
+            one_step(get_forward_backward_func(schedule=COMBINED_NO_PIPELINING), model, 3)
+            lines = models.compared(models.grads([expected]), models.grads([model]))
+            problems += [f"{fields}, fused {fused}: {line}" for line in lines]
     return problems
-
-
-def test_our_experts_in_megatrons_layers(megatron: Callable[[int], Ranks]) -> None:
-    assert megatron(1).run(_mixed) == [[]]
 
 
 def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:

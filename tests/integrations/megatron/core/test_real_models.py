@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,20 +16,22 @@ from torch import Tensor
 from overlap1f1b.plan import Overlap
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, PROGRAMS, Case, Fields, selective
+from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def differences(rank: int, size: int, name: str, overlap: Overlap) -> list[str]:
-    """Run a case by Megatron-Core's own schedule and by this project's; return lines on what differs."""
-    shim.apply()
-    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
+def differences(rank: int, size: int, case: Case, overlap: Overlap) -> list[str]:
+    """Run a case by Megatron-Core's own schedule and by this project's; return lines on what differs.
 
-    case = CASES[name]
+    Of a program what all ranks of a pipeline have is compared, by its place.
+    """
+    shim.apply()
     flex.apply(delay_ms=2.0)  # anew: a buffer belongs to groups
     with models.init_parallel(tp=case.tp, etp=case.etp, pp=case.pp, ep=case.ep, vp=case.vp):
-        return unlike(serial_step(case), our_step(case, overlap))[:3]
+        pair = serial_step(case), our_step(case, overlap)
+        return unlike(*(map(of_pipeline, pair) if case.program else pair))[:3]
 
 
 @pytest.mark.parametrize(
@@ -38,28 +41,16 @@ def differences(rank: int, size: int, name: str, overlap: Overlap) -> list[str]:
         for at, (name, case) in enumerate(CASES.items())
     ],
 )
-def test_steps(megatron: Callable[[int], Ranks], name: str, overlap: Overlap) -> None:
+def test_steps(kept: dict[int, Ranks], name: str, overlap: Overlap) -> None:
     """Two of three cases by the default overlap, the others in pairs."""
     size = CASES[name].ranks
-    assert megatron(size).run(differences, name, overlap) == [[]] * size
+    assert kept[size].run(differences, CASES[name], overlap) == [[]] * size
 
 
-def played(rank: int, size: int, name: str) -> list[str]:
-    """Run a program and Megatron-Core's own schedule; compare what all ranks of a pipeline have, by its place."""
-    shim.apply()
-    from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
-
-    case = PROGRAMS[name]
-    with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
-        return unlike(of_pipeline(serial_step(case)), of_pipeline(our_step(case, 3)))[:3]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if c.quick else pytest.mark.wide) for n, c in PROGRAMS.items()]
-)
-def test_programs(megatron: Callable[[int], Ranks], name: str) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(kept: dict[int, Ranks], name: str) -> None:
     size = PROGRAMS[name].ranks
-    assert megatron(size).run(played, name) == [[]] * size
+    assert kept[size].run(differences, PROGRAMS[name], 3) == [[]] * size
 
 
 class Unseeded(Case):
@@ -101,10 +92,6 @@ def _dropout(known: dict[Any, Tensor], *, repeats: bool) -> Iterator[None]:
 def _masks(rank: int, size: int, name: str) -> list[str]:
     """Return the differences of our steps from Megatron-Core's own under the same masks."""
     shim.apply()
-    from dataclasses import replace
-
-    from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
-
     case = RECOMPUTED[name]
     fields: Fields = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
     case, known = replace(case, fields=case.fields | fields), dict[Any, Tensor]()
@@ -116,6 +103,6 @@ def _masks(rank: int, size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_a_recomputation_repeats_the_masks_of_its_forward(megatron: Callable[[int], Ranks], name: str) -> None:
+def test_a_recomputation_repeats_the_masks_of_its_forward(kept: dict[int, Ranks], name: str) -> None:
     size = RECOMPUTED[name].ranks
-    assert megatron(size).run(_masks, name) == [[]] * size
+    assert kept[size].run(_masks, name) == [[]] * size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from unittest.mock import patch
 
@@ -18,15 +17,16 @@ from tests.engines import COSTS
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, FULL, Fields, selective
 from tests.integrations.megatron.core.steps import one_step
-from tests.ranks import Ranks
+from tests.ranks import over
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 LAYERS, MICROBATCHES = 2, 3
 
 
-def _counts(rank: int, size: int, fields: Fields) -> tuple[int, int, int]:
-    """Return how many exchanges a step's plan has, how many it makes, and how many parts it computes again."""
+@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), (BLOCKS, 1), (selective("moe"), LAYERS)])
+@over(2)
+def test_nothing_is_exchanged_twice(rank: int, size: int, fields: Fields, again: int) -> None:
     shim.apply()
     with models.init_parallel(ep=size):
         (chunk,) = models.build(models.config_of(layers=LAYERS, ep=size, **fields))
@@ -36,14 +36,9 @@ def _counts(rank: int, size: int, fields: Fields) -> tuple[int, int, int]:
         (prepared,) = function._engines.values()
         with (
             patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
-            patch.object(Again, "compute", autospec=True, side_effect=Again.compute) as again,
+            patch.object(Again, "compute", autospec=True, side_effect=Again.compute) as computed,
         ):
             planned = sum(node.resource is Resource.EXCHANGE for node in prepared.engine.plan.nodes)
             one_step(function, chunk, MICROBATCHES)
-        return planned, made.call_count, again.call_count
-
-
-@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), (BLOCKS, 1), (selective("moe"), LAYERS)])
-def test_nothing_is_exchanged_twice(megatron: Callable[[int], Ranks], fields: Fields, again: int) -> None:
-    exchanges = 4 * LAYERS * MICROBATCHES  # there and back, forward and backward
-    assert megatron(2).run(_counts, fields) == [(exchanges, exchanges, again * MICROBATCHES)] * 2
+    assert planned == made.call_count == 4 * LAYERS * MICROBATCHES  # there and back, forward and backward
+    assert computed.call_count == again * MICROBATCHES

@@ -85,8 +85,9 @@ class Linears(nn.Module):
     """One weight or several, and the methods by which their gradients are computed later."""
 
     def __init__(
-        self, count: int, inputs: int, outputs: int, *, config: Any, bias: bool, is_expert: bool, skip_bias_add: bool
-    ) -> None:
+        self, count: int, inputs: int, outputs: int, *, config: Any, bias: bool, is_expert: bool, skip_bias_add: bool,
+        **_: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config, self.fuse_wgrad_accumulation = config, config.gradient_accumulation_fusion
         self.wgrad_store = Store(config.delay_wgrad_compute)
@@ -120,7 +121,6 @@ class Linears(nn.Module):
             if not self.fuse_wgrad_accumulation:
                 getattr(self, name).grad = grad
         if self.bias is not None and self.bias.grad is None:
-            assert of_bias is not None
             self.bias.grad = of_bias
         for hook in self.hooks:
             hook()
@@ -129,10 +129,8 @@ class Linears(nn.Module):
 class Linear(Linears):
     """Stand-in for ``TEColumnParallelLinear`` and ``TERowParallelLinear`` on one rank of "tp"."""
 
-    def __init__(
-        self, inputs: int, outputs: int, *, config: Any, bias: bool, is_expert: bool, skip_bias_add: bool, **_: Any
-    ) -> None:
-        super().__init__(1, inputs, outputs, config=config, bias=bias, is_expert=is_expert, skip_bias_add=skip_bias_add)
+    def __init__(self, inputs: int, outputs: int, **given: Any) -> None:
+        super().__init__(1, inputs, outputs, **given)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         rows = x.reshape(-1, x.shape[-1])
@@ -143,8 +141,8 @@ class Linear(Linears):
 class NormLinear(Linear):
     """Stand-in for ``TELayerNormColumnParallelLinear``."""
 
-    def __init__(self, inputs: int, outputs: int, *, config: Any, **more: Any) -> None:
-        super().__init__(inputs, outputs, config=config, **more)
+    def __init__(self, inputs: int, outputs: int, **given: Any) -> None:
+        super().__init__(inputs, outputs, **given)
         self.layer_norm_weight = nn.Parameter(torch.ones(inputs))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -153,14 +151,6 @@ class NormLinear(Linear):
 
 class GroupedLinear(Linears):
     """Stand-in for ``TEGroupedLinear``."""
-
-    def __init__(
-        self, count: int, inputs: int, outputs: int, *, config: Any, bias: bool, is_expert: bool, skip_bias_add: bool,
-        **_: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            count, inputs, outputs, config=config, bias=bias, is_expert=is_expert, skip_bias_add=skip_bias_add
-        )
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, Tensor | None]:
         return self.product(x, splits)
