@@ -61,9 +61,9 @@ class _AttachBalance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (counts,), (T, E) = ctx.saved_tensors, ctx.shape
-        fraction = counts.to(ctx.dtype).div_(max(grads[0].numel(), 1))
-        factor = torch.full((), ctx.scale, dtype=ctx.dtype, device="cpu") * E
-        return grads[0], fraction.mul_(factor).div_(max(T, 1)).expand(T, E), None, None
+        factor = ctx.scale * E / (max(grads[0].numel(), 1) * max(T, 1))
+        # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
+        return grads[0], (counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")).expand(T, E), None, None
 
 
 def z_loss(logits: Tensor) -> Tensor:

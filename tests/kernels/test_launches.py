@@ -38,11 +38,9 @@ LAYER = {  # before they were counted there were 84, and 18 more where rows of s
     "norm": 4,  # two, forward and backward
     "add": 6,  # residuals 2; gradients of what has two uses: residuals 2, tokens 1, rotary positions 1
     "add_": 8,  # gradients of seven parameters; rotary positions 1
-    "_to_copy": 9,  # rotary positions 4; router 4, on a GPU in the backward alone; choices of the balance 1
+    "_to_copy": 8,  # rotary positions 4; router 4, on a GPU in the backward alone
     "cat": 4,  # rotary positions: halves 1, and their gradient 1; the gradients of heads 2
-    "mul": 4,  # rotary positions
-    "div_": 2,  # balance
-    "mul_": 1,  # balance
+    "mul": 5,  # rotary positions 4; balance 1
     "zeros_like": 1,  # choices for the balance
     "clone": 2,  # weights that carry the balance; the gradient of heads, whose order changes
 }

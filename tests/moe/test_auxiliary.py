@@ -54,10 +54,12 @@ def test_the_gradient_for_balance_is_autograds_of_the_formula(T: int, K: int, E:
     for carried in (attach_balance(weights.requires_grad_(), probabilities, counts, 0.3), attach(weights, loss, 0.3)):
         assert torch.equal(carried, weights)
         every.append(torch.autograd.grad(carried, (weights, probabilities), cotangent))
-    found, expected = every
-    assert all(map(torch.equal, found, expected))
+    (of_weights, found), (same, expected) = every
+    assert torch.equal(of_weights, same)
+    # Rounded once; each of the formula's four operations rounds, and would be a launch.
+    assert torch.allclose(found, expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
     if T:  # the loss is linear in the probabilities
-        assert loss.item() == pytest.approx(float((probabilities.detach() * found[1]).sum() / 0.3), rel=1e-5)
+        assert loss.item() == pytest.approx(float((probabilities.detach() * found).sum() / 0.3), rel=1e-5)
 
 
 def test_z_loss_is_that_of_the_loops() -> None:
