@@ -158,8 +158,8 @@ def apart(
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """Names whose gradients are not bit-equal."""
-    return [name for name in a if not torch.equal(a[name], b[name])]
+    """Names whose gradients are not bit-equal, or that one side alone has."""
+    return [name for name in a | b if name not in a or name not in b or not torch.equal(a[name], b[name])]
 
 
 def _twice(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from operator import itemgetter
 from statistics import median
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from overlap1f1b import plan as planning
 from overlap1f1b.engine.foreign.exchanges import shown_by_all
@@ -76,7 +77,7 @@ class Choice(NamedTuple):
     parts: int
     costs: NodeCosts
     plans: list[Plan]
-    """For the present number of microbatches, the one that is predicted to be the fastest first."""
+    """Those to try, for the present number of microbatches, the one that is predicted to be the fastest first."""
     predicted: dict[int, float]
     """Predicted seconds of a step, by numbers of parts."""
 
@@ -148,6 +149,7 @@ class Tuner:
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
         self.graphs = self.counts_next = False
+        self._told: float | None = None  # when ranks that wait for a search were told last; None if none waits
         self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self._setting, *more = options.settings
@@ -313,7 +315,7 @@ class Tuner:
         if self.state is State.MEASURING:
             return f"{name} (measures the nodes)"
         if self.state is State.TRYING:
-            return f"{name} (one of {len(self._now.turns)} that are tried in turns; the fastest stays)"
+            return f"{name} (tried with others in turns; the fastest stays)"
         return f"{name} ({'given' if self._now.is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
 
     @property
@@ -445,18 +447,32 @@ class Tuner:
         self._adopt(costs, plans)
         self._measured.clear()
 
-    def _made_by_one(self, make: Callable[[], T]) -> T:
-        """Return what the first rank has made: ranks of one machine share its processors, which a search takes long."""
-        made: T | ValueError | None = None
-        if not any(map(self.mesh.rank, DIMENSIONS)):
+    def _made_by_one(self, make: Callable[[], Choice]) -> Choice:
+        """Return what the first rank has made: a search takes long where ranks share processors."""
+        made: Choice | ValueError | None = None
+        if any(map(self.mesh.rank, DIMENSIONS)):
+            while made is None:
+                made = self._of_first(None)
+        else:
+            self._told = time.monotonic()
             try:
                 made = make()
             except ValueError as error:
                 made = error
-        made = self.mesh.combined(made, lambda _, every: every[0])
+            self._told = None
+            self._of_first(made)
         if isinstance(made, ValueError):
             raise made
-        return cast(T, made)
+        return made
+
+    def _of_first(self, value: T) -> T:
+        return self.mesh.combined(value, lambda _, every: every[0])
+
+    def _go_on(self, *_: object) -> None:
+        """Tell ranks that wait for a search that it goes on: the limit of waits is for ranks that do nothing."""
+        if self._told is not None and time.monotonic() > self._told + self.mesh.failures.limit.total_seconds() / 4:
+            self._told = time.monotonic()
+            self._of_first(None)
 
     def _use(self, modes: Sequence[Sequence[Recompute]], parts: int) -> None:
         """From the next step on, recompute the blocks of each stage as these modes say, and cut calls of experts."""
@@ -475,7 +491,7 @@ class Tuner:
         for parts in more:
             if predicted[parts] < (1 - LEAST_GAIN) * predicted[best]:
                 best = parts
-        return Choice(best, self._measured[self._setting[0], best][0], found[best], predicted)
+        return Choice(best, self._measured[self._setting[0], best][0], worth_trying(found[best]), predicted)
 
     def _with_recompute(self) -> Choice:
         """Choose what each block computes again.
@@ -489,7 +505,7 @@ class Tuner:
             if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
                 found.append((costs, plans))
         costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
-        return Choice(self.parts, costs, plans, self.predicted)
+        return Choice(self.parts, costs, worth_trying(plans), self.predicted)
 
     def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
         """Play by measured costs from the next step on; ``plans`` are the fastest for the present number."""
@@ -554,6 +570,7 @@ class Tuner:
                     peak_activations=live * placement.share,
                     seconds=program.search_seconds,
                     counts_block=blocks,
+                    progress=self._go_on,
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
@@ -561,6 +578,7 @@ class Tuner:
         chooses = self._player.watch is not None and (self._tries or (self._costs is None and self.options.tries > 0))
         others = lighter(program) if rooms else warmups(program) if chooses else (program,)
         for number, other in enumerate(others):
+            self._go_on()
             room = spared if number else rooms  # the lightest holds one microbatch at a time
             found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):

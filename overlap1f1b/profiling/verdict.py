@@ -112,7 +112,7 @@ def _against_exposure(sums: Figures, about: About) -> str:
             f"hide {most:.0%} of it at most: more compute for each exchanged row, or fewer expert-parallel ranks"
         )
     if opened == 2:
-        opens = ["overlap=3"] * (about.overlap in ("", "serial", "1", "2", "pairs"))
+        opens = ["overlap=3"] * (about.overlap in ("", "2", "pairs"))
         opens += ["one more warm-up forward (extra_warmup=1)"] * (about.schedule in ("", "combined_1f1b"))
         return (
             f"two actions were open at a time; a third is opened by {' and '.join(opens)}"

@@ -26,8 +26,8 @@ from overlap1f1b.transport.failures import Failures
 
 Job = Callable[..., object]
 
-LONGEST_PAUSE_S = 5e-5
-"""Longest pause between two looks at an event that the host waits for."""
+SPIN_S, PAUSE_S = 1e-3, 5e-5
+"""How long a host that waits for an event looks all the time, and its pause between two looks after that."""
 
 
 def going_on(device: torch.device) -> Callable[[], bool]:
@@ -118,17 +118,17 @@ class EventMark:
     def synchronize(self, failures: Failures | None = None) -> None:
         # The event's own synchronize has no limit. Most waits are for a few bytes and last microseconds; longer ones
         # leave the processor and Python's lock to other threads, such as those of a data loader.
-        pause, deadline = 0.0, math.inf if failures is None else time.monotonic() + failures.limit.total_seconds()
+        begun = time.monotonic()
+        deadline = math.inf if failures is None else begun + failures.limit.total_seconds()
         while True:
             done = self.ended.event.query()
             if failures is not None and failures.lost:  # asked last: a transfer that was aborted has ended, too
                 raise ConnectionError("another rank failed")
             if done:
                 return
-            if time.monotonic() > deadline:
+            if (now := time.monotonic()) > deadline:
                 raise TimeoutError("no answer")
-            time.sleep(pause)
-            pause = min(2 * pause + 1e-6, LONGEST_PAUSE_S)
+            time.sleep(0.0 if now < begun + SPIN_S else PAUSE_S)
 
     def is_completed(self) -> bool:
         return bool(self.ended.event.query())

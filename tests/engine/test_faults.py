@@ -165,7 +165,7 @@ def test_a_killed_rank_ends_all_others(tmp_path: Path, phase: str, culprit: int)
     [
         ("raise", "ArithmeticError: the stage broke", 0),
         ("raise", "ArithmeticError: the stage broke", 3),
-        ("shape", "", 0),
+        ("shape", "to match target batch_size", 0),
         ("detach", "require no gradient although its input does", 3),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.engine.tuner import State, Tuner, worth_trying
-from overlap1f1b.plan import NodeCosts, Plan, StageShape, compile, fastest
+from overlap1f1b.plan import NodeCosts, Plan, StageShape, compile, fastest, found_orders
 from overlap1f1b.schedule import build_schedule, forwards_of
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
@@ -181,7 +181,7 @@ def test_the_engine_keeps_the_plan_that_is_the_fastest_in_fact() -> None:
     while engine.tuner.settling:
         if steps == 2:  # measured: the plan that is predicted to be the fastest comes next
             model[1].engine, model[1].order = engine, engine.plan.order
-            assert engine.tuner.choice.endswith("that are tried in turns; the fastest stays)")
+            assert engine.tuner.choice.endswith("(tried with others in turns; the fastest stays)")
         model.zero_grad()
         engine.step(inputs, target=target)
         steps += 1
@@ -278,3 +278,30 @@ def test_all_ranks_try_and_keep_what_the_first_has_searched(ranks2: Ranks) -> No
     assert (searched, other[3]) == (True, False)
     assert kept in played[2:]
     assert len(set(played[2:])) > 1
+
+
+def _slowly(rank: int, size: int) -> list[str]:
+    """A search that takes longer than any rank may wait for another."""
+
+    def search(*args: Any, progress: Callable[[float], None], **options: Any) -> list[Plan]:
+        for part in range(12):
+            time.sleep(0.5)
+            progress(part / 12)
+        return found_orders(*args, progress=progress, **options)
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    program = build_schedule("auto", microbatches=4, seconds=0.1)
+    engine = engine_of(
+        models.build(group=mesh.get_group("ep")), mesh, costs=None, program=program, loss_fn=models.loss_fn, timeout=4
+    )
+    inputs, target = models.batch(4, seed=rank)
+    with patch("overlap1f1b.engine.tuner.found_orders", search):
+        while engine.tuner.settling:
+            engine.step(inputs, target=target)
+    return engine.tuner.choice.split()[:1]
+
+
+@pytest.mark.wide
+def test_a_search_may_take_longer_than_the_limit_of_waits(ranks2: Ranks) -> None:
+    one, other = ranks2.run(_slowly, timeout=100)
+    assert one == other != []

@@ -134,7 +134,7 @@ def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
 def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> list[str]:
     """In a table that torch has loaded."""
     path = tmp_path / "table.csv"
-    mesh, group = mesh_of(size, 1)
+    mesh, group = mesh_of(size, size // 2)
     program = o1.build_schedule("combined_1f1b", ranks=2, microbatches=5, chunks=2)
     if rank == 0:
         path.write_text("\n".join(",".join(map(str, row)) for row in program.ranks))
@@ -147,6 +147,9 @@ def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> list[s
     ours = overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))
     assert ours.program.ranks == program.ranks
     return Step(ours, stages, data).differs(expected)
+
+
+test_torch_plays_our_program_over_experts = pytest.mark.wide(over(4)(test_torch_plays_our_program.body))
 
 
 class Whole(nn.Module):
@@ -164,7 +167,7 @@ class Whole(nn.Module):
 @over(2)
 def test_options_of_a_step(rank: int, size: int) -> list[str]:
     """Further arguments, a loss with options, sums of losses, no outputs, auxiliary losses, two steps."""
-    mesh, group = mesh_of(size, 1)
+    mesh, group = mesh_of(size, size // 2)
     config = MoEConfig(vocabulary=models.V, layers=4, hidden=16, heads=2, experts=8, intermediate=12, sequence=8)
     model = MoETransformer(config, group=group)
     set_auxiliary_scale(model, 0.7)
@@ -194,6 +197,9 @@ def test_options_of_a_step(rank: int, size: int) -> list[str]:
         steps.append(found + [g for s in stages for g in models.gradients(s.submod).values()])
     assert any(float(g.abs().max()) > 0 for g in steps[1])
     return [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
+
+
+test_options_of_a_step_over_experts = SINCE_2_13(pytest.mark.wide(over(4)(test_options_of_a_step.body)))
 
 
 @over(2)

@@ -54,7 +54,7 @@ def checkpoint_in(path: Path) -> Path | None:
 
     It warns about a folder in which there is something, but no checkpoint.
     """
-    named = path.name.startswith("step-")
+    named = path.name.startswith(("step-", ".replaced-step-"))
     folder_of_others = path.is_dir() and NAME.fullmatch(path.name) is None and not (path / CONFIG).exists()
     if named and not folder_of_others:
         return path

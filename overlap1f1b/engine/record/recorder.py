@@ -222,7 +222,7 @@ class Recorder:
             if stage in engine.stages
         }
         about = About(
-            schedule=engine.program.name,
+            schedule=engine.plan.program.name,
             overlap=str(engine.options.overlap),
             choice=engine.tuner.choice,
             microbatches=engine.program.microbatches,

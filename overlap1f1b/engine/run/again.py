@@ -161,9 +161,11 @@ class Again:
                     "recompute='none'"
                 )
             stacks: list[Stack] = []  # each is used from one depth of C calls
-            self.compute(stacks)
-            for stack in stacks:
-                stack.end()
+            try:
+                self.compute(stacks)
+            finally:
+                for stack in stacks:
+                    stack.end()
         value: Tensor = saved.value if self._hooks is None else self._hooks[1](saved.value)
         if self._hooks is None and version_of(value) != saved.version:
             raise RuntimeError(

@@ -320,8 +320,8 @@ class BlockRun(Replaces):
                 f"{self.name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
                 "the graph; allowed: torch.compile without fullgraph"
             ) from None
-        except TypeError:
-            self._check_takes(values, given)
+        except TypeError as error:
+            self._check_takes(error, values, given)
             raise
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:
@@ -329,15 +329,21 @@ class BlockRun(Replaces):
         self._check_requires_grad(outs)
         return microbatch.with_loss(outs, self.name)
 
-    def _check_takes(self, values: Sequence[Tensor | None], given: Mapping[str, Any]) -> None:
-        """Check that the module's forward takes as many tensors as it is given."""
+    def _check_takes(self, error: TypeError, values: Sequence[Tensor | None], given: Mapping[str, Any]) -> None:
+        """Check that the module's forward takes as many tensors as it is given; ``error`` is what it has raised."""
         try:
-            signature(self.module.forward).bind(*values, **given)
-        except TypeError as error:
+            takes = signature(self.module.forward)
+        except ValueError:  # it has none
+            return
+        if self.module._forward_pre_hooks:  # they may give it more
+            return
+        try:
+            takes.bind(*values, **given)
+        except TypeError as reason:
             raise ValueError(
-                f"{self.name} is given {len(values)} tensor(s): {error}; allowed: a forward that takes what the block "
+                f"{self.name} is given {len(values)} tensor(s): {reason}; allowed: a forward that takes what the block "
                 "before returns"
-            ) from None
+            ) from error
 
     def _several(self, returned: Any, x: Tensors) -> Tensors:
         """Return the outputs of a module that returns another thing than one tensor."""

@@ -186,7 +186,8 @@ EQUAL: list[Body] = [
 def test_two_ranks(rank: int, size: int) -> list[str]:
     group = (mesh := init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))).get_group("ep")
     models_of = {body.__name__: lambda body=body: nn.Sequential(Block(group, body)) for body in EQUAL}  # type: ignore[misc]
-    return [problem for name, build in models_of.items() for problem in compare(name, build, mesh)]
+    verify = under_autocast.__name__  # here the engine compares, too, and finds no difference
+    return [p for name, build in models_of.items() for p in compare(name, build, mesh, verify=name == verify)]
 
 
 def item_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
