@@ -240,7 +240,7 @@ def over(size: int, *, gives: Any = None, timeout: float | None = None) -> Calla
             found = given["kept"][size].run(
                 Body(body.__module__, body.__name__), *(given[name] for name in names), timeout=timeout
             )
-            assert [one or None for one in found] == [gives] * size
+            assert [one or None for one in found] == [gives] * size, found
 
         signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("kept", *names)])
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):
