@@ -294,7 +294,7 @@ def test_a_step_that_torch_would_sum_again_is_refused(rank: int, size: int) -> N
     ("options", "message"),
     [
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
-        ({"model": ["x"]}, "a model of 'x'; allowed: an nn.Sequential or a list of blocks"),
+        ({"model": ["x"]}, "a model with 'x'; allowed: an nn.Sequential or a list of nn.Modules"),
         ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
         ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
         ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
@@ -333,6 +333,10 @@ def test_bad_input_is_named() -> None:
         ValueError, match=r"^block 5 \(Bilinear\) is given 1 tensor.* argument: 'input2'; allowed: a for"
     ):
         step(nn.Sequential(*models.build(), two), program, 1, data)
+    with pytest.raises(ValueError, match=r"^loss_fn is given 2 tensor.*: too many positional arguments; allowed: one"):
+        Engine(model, programs(1)[0], loss_fn=lambda out: out.sum()).step(data[0], target=data[1])
+    with pytest.raises(ValueError, match=r"^loss_fn returns a value of NoneType; allowed: one number"):
+        Engine(model, programs(1)[0], loss_fn=lambda out, target: None).step(data[0], target=data[1])  # type: ignore
     with pytest.raises(ValueError, match="a model without blocks"):
         make([], program)
     message = r"^weight of block 0 \(Embedding\) is on the meta device in a step; allowed: parameters with values"

@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -30,13 +29,16 @@ from overlap1f1b.engine.graph.autograd import Gradients, Root, WeightQueue, accu
 from overlap1f1b.engine.graph.edges import edge_of, is_walked_often, nodes_behind
 from overlap1f1b.engine.graph.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use, storage_of
 from overlap1f1b.engine.run.crossing import CrossingMode, Replaces, eager
-from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, is_absent
+from overlap1f1b.engine.run.microbatch import Microbatch, Tensors, absent, check_call, is_absent
 from overlap1f1b.engine.run.model import MicrobatchBlock
 from overlap1f1b.engine.run.replaced import Replacement
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
 from overlap1f1b.transport.suspend import OUTSIDE, Forward
+
+WALKED = "backward through the graph a second time"
+"""In torch's error of a graph that has been freed."""
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
@@ -321,29 +323,15 @@ class BlockRun(Replaces):
                 "the graph; allowed: torch.compile without fullgraph"
             ) from None
         except TypeError as error:
-            self._check_takes(error, values, given)
+            if not self.module._forward_pre_hooks:  # they may give it more
+                allowed = "a forward that takes what the block before returns"
+                check_call(error, self.module.forward, self.name, values, given, allowed)
             raise
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:
             return outs
         self._check_requires_grad(outs)
         return microbatch.with_loss(outs, self.name)
-
-    def _check_takes(self, error: TypeError, values: Sequence[Tensor | None], given: Mapping[str, Any]) -> None:
-        """Check that the module's forward takes as many tensors as it is given; ``error`` is what it has raised."""
-        try:
-            takes = signature(self.module.forward)
-        except ValueError:  # it has none
-            return
-        if self.module._forward_pre_hooks:  # they may give it more
-            return
-        try:
-            takes.bind(*values, **given)
-        except TypeError as reason:
-            raise ValueError(
-                f"{self.name} is given {len(values)} tensor(s): {reason}; allowed: a forward that takes what the block "
-                "before returns"
-            ) from error
 
     def _several(self, returned: Any, x: Tensors) -> Tensors:
         """Return the outputs of a module that returns another thing than one tensor."""
@@ -513,7 +501,7 @@ class BlockRun(Replaces):
         self.stage.queue = segment.queue
         if segment.parameters or self._summed or self.microbatch.tied:
             self._add_tied(segment)
-        segment.walk()
+        self._walk(segment)
         self.segments.pop()
         if self.uses.several and segment.queue is not self.queue:
             segment.queue.move(self.uses.several, self.queue)
@@ -533,6 +521,18 @@ class BlockRun(Replaces):
                 self.sent[sent.place].rows = sent.grads_back(list(islice(entries, count)))
         else:
             self._finish_backward(segment)
+
+    def _walk(self, segment: Segment) -> None:
+        try:
+            segment.walk()
+        except RuntimeError as error:
+            if WALKED not in str(error):
+                raise
+            raise ValueError(
+                f"the backward of {self._self_or_loss} comes to a graph that has been walked before, as of a tensor "
+                "that a block has left in an attribute, a list or the like; allowed: outputs of the block before (an "
+                "auxiliary loss as one more output)"
+            ) from error
 
     def _begin_backward(self) -> None:
         grads = self.microbatch.take_output_grads()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,6 +23,25 @@ LossFunction = Callable[..., Tensor]
 
 Tensors = tuple[Tensor, ...]
 OptionalTensors = tuple[Tensor | None, ...]
+
+
+def check_call(
+    error: TypeError,
+    function: Callable[..., Any],
+    name: str,
+    values: Sequence[Tensor | None],
+    given: Mapping[str, Any],
+    allowed: str,
+) -> None:
+    """Raise ``ValueError`` if ``error`` comes from a user's function that does not take what it is given."""
+    try:
+        takes = signature(function)
+    except ValueError:  # it has none
+        return
+    try:
+        takes.bind(*values, **given)
+    except TypeError as reason:
+        raise ValueError(f"{name} is given {len(values)} tensor(s): {reason}; allowed: {allowed}") from error
 
 
 class Microbatch:
@@ -117,10 +137,16 @@ class Microbatch:
             return outs
         if self.return_outputs:
             self.kept = tuple(t.detach() for t in outs)
-        loss = self.loss_fn(*outs, *self.target)
+        given = *outs, *self.target
+        try:
+            loss = self.loss_fn(*given)
+        except TypeError as error:
+            allowed = "one argument for each output of the last block and each target"
+            check_call(error, getattr(self.loss_fn, "forward", self.loss_fn), "loss_fn", given, {}, allowed)
+            raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn returns shape {shape}; allowed: one number")
+            found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a value of {type(loss).__name__}"
+            raise ValueError(f"loss_fn returns {found}; allowed: one number")
         if loss.is_complex():
             raise ValueError(f"loss_fn returns a number of {loss.dtype}; allowed: a real one")
         if self.grad and not loss.requires_grad:

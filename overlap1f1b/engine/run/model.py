@@ -68,7 +68,7 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if not isinstance(model, nn.Module):
         given = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
         if strange := [block for block in given if not isinstance(block, nn.Module)]:
-            raise ValueError(f"a model of {quoted(strange[0])}; allowed: an nn.Sequential or a list of blocks")
+            raise ValueError(f"a model with {quoted(strange[0])}; allowed: an nn.Sequential or a list of nn.Modules")
         return given
     if isinstance(blocks := model.__dict__.get("blocks"), list):
         return list(blocks)

@@ -90,3 +90,28 @@ def test_two_ranks(rank: int, size: int) -> list[str]:
         if limit is not None:
             problems += [f"{dtype}: {name} is not that of one process" for name in far(reference, mine, limit)]
     return problems
+
+
+def test_a_loss_that_blocks_leave_in_a_list_is_one_line() -> None:
+    left: list[Tensor] = []
+
+    class Leaves(models.Block):
+        def forward(self, x: Tensor) -> Tensor:
+            share = self.mix(x).sigmoid()
+            left.append(share.square().mean())
+            return super().forward(x) * share
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        total = sum(left, models.loss_fn(logits, target))
+        left.clear()
+        return total
+
+    inputs, target = models.batch(MICROBATCHES)
+    engine = make(models.build(block=Leaves), build_schedule("sequential", microbatches=MICROBATCHES), loss_fn=loss_fn)
+    with (
+        pytest.warns(UserWarning, match="left in an attribute, a list"),
+        pytest.raises(
+            ValueError, match=r"^the backward of block \d .* graph that has been walked before.* one more output"
+        ),
+    ):
+        engine.step(inputs, target=target)
