@@ -294,8 +294,8 @@ def test_a_step_that_torch_would_sum_again_is_refused(rank: int, size: int) -> N
     ("options", "message"),
     [
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
-        ({"model": ["x"]}, "a model with 'x'; allowed: an nn.Sequential or a list of nn.Modules"),
-        ({"model": 3}, "a model of 3; allowed: an nn.Sequential or a list of blocks"),
+        ({"model": ["x"]}, "'x' as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
+        ({"model": 3}, "3 as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
         ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
         ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
         ({"capacity": 0.0}, "capacity=0.0; allowed: more than 0, or None"),

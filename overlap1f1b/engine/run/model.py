@@ -68,7 +68,9 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if not isinstance(model, nn.Module):
         given = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
         if strange := [block for block in given if not isinstance(block, nn.Module)]:
-            raise ValueError(f"a model with {quoted(strange[0])}; allowed: an nn.Sequential or a list of nn.Modules")
+            raise ValueError(
+                f"{quoted(strange[0])} as a model or a block of it; allowed: an nn.Sequential or a list of blocks"
+            )
         return given
     if isinstance(blocks := model.__dict__.get("blocks"), list):
         return list(blocks)

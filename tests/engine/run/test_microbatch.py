@@ -19,7 +19,7 @@ def microbatch(**options: Any) -> Microbatch:
     ("loss_fn", "message"),
     [
         (lambda x: x, r"loss_fn returns shape \(2,\); allowed: one number"),
-        (lambda x: 3, "loss_fn returns shape int; allowed: one number"),
+        (lambda x: 3, "loss_fn returns a value of int; allowed: one number"),
         (lambda x: x.sum() * 1j, "loss_fn returns a number of torch.complex64; allowed: a real one"),
         (lambda x: x.detach().sum(), "the loss of block 0's outputs requires no gradient"),
     ],
