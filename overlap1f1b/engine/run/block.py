@@ -325,7 +325,7 @@ class BlockRun(Replaces):
         except TypeError as error:
             if not self.module._forward_pre_hooks:  # they may give it more
                 allowed = "a forward that takes what the block before returns"
-                check_call(error, self.module.forward, self.name, values, given, allowed)
+                check_call(error, self.module.forward, self.name, allowed, *values, **given)
             raise
         outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
         if not self.is_last:

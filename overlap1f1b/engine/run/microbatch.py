@@ -26,12 +26,7 @@ OptionalTensors = tuple[Tensor | None, ...]
 
 
 def check_call(
-    error: TypeError,
-    function: Callable[..., Any],
-    name: str,
-    values: Sequence[Tensor | None],
-    given: Mapping[str, Any],
-    allowed: str,
+    error: TypeError, function: Callable[..., Any], name: str, allowed: str, *values: Any, **given: Any
 ) -> None:
     """Raise ``ValueError`` if ``error`` comes from a user's function that does not take what it is given."""
     try:
@@ -142,7 +137,7 @@ class Microbatch:
             loss = self.loss_fn(*given)
         except TypeError as error:
             allowed = "one argument for each output of the last block and each target"
-            check_call(error, getattr(self.loss_fn, "forward", self.loss_fn), "loss_fn", given, {}, allowed)
+            check_call(error, getattr(self.loss_fn, "forward", self.loss_fn), "loss_fn", allowed, *given)
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a value of {type(loss).__name__}"
