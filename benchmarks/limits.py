@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.engine.tuner import lighter
+from overlap1f1b.learn.tuner import lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, fastest
 

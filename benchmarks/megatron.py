@@ -14,7 +14,7 @@ Rows, one after the other in every round:
 4. Our own ``MoETransformer`` with ``GroupedExperts``, of the same sizes and weights.
 
 Both models have the same weights, read the same text and choose the same experts, so they exchange the same rows.
-Matrix products wait for the time of their operations and leave the processor free (``running/bench/timed.py``). After
+Matrix products wait for the time of their operations and leave the processor free (``running/bench/compute.py``). After
 the rounds every row plays a step with real compute: gradients of the same model must be equal bit by bit, those of
 both models agree up to rounding. Needs megatron-core 0.16, Linux, root and iproute2; docs/results.md has the figures.
 """
@@ -42,8 +42,8 @@ from einops import rearrange
 from rich.console import Console
 from torch import Tensor, nn
 
+from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.engine import Engine, EngineOptions, StepResult
-from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.integrations.megatron.layers import dispatchers_of, exchanging
@@ -52,9 +52,9 @@ from overlap1f1b.moe.transformer import EPSILON
 from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.running.bench.command import doubts
+from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
 from overlap1f1b.running.bench.measure import CALIBRATIONS, FRAMES, clear, compare, least_in_turn, slowest, timed
-from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples
 from overlap1f1b.running.launch import STORE, cores, end_with, run_ranks
 from overlap1f1b.running.ranks import Rank, joined

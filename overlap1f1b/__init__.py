@@ -13,9 +13,10 @@ __version__ = "0.2.0"
 _HOME = {
     name: home
     for home, names in {
-        "engine": "DeviceOptions Engine EngineOptions Profile Stage StepResult carried "
-        "combined_forward_backward_step consolidate declare load_checkpoint save_checkpoint",
+        "checkpoint": "consolidate load_checkpoint save_checkpoint",
+        "engine": "DeviceOptions Engine EngineOptions Stage StepResult carried combined_forward_backward_step declare",
         "plan": "NodeCosts Plan compile found_orders",
+        "record": "Profile",
         "schedule": "Action Pair Placement Program build_schedule",
         "simulation": "Costs PlanTimeline ProgramTimeline Timeline simulate",
         "transport.calls": "exchange",
@@ -27,22 +28,22 @@ __all__ = list(_HOME)
 
 if TYPE_CHECKING:
     from overlap1f1b import integrations as integrations
+    from overlap1f1b.checkpoint import consolidate as consolidate
+    from overlap1f1b.checkpoint import load_checkpoint as load_checkpoint
+    from overlap1f1b.checkpoint import save_checkpoint as save_checkpoint
     from overlap1f1b.engine import DeviceOptions as DeviceOptions
     from overlap1f1b.engine import Engine as Engine
     from overlap1f1b.engine import EngineOptions as EngineOptions
-    from overlap1f1b.engine import Profile as Profile
     from overlap1f1b.engine import Stage as Stage
     from overlap1f1b.engine import StepResult as StepResult
     from overlap1f1b.engine import carried as carried
     from overlap1f1b.engine import combined_forward_backward_step as combined_forward_backward_step
-    from overlap1f1b.engine import consolidate as consolidate
     from overlap1f1b.engine import declare as declare
-    from overlap1f1b.engine import load_checkpoint as load_checkpoint
-    from overlap1f1b.engine import save_checkpoint as save_checkpoint
     from overlap1f1b.plan import NodeCosts as NodeCosts
     from overlap1f1b.plan import Plan as Plan
     from overlap1f1b.plan import compile as compile
     from overlap1f1b.plan import found_orders as found_orders
+    from overlap1f1b.record import Profile as Profile
     from overlap1f1b.schedule import Action as Action
     from overlap1f1b.schedule import Pair as Pair
     from overlap1f1b.schedule import Placement as Placement

@@ -23,9 +23,15 @@ COSTLY = {"kept", "alone", "megatron", "tmp_path_factory"}
 """Fixtures of tests that take processes of their own."""
 
 FEW: dict[str, tuple[float, ...]] = {
+    "checkpoint": (),
+    "cut": (),
     "engine": (),
     "integrations": (),
+    "learn": (),
     "plan": (0.0, 0.4),
+    "play": (),
+    "record": (),
+    "reduce": (),
     "simulation": (),
     "transport": (),
 }

@@ -29,12 +29,19 @@ LEVEL = {
     "simulation": 2,
     "transport": 3,
     "moe": 4,
-    "engine": 5,
-    "profiling": 6,
-    "integrations": 7,
-    "running": 8,
-    "cli": 9,
-    "__main__": 10,
+    "profiling": 5,
+    # Above moe by lifetime: what lives long knows nothing of what lives short.
+    "cut": 5,
+    "reduce": 6,
+    "play": 7,
+    "learn": 8,
+    "engine": 9,
+    "checkpoint": 10,
+    "record": 10,
+    "integrations": 11,
+    "running": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 PURE = ("schedule", "plan", "simulation")
 

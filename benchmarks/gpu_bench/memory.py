@@ -8,7 +8,7 @@ from typing import Any
 from gpu_bench.context import Context
 from gpu_bench.model import build
 from gpu_bench.steps import ROWS, Steps
-from overlap1f1b.engine.play.memory import ByteCount
+from overlap1f1b.learn.memory import ByteCount
 from overlap1f1b.transport.loopback import LoopbackExchange
 
 LIMITS = ((1.05, "none"), (1.3, "none"), (1.6, "none"), (2.0, "none"), (2.5, "none"), (1.05, "auto"))

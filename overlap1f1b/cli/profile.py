@@ -14,11 +14,12 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
+from overlap1f1b.checkpoint.folder import latest
 from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
-from overlap1f1b.engine import Engine, Profile
-from overlap1f1b.engine.checkpoint.folder import latest
+from overlap1f1b.engine import Engine
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.profiling import read
+from overlap1f1b.record import Profile
 from overlap1f1b.running.bench.command import kind_of
 from overlap1f1b.running.bench.variants import asked_for
 from overlap1f1b.running.options import BenchOptions, ProfileBenchOptions, ProfileTrainOptions, TrainOptions

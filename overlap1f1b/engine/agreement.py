@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.bits import sum_of_bits
-from overlap1f1b.engine.graph.autograd import main_grad
-from overlap1f1b.engine.run.model import tensor_dimension
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.cut.bits import sum_of_bits
+from overlap1f1b.cut.blocks import tensor_dimension
+from overlap1f1b.cut.stage import Stage, parameters_of
+from overlap1f1b.cut.weights import main_grad
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
@@ -126,16 +126,6 @@ def _tensors_in(given: Any) -> Iterator[Tensor]:
     elif isinstance(given, Mapping | list | tuple):
         for part in given.values() if isinstance(given, Mapping) else given:
             yield from _tensors_in(part)
-
-
-def parameters_of(stages: Mapping[int, Stage]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:
-    """Yield name, block, the parameter, and whether it is an expert's."""
-    for number, stage in stages.items():
-        for index, block in enumerate(stage.blocks):
-            experts = {id(p) for module in stage.experts_of(index) for p in module.parameters()}
-            for name, parameter in block.named_parameters():
-                expert = id(parameter) in experts or stage.is_slice(parameter)
-                yield name, f"{stage.names[index]} of stage {number}", parameter, expert
 
 
 MOST_APART, SMALL = 0.125, 2**-5

@@ -15,6 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.cut.blocks import refuse_graphs
+from overlap1f1b.cut.graphs import Graphs
+from overlap1f1b.cut.options import EngineOptions
+from overlap1f1b.cut.places import places_of
+from overlap1f1b.cut.segment import check_gradients_possible
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import (
     check_tensor_group,
     compare_batches,
@@ -22,31 +28,24 @@ from overlap1f1b.engine.agreement import (
     structure,
     values,
 )
-from overlap1f1b.engine.batch import Batch, Feed, Microbatches, feed_batch
-from overlap1f1b.engine.capacity import Capacity, CapacityOverflowError
-from overlap1f1b.engine.checkpoint.background import Saving
-from overlap1f1b.engine.graph.segment import check_gradients_possible
-from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.play.measure import BackToBack
-from overlap1f1b.engine.play.memory import ByteCount
-from overlap1f1b.engine.play.player import Player, carved_out
-from overlap1f1b.engine.reduce.clip import check_norm, clip
-from overlap1f1b.engine.reduce.fsdp import Gathers, ShardedReducer, gathered_in
-from overlap1f1b.engine.reduce.plain import Reducer
-from overlap1f1b.engine.reduce.reduction import Reduction
-from overlap1f1b.engine.reduce.tensor import TensorGradients
-from overlap1f1b.engine.reduce.tied import TiedReduction, ties_in
-from overlap1f1b.engine.result import PlayedStep, StepResult, result_of
-from overlap1f1b.engine.run.attributes import places_of
-from overlap1f1b.engine.run.graphs import Graphs
-from overlap1f1b.engine.run.microbatch import LossFunction
-from overlap1f1b.engine.run.model import refuse_graphs
-from overlap1f1b.engine.run.stage import Stage
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
-from overlap1f1b.engine.tuner import State, Tuner
-from overlap1f1b.engine.verify import Verification, VerificationError
 from overlap1f1b.kernels.choice import choosing
+from overlap1f1b.learn.check import Verification, VerificationError
+from overlap1f1b.learn.measure import BackToBack
+from overlap1f1b.learn.memory import ByteCount
+from overlap1f1b.learn.tuner import State, Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
+from overlap1f1b.play.capacity import Capacity, CapacityOverflowError
+from overlap1f1b.play.feed import Batch, Feed, Microbatches, feed_batch
+from overlap1f1b.play.microbatch import LossFunction
+from overlap1f1b.play.player import Player, carved_out
+from overlap1f1b.play.result import PlayedStep, StepResult, result_of
+from overlap1f1b.reduce.clipping import check_norm, clip
+from overlap1f1b.reduce.fsdp import Gathers, ShardedReducer, gathered_in
+from overlap1f1b.reduce.reduction import Reduction
+from overlap1f1b.reduce.sums import Reducer
+from overlap1f1b.reduce.tensor import TensorGradients
+from overlap1f1b.reduce.ties import TiedReduction, ties_in
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.boundary import Boundary
@@ -56,7 +55,7 @@ from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.mesh import DATA, Mesh
-from overlap1f1b.transport.suspend import Forward, Kept
+from overlap1f1b.transport.suspension import Forward, Kept
 
 Failing = type[BaseException] | tuple[type[BaseException], ...]
 
@@ -97,9 +96,6 @@ class Engine:
         LostRankError: Another rank failed, or did not make its Engine within the limit.
     """
 
-    saving: Saving | None = None
-    """The checkpoint that is written in the background, or the last one."""
-
     def __init__(
         self,
         model: Model,
@@ -117,6 +113,7 @@ class Engine:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")
         self.loss_fn, self.options, self.model, self._children = loss_fn, options, model, _children_of(model)
+        self._settle: Callable[[], None] | None = None
         self._connect(program, mesh, exchange)
         self.verification.tables = partial(_tables_of, loss_fn)
 
@@ -705,9 +702,13 @@ class Engine:
             OSError: It cannot be written, and nobody has asked for its result.
             RuntimeError: A rank failed meanwhile, in the same case.
         """
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.settle()
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle()
+
+    def wait_later(self, settle: Callable[[], None]) -> None:
+        """Let :meth:`wait_for_checkpoint`, and with it :meth:`close`, call what waits for a checkpoint."""
+        self._settle = settle
 
     @property
     def lanes(self) -> list[Lane]:
@@ -715,7 +716,7 @@ class Engine:
         return [*self.player.lanes.values(), *self.boundary.lanes, self._reduce_lane, self._shard_lane]
 
     def observe(self, recorder: Any) -> None:
-        """Let a :class:`~overlap1f1b.engine.record.recorder.Recorder` follow the steps, or with None nobody."""
+        """Let a :class:`~overlap1f1b.record.recorder.Recorder` follow the steps, or with None nobody."""
         self.player.recorder = recorder
         for lane in self.lanes:
             lane.recorder = recorder

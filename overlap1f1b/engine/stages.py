@@ -13,14 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.engine.options import EngineOptions
-from overlap1f1b.engine.reduce.fsdp import Sharding
-from overlap1f1b.engine.reduce.tied import ties_in
-from overlap1f1b.engine.run.model import blocks_of, device_of
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.cut.blocks import blocks_of, device_of
+from overlap1f1b.cut.options import EngineOptions
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.kernels.choice import choose_nothing
 from overlap1f1b.moe.experts import Experts
-from overlap1f1b.plan import StageShape
+from overlap1f1b.reduce.fsdp import Sharding
+from overlap1f1b.reduce.ties import ties_in
 from overlap1f1b.schedule import Placement
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.exchange import Exchange
@@ -193,13 +192,6 @@ def _refuse_shared(
                         f"{what} {name} of a {type(block).__name__} belongs to two stages; "
                         f"allowed: shared inside one stage{also}"
                     )
-
-
-def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
-    """Return the shapes of all stages, from the ranks that hold them; replicas have agreed on theirs before."""
-    every = mesh.every({number: stage.shape for number, stage in stages.items()})
-    shapes = {stage: shape for table in every.values() for stage, shape in table.items()}
-    return tuple(shapes[stage] for stage in range(placement.stages))
 
 
 def tensor_mesh_of(stages: Iterable[Stage], mesh: Mesh) -> DeviceMesh | None:

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap1f1b.cut.blocks import device_of, own_call
 from overlap1f1b.engine import Engine, EngineOptions, Feed
-from overlap1f1b.engine.batch import Microbatches
-from overlap1f1b.engine.run.microbatch import OptionalTensors, Tensors
-from overlap1f1b.engine.run.model import device_of, own_call
+from overlap1f1b.play.feed import Microbatches
+from overlap1f1b.play.microbatch import OptionalTensors, Tensors
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.mesh import grid_of
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.replaced import Replacement
+from overlap1f1b.cut.replacement import Replacement
 from overlap1f1b.kernels.grouped_mm import KnownRows
 from overlap1f1b.moe import Experts
 from overlap1f1b.moe.route import Route

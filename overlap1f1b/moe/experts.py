@@ -21,7 +21,7 @@ from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
-from overlap1f1b.transport.suspend import computed_once
+from overlap1f1b.transport.suspension import computed_once
 
 WeightsIn = Literal["combine", "activation"]
 """Place where the experts' rank applies the routing weights: the sum of their results, or their activation before."""

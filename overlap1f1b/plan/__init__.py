@@ -5,7 +5,6 @@ from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
-from overlap1f1b.plan.found import found_orders
 from overlap1f1b.plan.node import (
     OF_PARAMETERS,
     RECOMPUTES,
@@ -27,6 +26,7 @@ from overlap1f1b.plan.ranges import About, ActionRange, Label, NodeRange, StepRa
 from overlap1f1b.plan.recompute import balanced, choices
 from overlap1f1b.plan.rendezvous import with_rendezvous
 from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
+from overlap1f1b.plan.search import found_orders
 
 __all__ = [
     "OF_PARAMETERS",

@@ -3,7 +3,7 @@
 from overlap1f1b.profiling.bars import Bar, arrows, bars_of, predicted_bars
 from overlap1f1b.profiling.clocks import aligned
 from overlap1f1b.profiling.figures import Figures, Lanes, figures_of, longest
-from overlap1f1b.profiling.predicted import predict
+from overlap1f1b.profiling.prediction import predict
 from overlap1f1b.profiling.reading import Recordings, read, read_file
 from overlap1f1b.profiling.recording import Recording, StepRecord
 from overlap1f1b.profiling.verdict import advice, verdict

@@ -1,7 +1,8 @@
 """Floor ``schedule``: pipeline schedules as data. Pure Python, no torch."""
 
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, parse_slot
-from overlap1f1b.schedule.generators.build import (
+from overlap1f1b.schedule.generators.interleaved import DEFAULT_EXTRA_WARMUP
+from overlap1f1b.schedule.generators.registry import (
     DEFAULT_CHUNKS,
     DEFAULT_PROGRAM,
     OPTIONS,
@@ -9,9 +10,8 @@ from overlap1f1b.schedule.generators.build import (
     build_schedule,
     schedule_of,
 )
-from overlap1f1b.schedule.generators.found import AUTO, SEARCH_SECONDS, auto, check_search
-from overlap1f1b.schedule.generators.interleaved import DEFAULT_EXTRA_WARMUP
-from overlap1f1b.schedule.generators.plain import forwards_of, one_by_one
+from overlap1f1b.schedule.generators.search import AUTO, SEARCH_SECONDS, auto, check_search
+from overlap1f1b.schedule.generators.sequences import forwards_of, one_by_one
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
 

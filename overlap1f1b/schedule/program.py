@@ -163,7 +163,7 @@ class Program:
 
         Time is linear in the number of actions.
 
-        >>> from overlap1f1b.schedule.generators.plain import Sequential
+        >>> from overlap1f1b.schedule.generators.sequences import Sequential
         >>> slots = Sequential().program(2, ranks=1).ranks[0]
         >>> Program("mine", microbatches=2, ranks=(slots[1:],), peak_activations=(1,)).check()
         Traceback (most recent call last):

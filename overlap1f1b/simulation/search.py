@@ -13,7 +13,7 @@ from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, b
 from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
-from overlap1f1b.simulation.simulate import simulate
+from overlap1f1b.simulation.simulator import simulate
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
 Played = ProgramTimeline | PlanTimeline

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, build_exchange
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.streams import HostCopy, Mark
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.transport.suspension import Forward
 
 
 class Splits:

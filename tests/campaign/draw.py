@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, Literal, get_args
 
-from overlap1f1b.engine.capacity import Overflow
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import Overlap, Recompute
+from overlap1f1b.play.capacity import Overflow
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from tests.campaign.places import PLACES
 

@@ -23,8 +23,8 @@ from tests.campaign import plain
 from tests.campaign.build import batch, build, count_tokens, joined, loss_fn
 from tests.campaign.compare import Values, apart, limit_of, paused, unequal, values_of
 from tests.campaign.draw import Case, Layout
-from tests.engine.reduce import test_fsdp
-from tests.engine.reduce.test_tied import Stage
+from tests.reduce import test_fsdp
+from tests.reduce.test_ties import Stage
 
 TIMEOUT_S = 90.0
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.engine.verify import VerificationError
+from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.schedule import build_schedule
 from tests.campaign.compare import paused

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlap1f1b.engine.play.player import Player
-from overlap1f1b.engine.run.crossing import functions_cross
+from overlap1f1b.cut.crossing import functions_cross
+from overlap1f1b.play.player import Player
 from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark, HostCopy

@@ -21,9 +21,9 @@ from tests import models
 from tests.device.model import hangs
 from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
-from tests.engine.reduce.test_tied import Stage
 from tests.engines import make
 from tests.ranks import Ranks
+from tests.reduce.test_ties import Stage
 
 
 def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlap1f1b.engine.tuner import WARM_STEPS
+from overlap1f1b.learn.tuner import WARM_STEPS
 from overlap1f1b.plan import CostKey, NodeCosts, Op
 from overlap1f1b.schedule import Kind
 from tests.device.standin import World, here

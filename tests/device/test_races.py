@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overlap1f1b.engine.reduce.plain import Reducer
+from overlap1f1b.reduce.sums import Reducer
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import loopback
 from overlap1f1b.transport.exchange import CollectiveExchange, Transfer
@@ -28,9 +28,9 @@ from tests.device.checker import Access, races
 from tests.device.model import Entry
 from tests.device.standin import Event, Stream, World
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
-from tests.engine.reduce.test_tied import MICROBATCHES, build
 from tests.engines import make
 from tests.ranks import Ranks
+from tests.reduce.test_ties import MICROBATCHES, build
 
 # ------------------------------------------------------------------------------------------------ what is played
 

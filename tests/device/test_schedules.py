@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run import graphs
-from overlap1f1b.engine.run.random import Draws
+from overlap1f1b.cut import graphs
+from overlap1f1b.cut.random import Draws
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models

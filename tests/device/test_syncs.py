@@ -30,14 +30,14 @@ ON_A_CPU = {
     "moe/route.py Route.__init__",
     "kernels/combine.py sum_rows",
     "kernels/grouped_mm.py ExpertRows.__getitem__",
-    "engine/run/random.py _equal.<locals>.<genexpr>",
+    "cut/random.py _equal.<locals>.<genexpr>",
 }
 """Places where a GPU does not wait: it checks indices by itself, makes room for all rows that there may be, and skips
 choices that are none by itself; the models of tests loop over their experts, and the states of generators are on the
 host. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
 rank drew from them in the steps before."""
 STEP = {
-    "engine/batch.py Microbatches.__init__": "the seed of the step, from the host's generator",
+    "play/feed.py Microbatches.__init__": "the seed of the step, from the host's generator",
     "transport/mesh.py Mesh.compared.<locals>.differ": "a number that is on the host",
     "transport/communicators.py Communicators.settle": "the end of the step: a lost rank would hang the next read",
 }
@@ -46,11 +46,11 @@ EXACT = {
     "moe/route.py Route.arrive": "these sizes, which are on the host",
 }
 CAPACITY = {
-    "engine/capacity.py Capacity._lost_here": "lost rows, after the last node",
+    "play/capacity.py Capacity._lost_here": "lost rows, after the last node",
     "transport/mesh.py Mesh.sums": "their sum, which is on the host",
 }
 TOKENS = {
-    "engine/batch.py _shares": "tokens of all microbatches together; where the last stage is",
+    "play/feed.py _shares": "tokens of all microbatches together; where the last stage is",
     "transport/mesh.py Mesh.sums": "their sum, which is on the host",
 }
 AFTER = {
@@ -59,7 +59,7 @@ AFTER = {
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
     "clip_gradients": {
-        "engine/reduce/clip.py _powers": "norms of all gradients together",
+        "reduce/clipping.py _powers": "norms of all gradients together",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
 }
@@ -164,5 +164,5 @@ def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None
             assert places["step"].pop(arrives) == dispatches  # on a CPU alone numbers of tokens travel with the counts
             expected["step"] += Counter(dict.fromkeys(CAPACITY, 1)) + Counter(dict.fromkeys(TOKENS, 1))
         if rank < LAYOUT.ep:  # the first stage
-            del expected["mean_loss"]["engine/engine.py Engine.mean_loss"], expected["step"]["engine/batch.py _shares"]
+            del expected["mean_loss"]["engine/engine.py Engine.mean_loss"], expected["step"]["play/feed.py _shares"]
         assert places == expected

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.tuner import MOST_NUMBERS, State
-from overlap1f1b.engine.verify import Verification
+from overlap1f1b.learn.check import Verification
+from overlap1f1b.learn.tuner import MOST_NUMBERS, State
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.groups import Groups
 from tests import models

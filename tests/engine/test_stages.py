@@ -20,8 +20,8 @@ from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.transport.exchange import LocalExchange, build_exchange
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
-from tests.engine.test_combined import run
 from tests.engines import COSTS, make
+from tests.play.test_pair import run
 from tests.ranks import over
 
 

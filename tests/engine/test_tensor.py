@@ -23,10 +23,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from overlap1f1b.engine import Engine, consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint import consolidate, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine
 from overlap1f1b.engine.agreement import _sampled
-from overlap1f1b.engine.batch import feed_batch
 from overlap1f1b.plan import Overlap, compile
+from overlap1f1b.play.feed import feed_batch
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine import tensors

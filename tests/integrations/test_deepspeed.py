@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.integrations.rows import exchange_by_rows
 from overlap1f1b.plan import Op, Overlap
-from tests.engine.run.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
+from tests.play.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks, over
 
 pytestmark = pytest.mark.skipif(

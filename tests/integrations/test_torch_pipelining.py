@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import overlap1f1b as o1
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.engine.verify import VerificationError
 from overlap1f1b.integrations import torch_pipelining
 from overlap1f1b.integrations.torch_pipelining import overlapped
+from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import own_exchange

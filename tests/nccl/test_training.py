@@ -11,18 +11,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from overlap1f1b.engine import load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
 from overlap1f1b.plan import compile
 from tests import models
 from tests.all_to_all import any_sizes
+from tests.cut.test_exchanges import build
 from tests.device.steps import LAYERS, program_of
-from tests.engine.foreign.test_exchanges import build
-from tests.engine.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, gradients, own_loop, programs
-from tests.engine.run.plain import MICROBATCHES, compare
 from tests.engines import make
 from tests.nccl.joined import on_nccl
 from tests.nccl.test_engine import batch_of
+from tests.play.plain import MICROBATCHES, compare
 from tests.ranks import Ranks
+from tests.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, gradients, own_loop, programs
 
 WAYS = ("functional", "torch.distributed.nn", "a Function of its own", "a Function with a handle", "exchange")
 

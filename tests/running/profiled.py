@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from overlap1f1b.engine import Profile
+from overlap1f1b.record import Profile
 from overlap1f1b.running.bench.measure import Bench
 from overlap1f1b.running.bench.variants import Variant
 from overlap1f1b.running.options import BenchOptions, ModelOptions

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from overlap1f1b.schedule import build_schedule
-from overlap1f1b.schedule.generators.build import BY_NAME
+from overlap1f1b.schedule.generators.registry import BY_NAME
 
 ROW = re.compile(r"^ *rank \d+: (.*)$", re.MULTILINE)
 

@@ -155,7 +155,7 @@ def test_an_order_that_is_found_is_not_pruned_by_another_order() -> None:
     model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=5), layers=2, seconds=0.001)
     tried = [Candidate("auto", {"chunks": 2}), Candidate("combined_1f1b", {"chunks": 2, "extra_warmup": 2}, overlap=2)]
     sizes: dict[str, Any] = {"ranks": 2, "microbatches": 4, "model": model}
-    with patch("overlap1f1b.plan.found.OVERLAP", 1):  # of the fixed schedules beside
+    with patch("overlap1f1b.plan.search.OVERLAP", 1):  # of the fixed schedules beside
         ranking, whole = search(tried, top=1, **sizes), search(tried, **sizes)
     assert ranking.found[0] == whole.found[0]
     assert ranking.found[0][0].schedule == "auto"

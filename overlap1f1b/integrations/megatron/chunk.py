@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.microbatch import Microbatch
-from overlap1f1b.engine.run.model import MicrobatchBlock, device_of
-from overlap1f1b.engine.run.replaced import Replacement, replaced
+from overlap1f1b.cut.blocks import MicrobatchBlock, device_of
+from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.integrations.megatron.config import (
     OWN,
     RANDOM,
@@ -38,7 +37,8 @@ from overlap1f1b.integrations.megatron.layers import (
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
-from overlap1f1b.transport.suspend import Forward
+from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.transport.suspension import Forward
 
 SHARDS = {"FSDPModule": "FSDP2", "MegatronFSDP": "Megatron-FSDP", "FsdpModule": "Megatron-FSDP"}
 """Classes of modules whose parameters are gathered, and their gradients summed, in whole backwards."""
@@ -176,7 +176,7 @@ class Repeating:
 class TrackerStreams:
     """The streams of Megatron-Core's tracker: each forward has its own ones, also while it is suspended.
 
-    It implements :class:`~overlap1f1b.engine.run.model.CarriedState`. The tracker's ``fork()`` writes into the
+    It implements :class:`~overlap1f1b.cut.blocks.CarriedState`. The tracker's ``fork()`` writes into the
     dictionary of their states. What a forward keeps elsewhere, such as on a dispatcher, the engine learns.
     """
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.graph.autograd import added_to_main, split_linear
-from overlap1f1b.engine.run.replaced import Replacement, replaced
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.cut.replacement import Replacement, replaced
+from overlap1f1b.cut.stage import Stage
+from overlap1f1b.cut.weights import added_to_main, split_linear
 from overlap1f1b.integrations.megatron.config import KERNELS, attribute_of, class_names
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange, exchange_by
-from overlap1f1b.transport.suspend import uncompiled
+from overlap1f1b.transport.suspension import uncompiled
 
 # ---------------------------------------------------------------------------------------------------------- exchanges
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.integrations.transformers import adapters
 from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows

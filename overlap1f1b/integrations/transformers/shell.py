@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from overlap1f1b.engine.run.replaced import Replacement, replaced
+from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.integrations.transformers.adapters import is_adapter, outermost
 from overlap1f1b.integrations.transformers.experts import Found
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.cut.segment import storage_of
 from overlap1f1b.engine import split_blocks
-from overlap1f1b.engine.graph.segment import storage_of
 from overlap1f1b.integrations.transformers import checkpoint
 from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, base_of, writes_adapters
 from overlap1f1b.integrations.transformers.experts import Found, adopt, find
@@ -22,8 +22,8 @@ from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
 from overlap1f1b.schedule import Placement, Program
+from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.together import Together
 
 OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 """Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""

@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Trainer, TrainerCallback
 from transformers.utils import logging
 
-from overlap1f1b.engine import Engine, Feed, StepResult, load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint.state import RandomState
+from overlap1f1b.cut.replacement import replaced
+from overlap1f1b.engine import Engine, Feed, StepResult
 from overlap1f1b.engine.agreement import compare_batches
-from overlap1f1b.engine.batch import split_batch
-from overlap1f1b.engine.checkpoint.state import RandomState
-from overlap1f1b.engine.run.replaced import replaced
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, with_checkpointing
 from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
 from overlap1f1b.integrations.transformers.standins import Ahead, Batch, RestOfModel, ShardedAccelerator, Step
+from overlap1f1b.play.feed import split_batch
 
 CHECKPOINT = "overlap1f1b"
 """Folder of a checkpoint with the optimizer and the learning rate's scheduler."""

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap1f1b.cut.options import TRIES, Parts
 from overlap1f1b.engine import Engine, StepResult
-from overlap1f1b.engine.options import TRIES, Parts
-from overlap1f1b.engine.play.memory import peak_bytes
+from overlap1f1b.learn.memory import peak_bytes
 from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
+from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
-from overlap1f1b.running.bench.timed import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.variants import Samples, Variant, variants_of
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from overlap1f1b.engine import Saving
-from overlap1f1b.engine.checkpoint.folder import latest
-from overlap1f1b.engine.tuner import State
+from overlap1f1b.checkpoint import Saving
+from overlap1f1b.checkpoint.folder import latest
+from overlap1f1b.learn.tuner import State
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.engine.tuner import State
+from overlap1f1b.learn.tuner import State
 from overlap1f1b.running.train.trainer import Step
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say

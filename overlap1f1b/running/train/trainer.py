@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from overlap1f1b.engine import Engine, Saving, load_checkpoint, save_checkpoint
-from overlap1f1b.engine.tuner import State
+from overlap1f1b.checkpoint import Saving, load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine
+from overlap1f1b.learn.tuner import State
 from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.link import PacedExchange

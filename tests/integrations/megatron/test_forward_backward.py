@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import overlap1f1b as o1
-from overlap1f1b.engine import EngineOptions, tuner
-from overlap1f1b.engine.tuner import Tuner
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import (
     SCHEDULES,
     ForwardBackward,
@@ -28,6 +27,8 @@ from overlap1f1b.integrations.megatron import (
     get_forward_backward_func,
 )
 from overlap1f1b.integrations.megatron.forward_backward import engines_of
+from overlap1f1b.learn import tuner
+from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tests.engine.run.plain import HIDDEN, MICROBATCHES, compare
 from tests.integrations.torchtitan import on_cpu
+from tests.play.plain import HIDDEN, MICROBATCHES, compare
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(

@@ -21,7 +21,7 @@ pytest.importorskip("peft")
 import peft
 from transformers import AutoModelForCausalLM
 
-from overlap1f1b.engine import consolidate, save_checkpoint
+from overlap1f1b.checkpoint import consolidate, save_checkpoint
 from overlap1f1b.integrations.transformers import OverlapArguments, split_model
 from overlap1f1b.integrations.transformers.adapters import adapter_in
 from overlap1f1b.plan import Node, Op

@@ -21,8 +21,8 @@ pytest.importorskip("accelerate")
 
 import transformers
 
-from overlap1f1b.engine.tuner import State
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
+from overlap1f1b.learn.tuner import State
 from overlap1f1b.plan import RECOMPUTES, Op
 from overlap1f1b.transport.groups import Groups
 from tests.engine.test_memory import _held

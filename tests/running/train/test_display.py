@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from overlap1f1b.engine.tuner import State
+from overlap1f1b.learn.tuner import State
 from overlap1f1b.running.train.display import board
 from overlap1f1b.running.train.trainer import Step
 from tests.cli.inside import Verb

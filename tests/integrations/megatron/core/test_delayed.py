@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from overlap1f1b.engine.run.model import MicrobatchBlock
-from overlap1f1b.engine.run.stage import Stage
+from overlap1f1b.cut.blocks import MicrobatchBlock
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.integrations.megatron.layers import delayed_of
 from tests.integrations.megatron.core import models, shim, transformer_engine
 from tests.integrations.megatron.core.cases import CASES

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine.graph.autograd import WeightQueue
-from overlap1f1b.engine.run.replaced import replaced
+from overlap1f1b.cut.replacement import replaced
+from overlap1f1b.cut.weights import WeightQueue
 from overlap1f1b.integrations.megatron import get_forward_backward_func, layers
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.moe import GroupedExperts

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import pytest
 
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.engine.run.again import Again
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.plan import Resource
+from overlap1f1b.play.recompute import Again
 from overlap1f1b.transport.exchange import PeerExchange
 from tests.engines import COSTS
 from tests.integrations.megatron.core import models, shim

@@ -1,0 +1,76 @@
+"""Export of a checkpoint's model as safetensors: whole tensors, which other programs read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from overlap1f1b.checkpoint.folder import check_files, checkpoint_in, read_contents
+from overlap1f1b.checkpoint.tensors import Index, read_index, read_tensors
+
+FILE_BYTES = 5_000_000_000
+
+
+def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int = FILE_BYTES) -> Path:
+    """Write the model of a checkpoint, whole, as safetensors, and return ``folder``.
+
+    One process calls this, without an engine; it needs memory for one file at a time. The tensors have the names of
+    the model's ``state_dict``. One file is ``model.safetensors``; several are ``model-00001-of-00002.safetensors``
+    and so on, with ``model.safetensors.index.json``.
+
+    >>> consolidate("runs/x", "exported")
+    >>> safetensors.torch.load_file("exported/model.safetensors")
+
+    Args:
+        checkpoint: Folder given to ``save_checkpoint``, whose last checkpoint is taken, or one checkpoint in it.
+        folder: Folder without such files, made if it does not exist.
+        file_bytes: Bytes of a file's tensors, unless one tensor alone has more.
+
+    Raises:
+        ValueError: There is no checkpoint, it has no model or is damaged, or ``folder`` has such files.
+    """
+    from safetensors.torch import save_file
+
+    path, folder = checkpoint_in(Path(checkpoint)), Path(folder)
+    if path is None:
+        raise ValueError(f"{checkpoint} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")
+    if others := sorted(folder.glob("model*.safetensors*")):
+        raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
+    files = read_contents(path).files
+    check_files(path, files, files)
+    index = {name: meta for name, meta in read_index(path, files).items() if name.startswith("model.")}
+    if not index:
+        raise ValueError(f"{path} has no model, it was saved with model='none'; allowed: one with all or trained")
+    parts = _parts(index, file_bytes)
+    folder.mkdir(parents=True, exist_ok=True)
+    where: dict[str, str] = {}
+    for number, part in enumerate(parts):
+        tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in part.items()}
+        read_tensors(path, tensors)
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        whole = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(whole, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(whole, file)
+    if len(parts) > 1:
+        content = {"metadata": {"total_size": sum(map(_bytes, index.values()))}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
+    return folder
+
+
+def _parts(index: Index, file_bytes: int) -> list[Index]:
+    parts: list[dict[str, TensorStorageMetadata]] = [{}]
+    size = 0
+    for name, meta in index.items():
+        if parts[-1] and size + _bytes(meta) > file_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = meta
+        size += _bytes(meta)
+    return list(parts)
+
+
+def _bytes(meta: TensorStorageMetadata) -> int:
+    return meta.size.numel() * meta.properties.dtype.itemsize

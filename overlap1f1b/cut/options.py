@@ -1,0 +1,180 @@
+"""The options of an engine: the only list of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from itertools import product
+from typing import Any, Literal, SupportsFloat, get_args
+
+from torch import Tensor
+
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts, parse_recompute
+from overlap1f1b.play.capacity import Overflow
+from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.transport.communicators import DeviceOptions
+from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+MOST_S = 1e9
+"""Longest limit of a wait, in seconds: longer ones do not fit torch's."""
+Parts = int | Literal["auto"]
+AUTO_PARTS = (1, 2, 4)
+"""Numbers of parts whose costs ``auto`` measures."""
+TRIES = 3
+"""Steps in which each of the fastest plans is tried."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an :class:`~overlap1f1b.engine.Engine` plays; all ranks are given the same.
+
+    >>> EngineOptions(overlap="pairs", recompute="experts").parts
+    1
+
+    Args:
+        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions. The schedule ``auto``
+            opens any number, as the costs ask for.
+        recompute: Activations that blocks drop after their forward and compute again before their backward:
+            ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
+            ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
+            ``"auto"``, under a limit of ``memory``, measures all four, two steps each, and chooses for each block, by
+            the bytes that are saved for each second of the step.
+        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
+            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
+            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
+            1, 2 and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the
+            fastest.
+        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
+            Ranks along "ep" must have equally many tokens. By default sizes are exact.
+        overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
+        memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
+            text such as ``"70GB"`` or ``"64GiB"``, or on a GPU ``"auto"``, what it has free less a reserve. A step
+            counts what each node holds, on a CPU one more. Only plans that keep within it are played; they may have
+            fewer open actions and forwards to warm up. Ranks may have different ones.
+        costs: Seconds of every node, instead of measuring them.
+        plan: A compiled plan to play, instead of compiling one.
+        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
+            and the one whose steps were the fastest is kept, see ``Engine.tuner.tried``. Gradients do not depend on it.
+            With 0, and with costs that are given, the predicted fastest is kept.
+        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
+            :class:`~overlap1f1b.learn.check.Verification`. The steps that measure nodes, which hide nothing, are not,
+            nor plans for other numbers of microbatches of which no more are open at once.
+        graphs: Whether what blocks compute beside their experts is captured as device graphs and replayed, once the
+            plan is settled: for models whose kernels are as short as their launches. Gradients are the same to the bit.
+            Blocks that cannot be captured run as before, and a warning names them; so do all blocks on a CPU, and over
+            "tp" and "cp". What a forward does in Python alone is not repeated: see docs/gpu.md.
+        reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
+            For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
+            and over a tensor group batches, gradients and the tokens at the experts.
+        count_tokens: ``(*targets) → int`` or a scalar tensor, tokens that a microbatch's target counts for. The loss of
+            the step is then the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if
+            there are none.
+        dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
+        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
+        experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
+            tensor group before the experts. Ranks along other dimensions have copies of them.
+        block_weights: Relative costs of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
+        device: How transfers and compute share a GPU.
+
+    Raises:
+        ValueError: A value of another kind, or out of range. What depends on model or program, its Engine refuses.
+    """
+
+    overlap: Overlap = 3
+    recompute: Recompute | Literal["auto"] = "none"
+    parts: Parts = 1
+    capacity: float | None = None
+    overflow: Overflow = "raise"
+    memory: int | str | None = None
+    costs: NodeCosts | None = None
+    plan: Plan | None = None
+    tries: int = TRIES
+    verify: bool = True
+    graphs: bool = False
+    reduce: bool = True
+    count_tokens: Callable[..., int | Tensor] | None = None
+    dynamic_shapes: bool = False
+    timeout: float = DEFAULT_LIMIT_S
+    experts_over: Sequence[str] = ("ep",)
+    block_weights: Sequence[float] | None = None
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+
+    def __post_init__(self) -> None:
+        parse_memory(self.memory)
+        check_kind("costs", self.costs, NodeCosts, None)
+        check_kind("plan", self.plan, Plan, None)
+        check_kind("device", self.device, DeviceOptions)
+        if self.recompute != "auto":
+            try:
+                parse_recompute(self.recompute)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto with memory") from None
+        if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
+            raise ValueError(
+                "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "
+                f"one of {', '.join(get_args(Recompute))}"
+            )
+        check_size("tries", self.tries, 0)
+        if self.parts != "auto":
+            try:
+                parse_parts(self.parts)
+            except ValueError as error:
+                raise ValueError(f"{error}, or auto") from None
+        elif self.costs is not None or self.plan is not None:
+            raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
+        if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
+            raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+        for name in ("verify", "graphs", "reduce", "dynamic_shapes"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
+        if self.count_tokens is not None and not callable(self.count_tokens):
+            raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
+
+    @property
+    def limit(self) -> timedelta:
+        """Limit of every wait for another rank."""
+        return timedelta(seconds=float(self.timeout))
+
+    @property
+    def settings(self) -> list[tuple[Recompute, int]]:
+        """Modes of recomputation, and numbers of parts, whose costs are measured, in their order."""
+        modes = get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
+        return list(product(modes, AUTO_PARTS if self.parts == "auto" else (self.parts,)))
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """All options by their names, to be compared over ranks: limits may differ, functions have no value."""
+        every: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        del every["timeout"]
+        every["memory"] = self.memory is not None
+        return every | {
+            "plan": None if self.plan is None else self.plan.fingerprint,
+            "count_tokens": None if self.count_tokens is None else "a function",
+            "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
+        }
+
+
+_UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}
+
+
+def parse_memory(value: object) -> int | Literal["auto"] | None:
+    """Return a limit of memory in bytes, ``"auto"``, or None.
+
+    >>> parse_memory("70GB"), parse_memory("1.5KiB")
+    (70000000000, 1536)
+
+    Raises:
+        ValueError: It is no positive number of bytes.
+    """
+    if value is None:
+        return None
+    if value == "auto":
+        return "auto"
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value))
+    unit = 1 if found is None else (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
+    number = 0 if found is None else int(float(found[1]) * unit)
+    if not number:
+        raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None")
+    return number

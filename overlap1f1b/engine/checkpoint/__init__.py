@@ -1,1 +1,0 @@
-"""Checkpoints: save a training run, and resume it on any layout of ranks."""

@@ -1,1 +1,0 @@
-"""Exchanges that blocks make by themselves, without our Experts."""

@@ -1,1 +1,0 @@
-"""Play the nodes of a plan, and measure what they cost."""

@@ -1,1 +1,0 @@
-"""Sum gradients over ranks."""

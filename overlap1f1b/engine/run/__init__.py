@@ -1,1 +1,0 @@
-"""Run one block for one microbatch, forward and backward, in parts."""

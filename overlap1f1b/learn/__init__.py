@@ -1,0 +1,1 @@
+"""Room ``learn``: what the first steps find out; only this room chooses plans."""

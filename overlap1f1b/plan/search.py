@@ -1,0 +1,322 @@
+"""Search for an order of actions that is made for the costs, over all ranks of a pipeline."""
+
+from __future__ import annotations
+
+from bisect import insort, insort_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+from overlap1f1b.plan.bounds import bound, pipeline_bound
+from overlap1f1b.plan.chains import Chains, Shapes
+from overlap1f1b.plan.clock import Key, play_ranks
+from overlap1f1b.plan.compiler import compile
+from overlap1f1b.plan.costs import NodeCosts
+from overlap1f1b.plan.node import Node, Resource
+from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
+from overlap1f1b.plan.plan import Plan, most_open
+from overlap1f1b.plan.priorities import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.scheduler import Policy, schedule_ranks
+from overlap1f1b.schedule import (
+    AUTO,
+    SCHEDULES,
+    SEARCH_SECONDS,
+    Action,
+    Kind,
+    Placement,
+    Program,
+    build_schedule,
+    check_search,
+    schedule_of,
+)
+from overlap1f1b.schedule.values import check_size
+
+NODES_PER_SECOND = 150_000
+"""Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
+LEAST_TRIES = 16
+"""Tries of a search, however large the step."""
+MOST_STEPS = 1500
+"""Size of a search in whole steps, however small these are."""
+NEAR = 1.001
+"""A search ends when its best step is so near the bound of all orders."""
+SAMPLED = 1 / 3
+"""Share of the tries that are drawn at random; the others change the best ones."""
+OVERLAP = 3
+"""Open actions of the fixed schedules that are tried."""
+
+KEPT = 8
+"""Best tries that are kept and changed."""
+LIKE = 8
+"""Fixed schedules whose orders are tried first."""
+SPREAD = 1.03
+"""A random try is given up when it is so much slower than the best."""
+
+SEED = 0
+_Try = tuple[float, Priorities]  # with its time
+_FIRST = ((0.0, 0.0), (2.0, 0.0), (0.0, 0.8))
+_SETTINGS: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {
+        "lookahead": (0.0, 0.0, 0.3, 0.6, 1.0),
+        "patience": (0.0, 0.2, 0.4, 0.6, 0.8),
+        "deferred": (0, 1, 2),
+    }
+)
+"""Tried values of settings; see :class:`~overlap1f1b.plan.priorities.Priorities`. A unit of a key is a microbatch."""
+
+
+def found_orders(
+    placement: Placement,
+    microbatches: int,
+    shape: Shapes,
+    costs: NodeCosts,
+    *,
+    peak_activations: float | None = None,
+    seconds: float = SEARCH_SECONDS,
+    counts_block: bool = False,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[Plan]:
+    """Return the plans that a search has compared, the fastest first, each with a program made for the costs.
+
+    The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
+    with the priorities of fixed schedules, then with random ones, then with changes of the best. It is never slower
+    than the fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions:
+    if one of them is faster, its plan is the first. The result depends on the arguments alone: it is the same on all
+    ranks.
+
+    >>> from overlap1f1b.plan import BlockShape
+    >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
+    >>> plan = found_orders(Placement.v(2), 4, (BlockShape(expert_calls=1),), costs, peak_activations=3, seconds=0.1)[0]
+    >>> plan.program.name, plan.program.peak_activations
+    ('auto', (6, 6))
+
+    Args:
+        placement: Rank of each stage, with one pipe: a loop or a V, with any number of chunks.
+        microbatches: Microbatches of the step.
+        shape: Blocks of every stage, or a sequence with the blocks of each stage.
+        costs: Costs of the nodes.
+        peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
+            unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks, at
+            least 3.
+        seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
+            ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
+            does not depend on the speed of the machine; its time does.
+        counts_block: Whether the host waits for counts, as on a GPU.
+        progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
+
+    Raises:
+        ValueError: The placement has two pipes, no order can keep the limit, or a size is out of range.
+    """
+    check_size("microbatches", microbatches)
+    limits = check_search(placement, peak_activations, seconds)
+    if not isinstance(costs, NodeCosts):
+        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
+    chains = Chains(placement, shape)
+    return _Search(microbatches, chains, costs, limits, seconds, counts_block, progress).run()
+
+
+class _Search:
+    """One search; it keeps the best try."""
+
+    def __init__(
+        self,
+        microbatches: int,
+        chains: Chains,
+        costs: NodeCosts,
+        limits: Sequence[int],
+        seconds: float,
+        counts_block: bool,
+        progress: Callable[[float], None],
+    ) -> None:
+        self.placement = placement = chains.placement
+        self.microbatches, self.chains, self.costs = microbatches, chains, costs
+        self.counts_block, self.progress = counts_block, progress
+        self.free = replace(costs, launch={})
+        self.steps = Steps(chains, self.free)
+        self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
+        self.most = [min(self.limits[rank], microbatches) for rank in placement.pipes[0]]  # live ones of every stage
+        nodes = microbatches * sum(
+            len(chains.of(Action(kind, stage, 0))) for stage in range(placement.stages) for kind in (Kind.F, Kind.I)
+        )
+        self.whole = min(int(seconds * NODES_PER_SECOND), MOST_STEPS * nodes)
+        self.budget = self.whole  # nodes that may still be scheduled
+        self.near = NEAR * pipeline_bound(placement, microbatches, chains.shapes, self.free)
+        self.tries = self.played = 0
+        self.programs = self._programs()
+        self.random = Random(SEED)
+        # The times are played again only where they differ from the scheduler's.
+        reduced = any(block.reduced or block.gathered for stage in chains.shapes for block in stage)
+        self.plays = bool(costs.launch) or costs.shared_links or reduced
+
+    def run(self) -> list[Plan]:
+        """Return the best plan of all tries, and of fixed schedules; the fastest first."""
+        time = itemgetter(0)
+        pool = [(float("inf"), self._drawn())]  # the best tries, the fastest first
+        for _, program in self.programs[:LIKE]:
+            insort(pool, self._play(self._like(program), pool[0][0] * SPREAD), key=time)
+        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES // 2, self.whole * (1 - SAMPLED)):
+            insort(pool, self._play(self._drawn(), pool[0][0] * SPREAD), key=time)
+        del pool[KEPT:]
+        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES, 0):
+            start = pool[min(self.random.randrange(len(pool)), self.random.randrange(len(pool)))]
+            changed = self._play(self._changed(start[1]), pool[-1][0])
+            if changed[0] <= pool[-1][0]:
+                if changed[0] <= start[0]:
+                    pool.remove(start)
+                insort_left(pool, changed, key=time)
+                del pool[KEPT:]
+        found = self._plan(pool[0][1])
+        return sorted((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
+
+    def _goes_on(self, least: int, left: float) -> bool:
+        self.tries += 1
+        return self.tries <= least or self.budget > left
+
+    def _play(self, priorities: Priorities, limit: float) -> _Try:
+        ranks, end = self._schedule(priorities, limit)
+        self.budget -= sum(map(len, ranks))
+        if self.plays and end < float("inf"):
+            end = self._end(_with_parameters(ranks, self.chains))
+        self.played += 1
+        least = LEAST_TRIES + len(self.programs[:LIKE])
+        self.progress(min(self.played / least, 1 - self.budget / max(1, self.whole), 1.0) / 2)
+        return end, priorities
+
+    def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
+        ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            ranks = [launched_early(nodes) for nodes in ranks]
+        return ranks, end
+
+    def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
+        spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)
+        return max(span.end for rank in spans for span in rank)
+
+    def _try(self, later: float, slope: float, **settings: Any) -> Priorities:
+        """Return a try whose forwards come ``later``, with ``slope`` between a microbatch's begin and its end."""
+        stages = self.placement.stages
+        usual: dict[str, Any] = {"caps": self.most, "deferred": 2, "patience": 0.4}
+        keys = {
+            (0, stage, microbatch, kind): slope * position / (2 * stages) + late + microbatch
+            for stage in range(stages)
+            for kind, position, late in ((Kind.F, stage, later), (Kind.I, 2 * stages - 1 - stage, 0.0))
+            for microbatch in range(self.microbatches)
+        }
+        return Priorities(keys, self.limits, **usual | settings)
+
+    def _drawn(self) -> Priorities:
+        """Return a random try; the first ones are microbatch first, backward first, and by distance from the start."""
+        draw = self.random
+        span = float(min(self.microbatches, 4 * self.placement.ranks))
+        if self.tries <= len(_FIRST):
+            later, slope = _FIRST[self.tries - 1]
+            return self._try(later * span, slope * span)
+        caps = [draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in self.most]
+        return self._try(
+            draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
+            draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
+            caps=caps if draw.random() < 0.5 else self.most,
+            **{name: draw.choice(values) for name, values in _SETTINGS.items()},
+        )
+
+    def _changed(self, tried: Priorities) -> Priorities:
+        """Return a try with one random change: of a setting, of the keys of whole stages, or of single keys."""
+        draw, stages = self.random, self.placement.stages
+        what = draw.random()
+        if what < 0.35:
+            return self._changed_setting(tried)
+        keys = dict(tried.keys)
+        if what < 0.7:
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                kind, stage = draw.choice((Kind.F, Kind.I)), draw.randrange(stages)
+                later = draw.gauss(0, draw.choice((0.5, 1.0, 2.0)))
+                for microbatch in range(self.microbatches):
+                    keys[0, stage, microbatch, kind] += later
+            return tried._replace(keys=keys)
+        around, width = draw.randrange(self.microbatches), draw.choice((0.5, 1.0, 2.0))
+        for _ in range(draw.choice((1, 3, 10, 30))):
+            microbatch = min(self.microbatches - 1, max(0, int(draw.gauss(around, 2))))
+            key = 0, draw.randrange(stages), microbatch, draw.choice((Kind.F, Kind.I))
+            keys[key] += draw.gauss(0, width)
+        return tried._replace(keys=keys)
+
+    def _changed_setting(self, tried: Priorities) -> Priorities:
+        draw = self.random
+        what = draw.choice(("later", "slope", *_SETTINGS, "caps", "caps", "caps"))
+        if what in _SETTINGS:
+            changed: dict[str, Any] = {what: draw.choice(_SETTINGS[what])}
+            return tried._replace(**changed)
+        if what != "caps":
+            amount = draw.gauss(0, 1 if what == "later" else self.microbatches / 8)
+            more = self._try(amount, 0.0) if what == "later" else self._try(0.0, amount)
+            return tried._replace(keys={key: at + more.keys[key] - key[2] for key, at in tried.keys.items()})
+        caps, stage = list(tried.caps), draw.randrange(self.placement.stages)
+        caps[stage] = max(1, min(self.most[stage], caps[stage] + draw.choice((-2, -1, 1, 2))))
+        return tried._replace(caps=caps)
+
+    def _plan(self, tried: Priorities) -> Plan:
+        plan = plan_of(self._schedule(tried)[0], self.chains, self.microbatches)
+        return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
+
+    def _fixed(self, best: float) -> Iterator[Plan]:
+        """Yield plans of the fixed schedules that may be faster than the best so far."""
+        for number, (least, program) in enumerate(self.programs):
+            if least >= best:
+                return
+            self.progress((1 + number / len(self.programs)) / 2)
+            plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
+            if all(plan.live(rank) <= limit for rank, limit in enumerate(self.limits)):
+                best = min(best, plan.predicted)
+                yield plan
+
+    def _programs(self) -> list[tuple[float, Program]]:
+        """Return the fixed schedules of the placement, with their bounds, smallest first."""
+        chunks, ranks = self.placement.stages // self.placement.ranks, self.placement.ranks
+        programs = []
+        for name in SCHEDULES:
+            for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
+                try:
+                    program = build_schedule(
+                        name, ranks=ranks, microbatches=self.microbatches, chunks=chunks, extra_warmup=extra
+                    )
+                except ValueError:  # impossible for these sizes
+                    continue
+                if program.placement == self.placement:
+                    programs.append((bound(program, self.chains.shapes, self.free, OVERLAP), program))
+        return sorted(programs, key=lambda entry: entry[0])
+
+    def _like(self, program: Program) -> Priorities:
+        """Return a try with the order in which a fixed schedule begins its actions."""
+        ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
+        self.budget -= sum(map(len, ranks))
+        spans = play_ranks(ranks, self.placement, self.free)
+        begins: dict[Key, float] = {}
+        for span in (span for rank in spans for span in rank if _begins(span.node)):
+            begins.setdefault(span.node.chain, span.start)
+        distance = max(begins.values()) / (self.microbatches + self.placement.ranks) or 1.0
+        return self._try(0.0, 0.0)._replace(keys={key: begin / distance for key, begin in begins.items()})
+
+
+def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:
+    """Return the plan of nodes that are scheduled freely, with the program of their actions in order of their begin."""
+    ranks = _with_parameters(ranks, chains)
+    begun = [list(filter(_begins, nodes)) for nodes in ranks]
+    rows = tuple(tuple(dict.fromkeys(map(_action, nodes))) for nodes in begun)
+    program = Program(AUTO, microbatches, rows, (0,) * len(rows), chains.placement)
+    overlap = max(most_open(nodes, _action) for nodes in begun)
+    plan = Plan(program, overlap, "found", chains.shapes, receiving_in_order(ranks, chains), float("inf"))
+    return replace(plan, program=replace(program, peak_activations=tuple(map(plan.live, range(len(ranks))))))
+
+
+def _with_parameters(ranks: Sequence[Sequence[Node]], chains: Chains) -> list[list[Node]]:
+    return [with_gathers(with_reductions(nodes, chains), chains) for nodes in ranks]
+
+
+def _begins(node: Node) -> bool:
+    return node.kind is not Kind.W and node.resource is Resource.COMPUTE
+
+
+def _action(node: Node) -> Action:
+    return Action(Kind.F if node.kind is Kind.F else Kind.B, node.stage, node.microbatch, node.pipe)

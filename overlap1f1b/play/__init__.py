@@ -1,0 +1,1 @@
+"""Room ``play``: what is made with a step, and is gone with it."""

@@ -1,0 +1,115 @@
+"""Start the exchanges of a block, and announce the receives of the next exchanges."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from overlap1f1b.cut.segment import Sent
+from overlap1f1b.plan import Node, Op
+from overlap1f1b.play.block import BlockRun
+from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.calls import cut
+from overlap1f1b.transport.exchange import Transfer
+from overlap1f1b.transport.lanes import Post
+
+Announcement = tuple[Node, Callable[[], Transfer[Tensor] | None]]
+"""An exchange that follows, and what posts its receive."""
+
+
+def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
+    """Return the sub-op whose lane carries the exchange of a node, and the function that starts it.
+
+    A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
+    """
+    run: BlockRun = microbatch.runs[node.block]
+    stage, op, kind = microbatch.stage, node.op, node.kind
+    if node.microbatch != microbatch.index or node.stage != stage.number:  # tags outlive a step's plan
+        node = node._replace(microbatch=microbatch.index, stage=stage.number)
+    if op is Op.COUNTS:
+        return op, _post_counts(run, node)
+    exchange = stage.exchange
+    sent = run.sent[node.place] if kind is Kind.F else run.sent.pop(node.place)
+    rows, sent.rows = sent.rows, None
+    if sent.library is not None:
+        return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
+    call = sent.call
+    splits, back, counts = call.splits, call.back != (kind is Kind.I), None
+    if op is Op.DISPATCH and kind is Kind.F and call.counted:
+        counts = microbatch.flights[kind].pop((Op.COUNTS, node.call, node.part))
+        if not (splits.counts_first or exchange.background):
+            sent.counts, counts = counts, None
+    announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
+    if exchange.background:
+        announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(run, node)
+    box = [rows]  # nothing keeps rows alive that have been sent
+    del rows
+
+    def start() -> Transfer[Tensor]:
+        if counts is not None:
+            splits.arrive(counts.wait(), counts.lane.failures)
+            counts.read = time.perf_counter()
+        expected = microbatch.expected.pop(node, None)
+        # When the sizes are known compute has been given other work, for which the rows need not wait.
+        ready = splits.ready if op is Op.DISPATCH and kind is Kind.F and splits.counts_first else None
+        sizes = splits.sizes(back=back)
+        transfer = exchange.rows(cut(box.pop(), sizes[0]), *sizes, node.tag, expected, ready)
+        if announce is not None:
+            microbatch.expected[announce[0]] = announce[1]()
+        return transfer
+
+    return op, start
+
+
+def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
+    microbatch, exchange = run.microbatch, run.stage.exchange
+    splits = run.sent[Op.DISPATCH, node.call, node.part].call.splits
+
+    def start() -> Transfer[Tensor]:
+        told = splits.told
+        assert told is not None
+        expected = microbatch.expected.pop(node, None)
+        sizes = exchange.counts(told, node.tag, expected, splits.counts_first)
+        splits.host, splits.ready = sizes.host, sizes.mark
+        return sizes
+
+    return start
+
+
+def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
+    stage, exchange, call = run.stage, run.stage.exchange, sent.call
+    following = stage.exchange_after.get((run.block, node.place))
+    if following is None:  # the last exchange of the forward is the first of the backward
+        like = sent.layout.like
+        return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
+    block, (op, number, part) = following
+    node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.told
+    if call.answer is not None:  # rows went to the experts and come back next
+        return _back(run, sent, call.answer, node)
+    if not stage.alike or not call.back or counts is None or not stage.shape[block].expert_calls:
+        return None
+    node = node._replace(op=Op.COUNTS)
+    return node, lambda: exchange.expect_counts(counts, node.tag)
+
+
+def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
+    before = run.stage.exchange_before.get((run.block, node.place))
+    if before is None or (before[0] != run.block and not run.stage.alike):
+        return None
+    block, (op, call, part) = before
+    other: BlockRun = run.microbatch.runs[block]
+    sent = other.sent[op, call, part]
+    if sent.library is not None:
+        return None
+    return _back(run, sent, sent.layout.like, node._replace(op=op, block=block, call=call, part=part))
+
+
+def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:
+    """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
+    exchange, call = run.stage.exchange, sent.call
+    return node, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], node.tag)

@@ -1,0 +1,102 @@
+"""The result of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from overlap1f1b.plan import Span
+from overlap1f1b.play.feed import Microbatches
+from overlap1f1b.play.microbatch import Microbatch, OptionalTensors, one
+from overlap1f1b.play.player import Player
+from overlap1f1b.simulation import Timeline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Losses, outputs and times of a step on this rank.
+
+    Args:
+        losses: Loss of each microbatch that ended on this rank, in their order.
+        shares: Share of each microbatch in the mean over all ranks.
+        outputs: Arguments of each loss that the last block returned, if ``return_outputs`` was set.
+        measured: Returns the measured spans of the nodes.
+        peak_activations: Most microbatches of a stage that were alive at once.
+        peak_held: The same, counting microbatches that wait for weight gradients alone.
+        peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None if nobody has counted: on a
+            GPU steps that measure or try are counted, elsewhere the one that counts what nodes hold.
+    """
+
+    losses: tuple[Tensor, ...]
+    shares: tuple[float, ...]
+    outputs: tuple[Tensor | OptionalTensors | None, ...]
+    measured: Callable[[], tuple[Span, ...]]
+    peak_activations: int
+    peak_held: int
+    peak_bytes: int | None = None
+
+    @cached_property
+    def overlap(self) -> Timeline:
+        """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+
+        On a GPU it has the device's times, and the first access waits for the device.
+        """
+        return Timeline(self.measured())
+
+    @property
+    def loss(self) -> Tensor:
+        """Mean by shares over the microbatches that ended on this rank.
+
+        Raises:
+            ValueError: None ended here: the rank does not hold the last stage. See :meth:`Engine.mean_loss`.
+        """
+        if not self.losses:
+            raise ValueError("no microbatch ends on this rank; allowed: result.loss where the last stage is held")
+        losses = torch.stack([loss.reshape(()) for loss in self.losses])
+        if len(set(self.shares)) == 1:
+            return losses.mean()
+        shares = losses.new_tensor(self.shares)
+        return (losses * shares).sum() / shares.sum()
+
+    def metrics(self, tokens: int | None = None) -> dict[str, float]:
+        """Return this rank's figures of the step by name, as loggers of runs take them; waits for the device.
+
+        >>> wandb.log(result.metrics(tokens=inputs.numel()), step=step)
+
+        ``loss`` where the last stage is held; ``step_ms`` from the first node's start to the last one's end, and with
+        the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
+        what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``; ``peak_bytes`` if they were counted.
+        """
+        overlap = self.overlap
+        found = {"loss": float(self.loss.detach())} if self.losses else {}
+        found["step_ms"] = 1e3 * overlap.makespan
+        if tokens is not None and overlap.makespan:
+            found["tokens_per_s"] = tokens / overlap.makespan
+        if overlap.exchange:
+            found |= {"hidden_fraction": overlap.hidden_fraction, "exposed_ms": 1e3 * overlap.exposed}
+            found |= {f"exposed_ms/{name}": 1e3 * of.exposed for name, of in overlap.by_exchange().items()}
+        return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
+
+
+class PlayedStep(NamedTuple):
+    """A step that was played: its result, and its microbatches with their outputs and input gradients."""
+
+    result: StepResult
+    microbatches: Microbatches
+
+
+def result_of(ended: Sequence[Microbatch], shares: Sequence[float], player: Player) -> StepResult:
+    """Return the result of a step that was played, with the microbatches that ended on this rank."""
+    losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
+    assert len(losses) == len(ended)
+    # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
+    losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
+    kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
+    peaks = player.peak_activations, player.peak_held, player.peak_bytes
+    return StepResult(losses, tuple(shares), kept, player.measured(), *peaks)

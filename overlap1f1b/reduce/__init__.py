@@ -1,0 +1,1 @@
+"""Room ``reduce``: sums of gradients over ranks, which live as long as their engine."""

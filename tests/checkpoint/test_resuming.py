@@ -1,0 +1,440 @@
+"""Checkpoints of an engine: the optimizer goes on as it was, over any layout; a failure is told to all ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from overlap1f1b.checkpoint import folder as checkpoint_folder
+from overlap1f1b.checkpoint import load, load_checkpoint, save, save_checkpoint
+from overlap1f1b.checkpoint.contents import Held
+from overlap1f1b.checkpoint.optimizer import Table
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport import failures
+from tests import models
+from tests.checkpoint.test_state import Run as WholeRun
+from tests.checkpoint.test_state import placed
+from tests.engines import COSTS, make
+from tests.ranks import Ranks, over
+
+ROWS = 8
+LAYOUTS: dict[int, list[dict[str, int]]] = {
+    2: [{"pp": 2}, {"ep": 2}],
+    4: [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}, {"pp": 2, "dp": 2}],
+}
+"""Over which a checkpoint of an optimizer goes on, one after another, by the number of ranks."""
+
+
+class StepOnly(torch.optim.Optimizer):
+    """Steps that shrink; its state is a whole number and no tensor."""
+
+    def __init__(self, params: Any, lr: float, floor: float) -> None:
+        super().__init__(params, {"lr": lr, "floor": floor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    done = self.state[parameter].get("step", 0)
+                    parameter.sub_(max(group["lr"] / (1 + done), group["floor"]) * parameter.grad)
+                    self.state[parameter]["step"] = done + 1
+
+
+class Rows(torch.optim.Optimizer):
+    """Adagrad with one sum for each row of a matrix, made at its first step."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    square = parameter.grad.square().flatten(1 if parameter.ndim > 1 else 0)
+                    state["sum"] = state.get("sum", 0.1) + square.sum(-1)
+                    scale = state["sum"].sqrt().view(*state["sum"].shape, *[1] * (parameter.ndim - state["sum"].ndim))
+                    parameter.sub_(group["lr"] * parameter.grad / scale)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.9), amsgrad=True, weight_decay=0.0),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.3),
+    "Adafactor": lambda groups: torch.optim.Adafactor(groups, weight_decay=0.0),
+    "plain SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "step": lambda groups: StepOnly(groups, lr=0.1, floor=1e-3),
+    "rows": lambda groups: Rows(groups, lr=0.1),
+}
+
+
+class Spare(models.Block):
+    """With a parameter that never has a gradient."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.spare = nn.Parameter(torch.ones(3, 2))
+
+
+def build(group: Any = None) -> nn.Sequential:
+    """The second of two ranks has experts that no token meets."""
+    return models.build(group, layers=2, choose=(models.first_experts,), block=Spare)
+
+
+class Run(WholeRun):
+    """Training on the same rows in every step, whatever the layout, with a learning rate for each kind of parameter."""
+
+    state = None
+
+    def __init__(
+        self, layout: dict[str, int], optimizer: str = "AdamW", *, lr: float = 0.02, limit: float = 20.0
+    ) -> None:
+        self.shards = layout.get("dp", 1) * layout.get("ep", 1)
+        mesh, group, self.shard = placed(layout)
+        model = build(group)
+        program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
+        self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=limit)
+        self.optimizer = OPTIMIZERS[optimizer](self.groups(lr))
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        every = list(self.engine.parameters())
+        return [
+            {"params": [p for p in every if p.ndim > 1], "lr": lr},
+            {"params": [p for p in every if p.ndim == 1], "lr": lr / 4, "name": "vectors"},
+            {"params": [], "lr": lr / 8},
+        ]
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            tokens, target = (rows.chunk(self.shards)[self.shard] for rows in models.batch(ROWS // 2))
+            losses.append(self.engine.mean_loss(self.engine.step(tokens, target=target)))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return losses
+
+    @property
+    def rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+# The optimizer goes on as it was.
+
+
+def _over_layouts(
+    rank: int, size: int, name: str, start: Path, folder: Path
+) -> tuple[dict[str, list[float]], list[list[float]]]:
+    """Losses behind a checkpoint of one process that goes over layouts, and behind one of each layout, here and there.
+
+    Those of the first layout come first, then those of the second.
+    """
+    losses: dict[str, list[float]] = {}
+    further: list[list[float]] = []
+    source = start
+    for number, layout in enumerate(LAYOUTS[size]):
+        run = Run(layout, name, lr=3.0)
+        if number:
+            assert run.load(folder / f"trained{number - 1}") == 4
+            further.append(run.train(2))
+        assert run.load(source) == 3
+        assert run.rates == [0.02, 0.005, 0.0025]
+        run.save(source := folder / f"over{number}")
+        losses[str(layout)] = run.train(2)
+        if number + 1 < len(LAYOUTS[size]):
+            run.save(folder / f"trained{number}", 4)
+            further.append(run.train(2))
+    return losses, further
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *((4, name) for name in OPTIMIZERS)])
+def test_an_optimizer_goes_on_over_other_layouts(kept: dict[int, Ranks], tmp_path: Path, size: int, name: str) -> None:
+    """One parameter is never updated, in one process and on several ranks."""
+    first = Run({}, name)
+    start = first.train(2)
+    first.save(tmp_path / "start")
+    unbroken = first.train(2)
+    assert unbroken[-1] < start[0]
+    again = Run({}, name, lr=3.0)
+    again.load(tmp_path / "start")
+    assert again.train(2) == unbroken
+    for losses, further in kept[size].run(_over_layouts, name, tmp_path / "start", tmp_path):
+        assert losses == dict.fromkeys(losses, pytest.approx(unbroken, rel=2e-5))
+        assert len(losses) == len(further) // 2 + 1 == len(LAYOUTS[size])
+        for here, there in zip(further[::2], further[1::2], strict=True):
+            assert there == pytest.approx(here, rel=2e-5)
+    again = Run({}, name, lr=3.0)
+    again.load(tmp_path / f"over{len(LAYOUTS[size]) - 1}")
+    assert again.train(2) == unbroken
+    again.load(tmp_path / "trained0")
+    assert again.train(2) == pytest.approx(further[0], rel=2e-5)
+
+
+def _few(rank: int, size: int, name: str, folder: Path) -> tuple[bool, list[float]]:
+    """Of the parameters on the second of two stages that are optimized none is ever updated."""
+    run = Run({"pp": size}, name)
+    few = [p for p in run.engine.parameters() if p.shape == (3, 2) or rank == 0]
+    run.optimizer = OPTIMIZERS[name]([{"params": few, "lr": 0.02}])
+    run.train(2)
+    run.save(folder)
+    return any(run.optimizer.state.values()), run.train(2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stage_that_was_never_updated(ranks2: Ranks, tmp_path: Path, name: str) -> None:
+    (_, unbroken), (updated, _) = ranks2.run(_few, name, tmp_path)
+    assert updated == (name == "Adagrad")
+    one, stage = Run({}, name), 3
+    few = [p for n, b in enumerate(one.engine.model) for p in b.parameters() if n < stage or p.shape == (3, 2)]
+    one.optimizer = OPTIMIZERS[name]([{"params": few, "lr": 3.0}])
+    one.load(tmp_path)
+    assert one.train(2) == pytest.approx(unbroken, rel=2e-5)
+
+
+def _updated_on_one_rank(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Slices with two, one and no updates: the most count, and rows without a state are zeros."""
+    run = Run({"ep": size})
+    experts = next(p for p in run.engine.parameters() if p.ndim == 3)
+    for step in range(2):
+        if rank >= 2 - step and rank < 3:
+            experts.grad = torch.full_like(experts, 1.0 + rank)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.save(folder)
+    return dict(run.optimizer.state.get(experts, {}))
+
+
+def test_the_slice_with_most_updates_counts(ranks4: Ranks, tmp_path: Path) -> None:
+    states = ranks4.run(_updated_on_one_rank, tmp_path)
+    assert [float(state.get("step", 0)) for state in states] == [0, 1, 2, 0]
+    one = Run({})
+    one.load(tmp_path)
+    state = one.optimizer.state[next(p for p in one.engine.parameters() if p.ndim == 3)]
+    assert float(state["step"]) == 2
+    for part, there in zip(state["exp_avg"].chunk(4), states, strict=True):
+        assert torch.equal(part, there.get("exp_avg", torch.zeros_like(part)))
+
+
+# The numbers of the groups.
+
+
+def _schedule(run: Run, last: int = -1) -> LambdaLR:
+    return LambdaLR(run.optimizer, lambda step: 1 / (1 + step), last_epoch=last)
+
+
+def test_a_schedule_of_the_learning_rate_goes_on(tmp_path: Path) -> None:
+    first = Run({})
+    schedule = _schedule(first)
+    for _ in range(3):
+        first.train(1)
+        schedule.step()
+    first.save(tmp_path, 3)
+    again = Run({}, lr=3.0)
+    again.load(tmp_path)
+    resumed = _schedule(again, last=2)
+    for _ in range(3):
+        assert again.rates == pytest.approx(first.rates, rel=1e-12)
+        schedule.step()
+        resumed.step()
+    assert resumed.base_lrs == schedule.base_lrs == [0.02, 0.005, 0.0025]
+
+
+class ByBlock(Run):
+    """A learning rate for each block: a rank has as many groups as it has blocks."""
+
+    def groups(self, lr: float) -> list[dict[str, Any]]:
+        held = {block for stage in self.engine.stages.values() for block in stage.blocks}
+        blocks = enumerate(self.engine.model)
+        return [{"params": list(b.parameters()), "lr": lr * 2**-n} for n, b in blocks if b in held]
+
+
+def _by_block(rank: int, size: int, start: Path, folder: Path) -> list[float]:
+    run = ByBlock({"pp": size}, lr=3.0)
+    run.load(start)
+    run.save(folder)
+    return run.rates
+
+
+def test_groups_that_are_others_on_every_stage(ranks2: Ranks, tmp_path: Path) -> None:
+    one = ByBlock({}, lr=0.5)
+    one.train(1)
+    one.save(tmp_path / "one")
+    rates = ranks2.run(_by_block, tmp_path / "one", tmp_path / "two")
+    assert [len(one) for one in rates] == [3, 2]
+    assert [*rates[0], *rates[1]] == one.rates == [0.5 * 2**-n for n in range(5)]
+    again = ByBlock({}, lr=3.0)
+    again.load(tmp_path / "two")
+    assert again.rates == one.rates
+
+
+@over(2)
+def test_other_groups_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    run = Run({"pp": size}, lr=3.0)
+    run.save(tmp_path, 7)
+    before = [p.detach().clone() for p in run.engine.parameters()]
+    for count, why in (
+        (2, "the optimizer has 2 parameter groups, the checkpoint has 3; allowed: the same groups as it was saved"),
+        (3, r"group 0 of the optimizer has [^\n]* for which the checkpoint has lr=3\.0 and lr"),
+    ):
+        groups = [{"params": list(run.engine.parameters())}] + [{"params": []}] * (count - 1)
+        run.optimizer = torch.optim.AdamW(groups)
+        path = re.escape(f"checkpoint {tmp_path}/step-00000007")
+        with pytest.raises(ValueError, match=rf"^rank pp 0: {path}: {why}[^\n]*$"):
+            run.load(tmp_path)
+        assert all(torch.equal(*pair) for pair in zip(before, run.engine.parameters(), strict=True))
+
+
+def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
+    run = Run({})
+    run.optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
+    with pytest.raises(
+        ValueError, match=r"the optimizer has a parameter of shape \[2, 9\] that this rank's model does not have"
+    ):
+        run.save(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+# What fails on one rank.
+
+
+@over(4)
+def test_a_mesh_of_some_ranks_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))["pp"]
+    for layout, ranks in ((mesh, 2), (None, 1)):
+        engine = make(build(), build_schedule("1f1b", ranks=ranks, microbatches=2), mesh=layout, timeout=20.0)
+        optimizer = torch.optim.AdamW(engine.parameters())
+        text = rf"^([^\n]*: )?the engine's mesh has {ranks} of 4 ranks; allowed: a mesh of all ranks$"
+        with pytest.raises(ValueError, match=text):
+            save_checkpoint(engine, tmp_path / "new", 1, optimizer)
+        with pytest.raises(ValueError, match=text):
+            load_checkpoint(engine, tmp_path / "new", optimizer)
+    assert not (tmp_path / "new").exists()
+
+
+SAVING: dict[str, tuple[Any, str]] = {
+    "model": (nn.Module, "state_dict"),
+    "groups": (Held, "listed"),
+    "folder": (save, "begin"),
+    "plan": (DefaultSavePlanner, "create_local_plan"),
+    "merge": (DefaultSavePlanner, "create_global_plan"),
+    "write": (FileSystemWriter, "write_data"),
+    "fingerprint": (save, "fingerprints"),
+    "index": (FileSystemWriter, "finish"),
+    "publish": (save, "publish"),
+}
+LOADING: dict[str, tuple[Any, str]] = {
+    "latest": (checkpoint_folder, "_checkpoints"),
+    "config": (load, "read_contents"),
+    "files": (load, "check_files"),
+    "model": (nn.Module, "state_dict"),
+    "groups": (Table, "chosen"),
+    "index": (FileSystemReader, "read_metadata"),
+    "read": (FileSystemReader, "read_data"),
+    "optimizer": (torch.optim.Optimizer, "load_state_dict"),
+}
+FIRST_ALONE = {"folder", "merge", "publish", "latest", "config"}
+ERRORS: list[type[BaseException]] = [KeyError, OSError, ValueError, MemoryError]
+
+
+def _failing(rank: int, size: int, folder: Path, victim: int, every: bool) -> dict[str, tuple[str, str]]:
+    """For each phase and error, or one of the errors in turn, the type and the text of the failure on this rank."""
+    found = {}
+    run = Run({"pp": 2, "ep": size // 2})
+    run.train(1)
+    run.save(folder, 1)
+    for name, phases, call in (
+        ("save", SAVING, lambda: run.save(folder, 2)),
+        ("load", LOADING, lambda: run.load(folder)),
+    ):
+        for number, (phase, (owner, attribute)) in enumerate(phases.items()):
+            if victim and (phase in FIRST_ALONE or (name, phase) == ("save", "index")):
+                continue
+            for error in ERRORS if every else [ERRORS[(number + victim // 2) % len(ERRORS)]]:
+
+                def fail(*_: Any, error: type[BaseException] = error, **__: Any) -> Any:
+                    raise error("injected")
+
+                with patch.object(owner, attribute, fail if rank == victim else getattr(owner, attribute)):
+                    try:
+                        call()
+                    except Exception as caught:
+                        found[f"{name} {phase} {error.__name__}"] = type(caught).__name__, str(caught)
+    assert run.load(folder) == 1
+    run.save(folder, 3)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "victim", "every"), [(2, 0, False), (2, 1, False), (4, 0, True), (4, 1, False), (4, 3, False)]
+)
+def test_what_fails_on_one_rank_is_raised_on_all(
+    kept: dict[int, Ranks], tmp_path: Path, size: int, victim: int, every: bool
+) -> None:
+    (first, *others) = kept[size].run(_failing, tmp_path, victim, every)
+    assert all(other == first for other in others)
+    assert len(first) == (11 if victim else 17 * (len(ERRORS) if every else 1))
+    for case, (kind, text) in first.items():
+        name, phase, error = case.split()
+        assert "\n" not in text
+        if phase == "index" and name == "load":
+            assert re.search(r"is damaged: torch \S+ cannot read its index", text)
+            assert kind == "ValueError"
+        elif (name, phase) == ("load", "read"):
+            assert kind == "ValueError"
+            assert f"is damaged: {error}: " in text
+        else:
+            assert "injected" in text
+            wanted = {"OSError": "OSError", "ValueError": "ValueError"}.get(error, "RuntimeError")
+            assert kind == ("OSError" if phase in ("write", "fingerprint") and error != "ValueError" else wanted)
+        if error != "ValueError" or phase not in FIRST_ALONE | {"index"}:
+            assert (f"rank pp {victim}: " if size == 2 else f"rank pp {victim // 2}, ep {victim % 2}: ") in text
+
+
+def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:
+    """Rank 1 is stopped in a phase; rank 0 gives up and lets it continue."""
+    pids: list[Any] = [None] * size
+    dist.all_gather_object(pids, os.getpid())
+    run = Run({"pp": 2}, limit=2.0)
+    run.train(1)
+    owner, attribute = SAVING[phase]
+    whole = getattr(owner, attribute)
+
+    def stop(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return whole(*args, **options)
+
+    with patch.object(owner, attribute, stop if rank == 1 else whole):
+        try:
+            with patch.object(failures, "ROLL_CALL_S", 0.5):
+                run.save(folder)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            if rank == 0:
+                os.kill(pids[1], signal.SIGCONT)
+    return "saved"
+
+
+@pytest.mark.parametrize("phase", ["write", "groups", "plan"])
+def test_a_rank_that_is_stopped(ranks2: Ranks, tmp_path: Path, phase: str) -> None:
+    """The limit is the engine's, not that of the default group, which is the test's."""
+    waited, was_stopped = ranks2.run(_stopped, tmp_path, phase)
+    silent = "no word, within 0.5 s, from rank pp 1: killed, stopped, ended or busy, or not there yet"
+    why = f"checkpoint {tmp_path}/step-00000003 cannot be written: the ranks along 'pp' did not meet"
+    assert waited.startswith(f"{silent}; here: {why}"), waited
+    assert was_stopped.startswith(why), was_stopped

@@ -1,0 +1,215 @@
+"""Orders of actions that are found for the costs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
+from overlap1f1b.plan.priorities import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.search import LEAST_TRIES, plan_of
+from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
+from tests.plan.cases import costs_of, shapes, some_first
+from tests.plan.rules import broken_rules
+from tests.plan.tries import few_tries
+
+QUICK = 1e-3
+"""Seconds of a search that makes the least number of tries."""
+
+
+def synthesize(*given: Any, tries: int = 6, **options: Any) -> Plan:
+    """Return the fastest plan of few tries, most often one that is found: fixed schedules open one action."""
+    with patch.multiple("overlap1f1b.plan.search", LEAST_TRIES=tries, OVERLAP=1), few_tries():
+        return found_orders(*given, **{"seconds": QUICK} | options)[0]
+
+
+def even(ratio: float = 1.0, **further: float) -> NodeCosts:
+    """Experts : attention 4 : 3, exchange ``ratio`` times as long as compute."""
+    return NodeCosts.uniform(attention=3, experts=4, dispatch=5.25 * ratio, **further)
+
+
+def layers(placement: Placement, parts: int, a_rank: int = 4) -> tuple[BlockShape, ...]:
+    return (BlockShape(expert_calls=1, parts=parts),) * (a_rank * placement.ranks // placement.stages)
+
+
+def over_bound(plan: Plan, a_rank: int = 4) -> float:
+    """The makespan over the larger of compute and exchange, which are equal here."""
+    return plan.predicted / (21 * a_rank * plan.program.microbatches)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    return draw(st.sampled_from([Placement.loop, Placement.v]))(draw(st.integers(1, 3)), draw(st.integers(1, 2)))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=8)
+def test_what_is_found_keeps_every_rule(data: st.DataObject) -> None:
+    """Rules of programs and plans, the limit of activations, and the bound."""
+    placement, microbatches = data.draw(placements()), data.draw(st.integers(1, 3))
+    shape = data.draw(shapes())[:2]
+    costs, parts = data.draw(costs_of(shape)), data.draw(st.integers(1, 3))
+    shape = tuple(block._replace(parts=1 if block.exchanges else parts) for block in shape)
+    limit, waits = data.draw(st.sampled_from([1.0, 1.5, 2.25, 4.0])), data.draw(st.booleans())
+    plan = synthesize(placement, microbatches, shape, costs, peak_activations=limit, counts_block=waits)
+    plan.program.check()
+    assert not list(broken_rules(plan))
+    ranks = range(placement.ranks)
+    assert max(plan.live(rank) for rank in ranks) * placement.share <= limit
+    assert max(plan.program.peak_activations) * placement.share <= limit or plan.order != "found"
+    spans = play_ranks(plan.ranks, placement, costs, counts_block=waits)
+    assert plan.predicted == max(span.end for rank in spans for span in rank)
+    least = pipeline_bound(placement, microbatches, shape, costs)
+    assert least <= plan.predicted * (1 + 1e-9)
+
+
+def test_exchanges_of_a_block_s_own_beside_parts() -> None:
+    """Two dispatches and one combine: of these a segment needs the last, not the one of its own number."""
+    own = BlockShape(expert_calls=0, exchanges=(Op.DISPATCH, Op.DISPATCH, Op.COMBINE))
+    costs = NodeCosts.uniform(attention=0, experts=0, dispatch=0, combine=5, counts=5)
+    plan = synthesize(Placement.loop(1, 2), 2, (own, BlockShape(1, parts=3)), costs, peak_activations=4)
+    assert not list(broken_rules(plan))
+
+
+@pytest.mark.parametrize(
+    ("placement", "microbatches", "peak", "most"),
+    [
+        (Placement.v(2, 4), 8, 4, 1.12),
+        pytest.param(Placement.v(4, 4), 16, 7.5, 1.14, marks=pytest.mark.wide),
+        pytest.param(Placement.loop(4, 4), 16, 6, 1.25, marks=pytest.mark.wide),
+    ],
+    ids=["2 ranks", "4 ranks", "4 ranks, less memory"],
+)
+def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: float, most: float) -> None:
+    """Found with the least number of tries of a user's search, so the same on every machine."""
+    costs = even().in_parts(2)
+    plan = synthesize(placement, microbatches, layers(placement, 2), costs, peak_activations=peak, tries=LEAST_TRIES)
+    assert not list(broken_rules(plan))
+    assert over_bound(plan) <= most
+    assert max(map(plan.live, range(placement.ranks))) * placement.share <= peak
+
+
+def fixed(placement: Placement, microbatches: int) -> list[Program]:
+    """Every fixed schedule of a placement."""
+    programs = []
+    for name in SCHEDULES:
+        for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
+            options: dict[str, Any] = {"ranks": placement.ranks, "microbatches": microbatches, "extra_warmup": extra}
+            with suppress(ValueError):
+                programs.append(build_schedule(name, chunks=placement.stages // placement.ranks, **options))
+    return [program for program in programs if program.placement == placement]
+
+
+@pytest.mark.parametrize("seed", some_first(range(12), 0, 1))
+def test_random_costs(seed: int) -> None:
+    """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
+    draw = Random(seed)
+    placement = draw.choice((Placement.loop, Placement.v))(draw.randint(1, 2), draw.randint(1, 2))
+    microbatches, waits, limit = draw.randint(1, 4), draw.random() < 0.5, draw.choice((1.0, 2.0, 4.0))
+    times = {name: draw.uniform(0.5, 4) for name in ("attention", "experts", "dispatch", "combine", "counts", "send")}
+    costs = NodeCosts.uniform(**times, shared_links=draw.random() < 0.5, launch=draw.choice((0.0, 0.3))).in_parts(2)
+    if draw.random() < 0.5:  # the last stage is slower
+        slow = {(Op.ATTENTION, kind, placement.stages - 1, 0, 0, 0): 6.0 for kind in (Kind.F, Kind.I, Kind.W)}
+        costs = replace(costs, by_node=slow)
+    shape = (BlockShape(expert_calls=1, parts=2, reduced=draw.random() < 0.5),)
+    options: dict[str, Any] = {"counts_block": waits}
+    plans = found_orders(placement, microbatches, shape, costs, peak_activations=limit, seconds=QUICK, **options)
+    ends = [plan.predicted for plan in plans]
+    assert ends == sorted(ends)
+    for program in fixed(placement, microbatches):
+        plan = compile(program, shape, costs, 3, **options)
+        if max(map(plan.live, range(placement.ranks))) * placement.share <= limit:
+            assert ends[0] <= plan.predicted * (1 + 1e-9), program.name
+
+
+def test_every_rank_finds_the_same() -> None:
+    placement = Placement.v(2, 4)
+    found = [synthesize(placement, 3, layers(placement, 2), even().in_parts(2)) for _ in range(2)]
+    assert found[0] == found[1]
+
+
+def test_random_priorities_keep_every_rule() -> None:
+    """With more microbatches than fit, exchanges that wait for their launch, and caps, in any order of keys."""
+    placement, microbatches = Placement.v(2, 2), 8
+    shape = layers(placement, 2)
+    chains = Chains(placement, shape)
+    steps, draw = Steps(chains, even(2.0).in_parts(2)), Random(1)
+    for _ in range(8):
+        keys = {
+            (0, stage, microbatch, kind): draw.gauss(0, 3) + microbatch * draw.choice((-1, 0, 1))
+            for stage in range(4)
+            for microbatch in range(microbatches)
+            for kind in (Kind.F, Kind.I)
+        }
+        caps = [draw.randint(1, 8) for _ in range(4)]
+        limits = [draw.randint(2, 12) for _ in range(2)]
+        priorities = Priorities(keys, limits, caps, draw.randint(0, 2), draw.choice((0.0, 1.0)), draw.random())
+        ranks, end = schedule_freely(microbatches, steps, priorities)
+        plan = plan_of(ranks, chains, microbatches)
+        assert not list(broken_rules(plan))
+        plan.program.check()
+        assert all(plan.live(rank) <= limits[rank] for rank in range(2))
+        spans = play_ranks(ranks, placement, even(2.0).in_parts(2))
+        assert end == max(span.end for rank in spans for span in rank)
+
+
+def test_a_larger_search_is_not_worse_here() -> None:
+    placement, costs = Placement.v(2, 4), even().in_parts(2)
+    small, large = (
+        synthesize(placement, 5, layers(placement, 2), costs, peak_activations=4, seconds=seconds).predicted
+        for seconds in (QUICK, 0.1)
+    )
+    assert large < small
+
+
+@pytest.mark.parametrize("send", some_first((5, 12), 5))
+def test_transfers_that_share_links_are_planned_for(send: float) -> None:
+    """The order for shared links is not slower there than the order for links of their own."""
+    placement = Placement.v(2)
+    shape, shared = layers(placement, 2, 2), even(send=send, shared_links=True).in_parts(2)
+    plans = [
+        synthesize(placement, 6, shape, costs, peak_activations=3, tries=LEAST_TRIES)
+        for costs in (shared, even(send=send).in_parts(2))
+    ]
+    ends = [max(span.end for rank in play_ranks(p.ranks, placement, shared) for span in rank) for p in plans]
+    assert ends[0] <= ends[1]
+    assert plans[0].predicted == ends[0]
+
+
+def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
+    placement = Placement.v(2, 4)
+    plan = synthesize(placement, 4, layers(placement, 1), even(), peak_activations=2)
+    plan.program.to_csv(tmp_path / "auto.csv")
+    assert Program.from_csv(tmp_path / "auto.csv") == plan.program
+    assert plan.program.draw().startswith("rank 0: 0F0 ")
+    again = compile(plan.program, plan.shapes, even(), 3)
+    assert not list(broken_rules(again))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more"),
+        ({"peak_activations": "x"}, "peak_activations='x'; allowed: 1 or more"),
+        ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
+        ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
+        ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
+        ({"placement": "loop"}, "placement='loop'; allowed: Placement"),
+        ({"placement": Placement.bidirectional(2)}, "a placement with 2 pipes; allowed: one pipe, a loop or a V"),
+    ],
+)
+def test_bad_values(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"placement": Placement.v(2), "microbatches": 2, "shape": (BlockShape(1),)}
+    given |= {"costs": even(), **changed}
+    with pytest.raises(ValueError, match="allowed") as caught:
+        synthesize(**given)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,50 @@
+"""The result of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap1f1b.plan import Node, Op, Span
+from overlap1f1b.play.result import StepResult
+from overlap1f1b.schedule import Kind
+
+
+def result(*losses: float, shares: tuple[float, ...]) -> StepResult:
+    return StepResult(tuple(map(torch.tensor, losses)), shares, (), tuple, 0, 0)
+
+
+def test_the_loss_is_the_mean_by_shares() -> None:
+    assert result(1.0, 3.0, shares=(0.5, 0.5)).loss.item() == 2
+    uneven = result(1.0, 3.0, shares=(0.25, 0.75))
+    assert uneven.loss.item() == 2.5
+    with pytest.raises(ValueError, match="no microbatch ends on this rank"):
+        _ = result(shares=()).loss
+
+
+def test_the_overlap_is_evaluated_once_and_when_it_is_looked_at() -> None:
+    asked = []
+
+    def measured() -> tuple[Span, ...]:
+        asked.append(True)
+        return (Span(Node(Op.COMBINE, Kind.F, 0, 0), 0.0, 2.0), Span(Node(Op.EXPERTS, Kind.F, 1, 0), 1.0, 2.0))
+
+    found = StepResult((), (), (), measured, 0, 0)
+    assert not asked
+    assert found.overlap.hidden_fraction == 0.5
+    assert found.overlap.exposed == 1
+    assert len(asked) == 1
+
+
+def test_metrics_are_numbers_by_name() -> None:
+    spans = (
+        Span(Node(Op.EXPERTS, Kind.F, 1, 0), 0.0, 2.0),
+        Span(Node(Op.COMBINE, Kind.F, 0, 0), 1.0, 4.0),
+        Span(Node(Op.DISPATCH, Kind.I, 0, 0), 3.0, 5.0),
+    )
+    whole = StepResult((torch.tensor(2.5, requires_grad=True),), (1.0,), (), lambda: spans, 1, 0, peak_bytes=7)
+    assert whole.metrics(tokens=20) == {
+        "loss": 2.5, "step_ms": 5000, "tokens_per_s": 4, "hidden_fraction": 0.25, "exposed_ms": 3000,
+        "exposed_ms/combine.f": 2000, "exposed_ms/dispatch.b": 2000, "peak_bytes": 7,
+    }  # fmt: skip
+    assert StepResult((), (), (), lambda: spans[:1], 1, 0).metrics(tokens=20) == {"step_ms": 2000, "tokens_per_s": 10}
