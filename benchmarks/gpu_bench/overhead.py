@@ -13,12 +13,7 @@ from gpu_bench.steps import Steps, deterministic, gradients
 from overlap1f1b.plan import Overlap
 from overlap1f1b.transport.exchange import LocalExchange
 
-ROWS: tuple[tuple[str, int, Overlap, bool], ...] = (
-    ("sequential", 0, 3, False),
-    ("combined_1f1b", 1, 3, False),
-    ("combined_1f1b", 1, 3, True),
-)
-"""The last says whether blocks are replayed as device graphs."""
+ROWS: tuple[tuple[str, int, Overlap], ...] = (("sequential", 0, 3), ("combined_1f1b", 1, 3))
 
 
 def run(context: Context) -> dict[str, Any]:
@@ -29,23 +24,18 @@ def run(context: Context) -> dict[str, Any]:
         work.model.zero_grad()
         return context.seconds(work.plain_step)[0]
 
-    engines = [Steps(context, work, (name, w, k), LocalExchange(), graphs=graphs) for name, w, k, graphs in ROWS]
+    engines = [Steps(context, work, row, LocalExchange()) for row in ROWS]
     problems = []
-    for engine, (*_, graphs) in zip(engines, ROWS, strict=True):
+    for engine in engines:
         while engine.engine.costs is None:
             engine.step()
-        engine.name += " · graphs" if graphs else ""
         engine.step()  # this one compiles the plan
         with deterministic():
             engine.step()
         engine.grads = gradients(work.model.parameters())
-        engine.step()  # captures anew: other kernels
+        engine.step()
         if not all(torch.equal(a, b) for a, b in zip(engine.grads, engines[0].grads, strict=True)):
             problems.append(f"{engine.name}: gradients differ")
-        for stage in engine.engine.stages.values():
-            if stage.graphs is not None:
-                problems += stage.graphs.unfit.values()
-                context.say(f"{engine.name}: {stage.graphs.bytes / 2**30:.2f} GiB of graphs")
     samples: dict[str, list[float]] = {"plain": [], **{engine.name: [] for engine in engines}}
     launched: dict[str, list[float]] = {engine.name: [] for engine in engines}
     plain()

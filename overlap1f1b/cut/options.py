@@ -12,7 +12,6 @@ from typing import Any, Literal, SupportsFloat, get_args
 from torch import Tensor
 
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts, parse_recompute
-from overlap1f1b.play.capacity import Overflow
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.communicators import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -48,7 +47,6 @@ class EngineOptions:
             fastest.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
             Ranks along "ep" must have equally many tokens. By default sizes are exact.
-        overflow: What to do if rows find no room: ``"raise"``, or ``"rerun"`` the step with exact sizes.
         memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
             text such as ``"70GB"`` or ``"64GiB"``, or on a GPU ``"auto"``, what it has free less a reserve. A step
             counts what each node holds, on a CPU one more. Only plans that keep within it are played; they may have
@@ -61,10 +59,6 @@ class EngineOptions:
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
             :class:`~overlap1f1b.learn.check.Verification`. The steps that measure nodes, which hide nothing, are not,
             nor plans for other numbers of microbatches of which no more are open at once.
-        graphs: Whether what blocks compute beside their experts is captured as device graphs and replayed, once the
-            plan is settled: for models whose kernels are as short as their launches. Gradients are the same to the bit.
-            Blocks that cannot be captured run as before, and a warning names them; so do all blocks on a CPU, and over
-            "tp" and "cp". What a forward does in Python alone is not repeated: see docs/gpu.md.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
             and over a tensor group batches, gradients and the tokens at the experts.
@@ -86,13 +80,11 @@ class EngineOptions:
     recompute: Recompute | Literal["auto"] = "none"
     parts: Parts = 1
     capacity: float | None = None
-    overflow: Overflow = "raise"
     memory: int | str | None = None
     costs: NodeCosts | None = None
     plan: Plan | None = None
     tries: int = TRIES
     verify: bool = True
-    graphs: bool = False
     reduce: bool = True
     count_tokens: Callable[..., int | Tensor] | None = None
     dynamic_shapes: bool = False
@@ -126,7 +118,7 @@ class EngineOptions:
             raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-        for name in ("verify", "graphs", "reduce", "dynamic_shapes"):
+        for name in ("verify", "reduce", "dynamic_shapes"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
         if self.count_tokens is not None and not callable(self.count_tokens):

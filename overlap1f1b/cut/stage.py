@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,6 @@ from overlap1f1b.cut.buffers import Buffers
 from overlap1f1b.cut.crossing import functions_cross
 from overlap1f1b.cut.edges import next_sequence_number
 from overlap1f1b.cut.exchanges import Foreign, Shown, matched
-from overlap1f1b.cut.graphs import Graphs
 from overlap1f1b.cut.places import ModuleAttributes
 from overlap1f1b.cut.random import Draws, generators_of
 from overlap1f1b.cut.replacement import Replacement, replaced
@@ -70,8 +69,6 @@ class Stage:
             ``recompute``.
     """
 
-    graphs: Graphs | None = None
-    """Device graphs of blocks, if they are to be used."""
     thread: ThreadState
     """State of the thread between the nodes of a step."""
     began: int
@@ -240,25 +237,6 @@ class Stage:
         looked_at = foreign.seen is not None and block in foreign.seen
         return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
 
-    def captured(self, block: int, microbatch: int, x: Sequence[Tensor]) -> Callable[..., Any] | None:
-        """Return the forward of a block by device graphs; None if it has to run its own."""
-        graphs = self.graphs
-        if graphs is None or not graphs.active or not self.shape[block].expert_calls:
-            return None
-        draws = self.draws.draws(block)
-        if draws is None:
-            return None
-        if block not in graphs.unfit:
-            reasons = {
-                "it computes activations again": self.shape[block].recompute != "none",
-                "it uses parameters of another block, or tensors that another has left": self.watches(block),
-                "its forward sets what others find": self.state_of(block) is not None,
-                "it draws random numbers": draws,
-            }
-            if any(reasons.values()):
-                graphs.unfit[block] = next(reason for reason, is_so in reasons.items() if is_so)
-        return graphs.of(block, microbatch, x)
-
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
         self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
@@ -361,8 +339,6 @@ class Stage:
         self.thread, self.stacks = ThreadState.capture(self.device), stacks
         self.began, self.made = next_sequence_number(), []
         with replaced(self._replacements(aux_scale)), functions_cross(), self.draws.checked():
-            if self.graphs is not None:
-                self.graphs.begin()
             try:
                 yield
             finally:

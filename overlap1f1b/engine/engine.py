@@ -16,11 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.cut.blocks import refuse_graphs
-from overlap1f1b.cut.graphs import Graphs
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.cut.places import places_of
 from overlap1f1b.cut.segment import check_gradients_possible
-from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import (
     check_tensor_group,
     compare_batches,
@@ -30,7 +28,7 @@ from overlap1f1b.engine.agreement import (
 )
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
 from overlap1f1b.kernels.choice import choosing
-from overlap1f1b.learn.check import Verification, VerificationError
+from overlap1f1b.learn.check import Verification
 from overlap1f1b.learn.measure import BackToBack
 from overlap1f1b.learn.memory import ByteCount
 from overlap1f1b.learn.tuner import State, Tuner
@@ -122,9 +120,8 @@ class Engine:
         program: Program,
         mesh: DeviceMesh | None,
         exchange: Exchange | None = None,
-        stages: Mapping[int, Stage] | None = None,
     ) -> None:
-        """Make the groups of this engine and all that uses them; with ``stages`` anew, for those of before."""
+        """Make the groups of this engine and all that uses them."""
         options, placement = self.options, program.placement
         self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self._communicators = Communicators(self, self.mesh, options.device, exchange)
@@ -152,23 +149,22 @@ class Engine:
                 for purpose, over in (("reduce", DATA), ("reduce experts", self.mesh.expert_copies))
             )
             # 3. The stages of this rank, the same on all ranks that hold them.
-            if stages is None:
-                self.stages, self.sharding = stages_of(
-                    self.model,
-                    placement,
-                    self.mesh,
-                    self.exchange,
-                    options,
-                    reduce_dense=dense is not None,
-                    reduce_experts=experts is not None,
-                )
-                if options.memory is not None and len(self._replicas) == 1:  # others play other plans
-                    self.sharding.divide(self.stages)
+            self.stages, self.sharding = stages_of(
+                self.model,
+                placement,
+                self.mesh,
+                self.exchange,
+                options,
+                reduce_dense=dense is not None,
+                reduce_experts=experts is not None,
+            )
+            if options.memory is not None and len(self._replicas) == 1:  # others play other plans
+                self.sharding.divide(self.stages)
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
             self.mesh.agree(structure(self.stages))
-            self._capacity = Capacity(options.capacity, options.overflow, self.stages.values(), self.mesh)
+            self._capacity = Capacity(options.capacity, self.stages.values(), self.mesh)
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             # 4. Transfers between stages, and sums of gradients.
@@ -207,20 +203,16 @@ class Engine:
                 watch=watch,
                 fills=not (program.splits(rank) or program.search_seconds > 0 or self.mesh.inner),
             )
-            if stages is None:
-                self.tuner = Tuner(
-                    program,
-                    self.stages,
-                    self.mesh,
-                    options,
-                    self.player,
-                    self.boundary,
-                    counts_block=not self.exchange.background and options.capacity is None,
-                )
+            self.tuner = Tuner(
+                program,
+                self.stages,
+                self.mesh,
+                options,
+                self.player,
+                self.boundary,
+                counts_block=not self.exchange.background and options.capacity is None,
+            )
             self.verification = Verification(self.stages, self.mesh, self.player, self.sharding)
-            self.tuner.graphs = options.graphs and watch is not None and not self.mesh.inner
-            for stage in self.stages.values() if self.tuner.graphs else ():
-                stage.graphs = Graphs(stage, stage.blocks, device)
             ep = self.mesh.exchanging
             for stage in self.stages.values():
                 stage.exchange = self.exchange
@@ -348,7 +340,7 @@ class Engine:
         """
         play_nodes: Callable[[Plan], PlayedStep] = partial(self._play_nodes, make_feed=make_feed, grad=grad)
         if self._capacity.factor is not None:
-            play_nodes = self._capacity.repeating(play_nodes, self.parameters() if grad else ())
+            play_nodes = self._capacity.refusing(play_nodes, self.parameters() if grad else ())
         if not grad:
             return self._play_forwards(play_nodes, microbatches or self.microbatches)
         if not self._trains:
@@ -357,68 +349,30 @@ class Engine:
         plan, measuring, first = tuner.plan, tuner.state is State.MEASURING, not tuner.steps
         self.mesh.same = {"the number of steps so far": tuner.steps, "loss_scale": loss_scale}
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
-        undo = self.verification.undo() if tuner.tries_memory and self._connects_again else None
-        try:
+        with (
+            self.guarded(lambda: self._at(plan)),
+            choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
+        ):
+            # 1. All ranks have the same plan and the same parameters.
+            differ = self._agree(plan, loss_scale)
+            self._check_parameters(first=first)
+            # 2. Forwards, backwards, exchanges, reductions.
+            notes, compared = tuner.notes, tuner.must_verify(plan)
+            counts = notes or (tuner.tries_memory and self.player.watch is not None)
+            count = ByteCount(self._device) if counts and not compared else None
             with (
-                self.guarded(lambda: self._at(plan)),
-                choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext(),
+                self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
+                self.player.counting(count, notes=notes),
             ):
-                # 1. All ranks have the same plan and the same parameters.
-                differ = self._agree(plan, loss_scale)
-                self._check_parameters(first=first)
-                # 2. Forwards, backwards, exchanges, reductions.
-                notes, compared = tuner.notes, tuner.must_verify(plan)
-                counts = notes or (tuner.tries_memory and self.player.watch is not None)
-                count = ByteCount(self._device) if counts and not compared else None
-                with (
-                    self._one_after_another() if measuring and not notes else contextlib.nullcontext(),
-                    self.player.counting(count, notes=notes),
-                ):
-                    played = self._play_compared(plan, play_nodes) if compared else play_nodes(plan)
-                # 3. All ranks have scaled alike.
-                if differ()[1]:  # a gradient scaler of its own on some rank
-                    self.mesh.agree({"loss_scale": loss_scale})
-                if first and self._compares:
-                    check_tensor_group(self.stages, self.mesh)
-                for stage in self.stages.values():
-                    for reason, names in stage.graphs.unfit_now(stage.names) if stage.graphs is not None else ():
-                        warnings.warn(f"{names} without device graphs: {reason}", stacklevel=2)
-                # 4. What the step has shown decides how the next ones are played.
-                tuner.learn(plan, played.result, count if notes else None)
-            return played
-        except RuntimeError as error:
-            if undo is None or not self._left(error):
-                raise
-        # 5. A trial ran out of memory on some rank: all ranks take it back, and go on with another plan.
-        undo()
-        if self.mesh.several:
-            self._reconnect()
-        tuner.leave()
-        return self.play(make_feed, loss_scale=loss_scale)
-
-    def _left(self, error: RuntimeError) -> bool:
-        """Return whether a rank ran out of memory; a failure ends the step on all ranks."""
-        name = torch.OutOfMemoryError.__name__
-        return isinstance(error, torch.OutOfMemoryError) or name in (self.failures.read(wait=True) or "")
-
-    @property
-    def _connects_again(self) -> bool:
-        """Whether all groups that end with a step are this engine's own, and what uses them can be made again."""
-        shared = self.mesh.inner or self.sharding.groups or self.tuner.outside_groups
-        return not self.mesh.several or not (shared or self._communicators.shares)
-
-    def _reconnect(self) -> None:
-        """Make all groups anew after a step that ended on all ranks; what was learned and set stays."""
-        old, tables = self.player, self.verification.tables
-        self._communicators.close(failed=True)
-        for lane in self.lanes:
-            lane.close()
-        self.boundary.close()
-        self._connect(self.program, self.mesh.devices, stages=self.stages)
-        self.player.around, self.player.compute = old.around, old.compute
-        self.observe(old.recorder)
-        self.verification.tables = tables
-        self.tuner.rejoin(self.mesh, self.player, self.boundary)
+                played = self._play_compared(plan, play_nodes) if compared else play_nodes(plan)
+            # 3. All ranks have scaled alike.
+            if differ()[1]:  # a gradient scaler of its own on some rank
+                self.mesh.agree({"loss_scale": loss_scale})
+            if first and self._compares:
+                check_tensor_group(self.stages, self.mesh)
+            # 4. What the step has shown decides how the next ones are played.
+            tuner.learn(plan, played.result, count if notes else None)
+        return played
 
     def _agree(self, plan: Plan, loss_scale: float = 1.0) -> Callable[..., list[bool]]:
         """Compare number of microbatches, loss scale and plan over ranks; return what waits for the first two."""
@@ -442,9 +396,6 @@ class Engine:
             self._check_devices()
         feed, nodes, placement = make_feed(), plan.ranks[self.rank], plan.program.placement
         microbatches = Microbatches(self.stages, plan.program, self.rank, feed, grad=grad)
-        for stage in self.stages.values():
-            if stage.graphs is not None:
-                stage.graphs.active = grad and self.tuner.replays and plan is self.tuner.plan
         for stage in self.stages.values() if grad and self.tuner.looks else ():
             stage.look_for_exchanges()
         # 1. Set gradients of earlier steps aside; post the first receives.
@@ -485,14 +436,7 @@ class Engine:
 
     def _play_compared(self, plan: Plan, play_nodes: Callable[[Plan], PlayedStep]) -> PlayedStep:
         """Play a step of a plan, and compare it with a plain loop."""
-        try:
-            played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.observe)
-        except VerificationError as error:
-            if not self.tuner.replays or plan is not self.tuner.plan:
-                raise
-            self.tuner.graphs = False
-            warnings.warn(f"graphs=True is not used: {error}", stacklevel=2)
-            return self._play_compared(plan, play_nodes) if self.tuner.must_verify(plan) else play_nodes(plan)
+        played = self.verification.play(plan, self.tuner.reference_of(plan), play_nodes, self.observe)
         self.tuner.note_verified(plan)
         return played
 

@@ -119,7 +119,6 @@ class Tuner:
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
-        graphs: Whether settled plans are played with device graphs.
         counts_next: Whether the next step that is not compared with a plain loop counts the bytes that each node holds,
             though no plan needs them.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
@@ -147,9 +146,8 @@ class Tuner:
         self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
-        self.graphs = self.counts_next = False
+        self.counts_next = False
         self._told: float | None = None  # when ranks that wait for a search were told last; None if none waits
-        self._captured = set[str]()  # plans that were verified with device graphs
         self.predicted: dict[int, float] = {}
         self._setting, *more = options.settings
         self.parts = self._setting[1]
@@ -301,11 +299,6 @@ class Tuner:
         return self.state is not State.SETTLED
 
     @property
-    def replays(self) -> bool:
-        """Whether the next step replays device graphs."""
-        return self.graphs and self.steps > 0 and self.state is State.SETTLED
-
-    @property
     def choice(self) -> str:
         """Name of the plan of the next step, and the times by which it was chosen."""
         name = f"{self.plan.program.name} {self.plan.order}"
@@ -351,8 +344,6 @@ class Tuner:
         """
         if not self.options.verify or self.state is State.MEASURING:
             return False
-        if self.replays and plan is self.plan and plan.fingerprint not in self._captured:
-            return True
         if plan.fingerprint in self.verified:
             return False
         count, forwards, most = _described(plan)
@@ -364,8 +355,6 @@ class Tuner:
     def note_verified(self, plan: Plan) -> None:
         """Note that the first step of a plan was equal to a plain loop's."""
         self.verified[plan.fingerprint] = _described(plan)
-        if self.replays:
-            self._captured.add(plan.fingerprint)
 
     def reference_of(self, plan: Plan) -> Plan:
         """Return the plan of the loop with which a plan is compared."""
@@ -522,17 +511,6 @@ class Tuner:
             times = [median(slowest[number::count]) for number in range(count)]
             now.tried = sorted(map(Tried, now.turns, times), key=lambda one: one.seconds)
             now.keep(now.tried[0].plan)
-
-    def leave(self) -> None:
-        """Try a plan no more, for which some rank had too little memory; without another play as while measuring."""
-        left = self.plan
-        others = [other for other in self._now.turns if other is not left]
-        self._now.keep(others[0] if others else self._measured_plan())
-        self._now.turns, self._now.seconds = others, []
-
-    def rejoin(self, mesh: Mesh, player: Player, boundary: Boundary) -> None:
-        """Go on over new groups."""
-        self.mesh, self._player, self._boundary = mesh, player, boundary
 
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""

@@ -312,9 +312,8 @@ class BlockRun(Replaces):
         given, values = {}, list[Tensor | None](x)
         if isinstance(self.module, MicrobatchBlock):
             given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
-        captured = self.stage.captured(self.block, microbatch.index, x) if microbatch.grad else None
         try:
-            returned = self.module(*values, **given) if captured is None else captured(*x)
+            returned = self.module(*values, **given)
         except RuntimeError as error:
             if OUTSIDE not in str(error):
                 raise

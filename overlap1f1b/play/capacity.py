@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple, SupportsFloat, get_args
+from typing import NamedTuple, SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Plan
@@ -17,9 +16,6 @@ from overlap1f1b.play.result import PlayedStep
 from overlap1f1b.reduce.reduction import GradientsAside
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
-
-Overflow = Literal["raise", "rerun"]
-"""After a step that lost rows: raise :class:`CapacityOverflowError`, or play the step again with exact sizes."""
 
 
 class CapacityOverflowError(RuntimeError):
@@ -42,15 +38,13 @@ class Capacity:
     ``factor`` is the room as a multiple of an even share; None for exchanges of exact sizes.
 
     Raises:
-        ValueError: An unknown ``factor`` or ``overflow``; in a step, ranks along "ep" with other numbers of tokens.
+        ValueError: An unknown ``factor``; in a step, ranks along "ep" with other numbers of tokens.
     """
 
-    def __init__(self, factor: float | None, overflow: Overflow, stages: Iterable[Stage], mesh: Mesh) -> None:
+    def __init__(self, factor: float | None, stages: Iterable[Stage], mesh: Mesh) -> None:
         if factor is not None and not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
             raise ValueError(f"capacity={quoted(factor)}; allowed: more than 0, or None")
-        if overflow not in get_args(Overflow):
-            raise ValueError(f"overflow={overflow!r}; allowed: {', '.join(map(repr, get_args(Overflow)))}")
-        self.factor, self.overflow, self.stages, self.mesh = factor, overflow, list(stages), mesh
+        self.factor, self.stages, self.mesh = factor, list(stages), mesh
         self._compared = False
         self._dropped: list[Dropped] = []
         for stage in self.stages if factor is not None else ():
@@ -70,10 +64,10 @@ class Capacity:
             assert route.room is not None
             self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0], route.room))
 
-    def repeating(
+    def refusing(
         self, play_nodes: Callable[[Plan], PlayedStep], parameters: Iterable[nn.Parameter]
     ) -> Callable[[Plan], PlayedStep]:
-        """Return a function that plays a step; if rows found no room, it undoes it, and plays exact sizes or raises."""
+        """Return a function that plays a step; if rows found no room, it undoes it and raises."""
         held = dict.fromkeys(parameters)
 
         def drop_gradients() -> None:
@@ -82,20 +76,15 @@ class Capacity:
 
         def play(plan: Plan) -> PlayedStep:
             self._dropped.clear()
-            aside, random = GradientsAside(), torch.get_rng_state()
+            aside = GradientsAside()
             aside.take(held)
             try:
                 played, mine = play_nodes(plan), self._lost_here()
                 lost = (
                     next(filter(None, self.mesh.every(mine).values())) if self.mesh.sums(mine is not None)[0] else None
                 )
-                if lost is not None and self.overflow == "raise":
-                    raise CapacityOverflowError(lost)
                 if lost is not None:
-                    drop_gradients()
-                    torch.set_rng_state(random)  # the same microbatches draw the same numbers again
-                    with replaced((vars(stage), "capacity", None) for stage in self.stages):
-                        played = play_nodes(plan)
+                    raise CapacityOverflowError(lost)
                 return played
             except BaseException:
                 drop_gradients()

@@ -194,8 +194,6 @@ class Microbatch:
         With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """
         self.finished, self.target, self.loss_fn = True, (), None
-        if self.stage.graphs is not None:
-            self.stage.graphs.end(self.index)
         del self.runs, self.queues, self.flights, self.receiving, self.expected, self.random, self.tied, self.memo
 
     def stop(self) -> None:

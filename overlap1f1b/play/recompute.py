@@ -282,8 +282,6 @@ class RecomputedRun(BlockRun):
             return self._run_module(*x)
 
     def _part(self, *given: Any) -> AbstractContextManager[None]:
-        if (graphs := self.stage.graphs) is not None:
-            graphs.unfit[self.block] = "it computes activations again"
         return Again(self, *given).first()
 
     def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

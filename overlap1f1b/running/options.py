@@ -93,9 +93,6 @@ class RunOptions:
     capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), ABOVE_0] = None
     """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
     size, and the host waits for no counts."""
-    overflow: Literal["raise", "rerun"] = "raise"
-    """Reaction to more rows than the capacity: raise ends with an error, rerun plays the step again with exact
-    sizes."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Kernels of permutations, sums, activations and the router; on a GPU auto times both and keeps the faster."""
     weights_in: Literal["combine", "activation"] = "combine"
@@ -245,8 +242,6 @@ def check_run(options: RunOptions) -> None:
     if options.batch % options.microbatches:
         batch, count = options.batch, options.microbatches
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
-    if options.overflow == "rerun" and options.capacity is None:
-        raise ValueError("--overflow rerun alone; allowed: with --capacity")
     parse_overlap(options.overlap)
     if options.hf_config is None:
         _check_model(options)

@@ -159,7 +159,7 @@ def no_room(error: RuntimeError) -> str | None:
     from overlap1f1b.engine import CapacityOverflowError
 
     if isinstance(error, CapacityOverflowError):
-        return f"{one_line(error)}; allowed: a larger --capacity, or --overflow rerun"
+        return f"{one_line(error)}; allowed: a larger --capacity"
     found = re.search(r"(can't allocate memory|out of memory)[^.]*", str(error))
     return f"{found[0]}; allowed: a smaller model, --batch or --sequence, or more --recompute" if found else None
 

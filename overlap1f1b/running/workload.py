@@ -123,7 +123,7 @@ def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tupl
 
 def engine_options(options: RunOptions) -> EngineOptions:
     """Return the options of every engine of a command."""
-    named = ("recompute", "parts", "capacity", "overflow", "timeout")
+    named = ("recompute", "parts", "capacity", "timeout")
     memory = options.memory if options.live is None else None
     return EngineOptions(memory=memory, **{name: getattr(options, name) for name in named})
 

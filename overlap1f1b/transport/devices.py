@@ -6,11 +6,8 @@ it. What differs stands here, so another kind of device is a line of :data:`KIND
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -119,79 +116,6 @@ def watch_of(device: torch.device) -> Watch | None:
         return None
     wait, hold = partial(settle, device), partial(sleep, device, HOLD_CYCLES)
     return Watch(Stamps(device), lambda a, b: a.event.elapsed_time(b.event) / 1e3, wait, hold)
-
-
-class GraphCapture:
-    """Captures what a thread queues on a GPU instead of running it, as device graphs.
-
-    They are replayed one after another, on the stream that is the current one then. Those of one :meth:`around` share a
-    pool of memory: what a later one keeps may lie where an earlier one computes, so they have to be replayed in the
-    order of their captures.
-
-    Attributes:
-        bytes: Memory of the last pool.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._gpu, self._device = of(device), device
-        self._stream, self.bytes = self._gpu.Stream(device), 0
-        self._graph: Any = None
-        self._broken: list[Any] = []
-
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Return the context of captures: their pool, their stream, and no casts of weights that others have cached.
-
-        Python collects no garbage there: to free what belongs to a device is not allowed in a capture.
-        """
-        self._pool, before = self._gpu.graph_pool_handle(), self._gpu.memory_reserved(self._device)
-        cached, collects = torch.is_autocast_cache_enabled(), gc.isenabled()
-        torch.set_autocast_cache_enabled(False)
-        gc.disable()
-        try:
-            with self._gpu.stream(self._stream):
-                yield
-        finally:
-            self.bytes = self._gpu.memory_reserved(self._device) - before
-            torch.set_autocast_cache_enabled(cached)
-            if collects:
-                gc.enable()
-
-    def begin(self) -> None:
-        """Capture what is queued from now on."""
-        self._graph = self._gpu.CUDAGraph()
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def end(self) -> Callable[[], object]:
-        """Return what queues all of it."""
-        graph, self._graph = self._graph, None
-        graph.capture_end()
-        replay: Callable[[], object] = graph.replay
-        return replay
-
-    def leave(self) -> None:
-        """Give up a capture that has begun; do nothing without one."""
-        graph, self._graph = self._graph, None
-        if graph is None:
-            return
-        with self._gpu.stream(self._stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                self._clear_away(graph)
-
-    def _clear_away(self, graph: Any) -> None:
-        """End what torch 2.11 goes on with behind a capture that the device has refused."""
-        self._broken.append(graph)  # the allocator asks it, as long as it allocates from the pool
-        index = self._gpu.current_device() if self._device.index is None else self._device.index
-        for end in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):
-                end(index, self._pool)
-        with suppress(RuntimeError):  # random numbers wait for the end of a capture: of an empty one
-            self._pool = self._gpu.graph_pool_handle()
-            self.begin()
-            self.end()
 
 
 def in_host_memory(like: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import Overlap, Recompute
-from overlap1f1b.play.capacity import Overflow
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from tests.campaign.places import PLACES
 
@@ -107,7 +106,6 @@ class Layout(Drawn):
     extra_warmup: int = 0
     recompute: Recompute = "none"
     capacity: float = 0.0
-    overflow: Overflow = "raise"
     sharded: bool = False
     planned: bool = False
     measured: bool = False
@@ -254,7 +252,6 @@ def _options(random: Random, layout: Layout, ranks: int, sharded: bool | None) -
     others = ranks // layout.pp
     ep = _divisor(random, others)
     room = random.choice((0.0, 0.0, 0.0, 1.0, 1.3))
-    overflow: Overflow = random.choice(("raise", "rerun"))
     return replace(
         layout,
         dp=others // ep,
@@ -262,8 +259,7 @@ def _options(random: Random, layout: Layout, ranks: int, sharded: bool | None) -
         chunks=random.choice((0, 0, 2, 3)),
         extra_warmup=random.choice((0, 0, 1, 3)),
         recompute=random.choice(get_args(Recompute)),
-        capacity=room * ep if overflow == "raise" else room,  # of the first, room for all
-        overflow=overflow,
+        capacity=room * ep,  # room for all
         sharded=others > 1 and random.random() < 0.3 if sharded is None else sharded,
         planned=random.random() < 0.2,
         measured=random.random() < 0.1,

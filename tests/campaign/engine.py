@@ -96,7 +96,6 @@ class Training:
                 overlap=layout.overlap,
                 recompute=layout.recompute,
                 capacity=layout.capacity or None,
-                overflow=layout.overflow,
                 costs=None if layout.measured else costs,
                 count_tokens=count_tokens if case.data.ignored else None,
                 dynamic_shapes=case.data.varying == "steps",

@@ -484,23 +484,6 @@ def test_beside_experts_and_over_two_stages_of_a_rank(rank: int, size: int) -> l
     )
 
 
-class Crowded(Hidden):
-    """All tokens go to the first expert."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, indices = self.gate(x).softmax(-1).topk(1)
-        return x + self.experts(x, indices * 0, weights)
-
-
-@over(2, timeout=60)
-def test_a_first_step_that_is_played_again(rank: int, size: int) -> list[str]:
-    """The first step is played twice: not all rows find room."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    group = mesh.get_group("ep")
-    build = lambda: nn.Sequential(Block(group, "exchange"), Block(group, "a Function of its own"), Crowded(group))  # noqa: E731
-    return compare("rerun", build, mesh, capacity=1.0, overflow="rerun")
-
-
 @over(2, gives=[True] * 3, timeout=60)
 def test_plans_may_be_given_before_the_first_step(rank: int, size: int) -> list[Any]:
     """Plans of an engine are given to others before their first step: cut, not cut, and cut elsewhere."""

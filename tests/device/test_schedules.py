@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.cut import graphs
-from overlap1f1b.cut.random import Draws
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
@@ -19,7 +16,6 @@ from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
 from tests.engines import make
 from tests.ranks import Ranks
-from tests.tape import Tape
 
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
@@ -75,27 +71,6 @@ def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
 @pytest.mark.parametrize(("pp", "options"), [(1, {"parts": 2}), (2, {"parts": 2}), (2, {"recompute": "block"})])
 def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, options: dict[str, Any]) -> None:
     assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
-
-
-def _replays(rank: int, size: int, name: str, pp: int, ep: int) -> list[str]:
-    replay, calls = graphs.CapturedBlock.__call__, list[int]()
-
-    def counted(self: graphs.CapturedBlock, *args: Any) -> Any:
-        calls.append(len(self.parts))
-        return replay(self, *args)
-
-    with (
-        patch.object(graphs, "GraphCapture", Tape),
-        patch.object(graphs.CapturedBlock, "__call__", counted),
-        patch.object(Draws, "draws", lambda self, block: False),  # threads share the process's random numbers
-    ):
-        problems = problems_of(name, Layout(pp, ep), graphs=True)[0]
-    return problems if 2 in calls else [*problems, "nothing was replayed"]
-
-
-@pytest.mark.parametrize(("name", "pp", "ep"), [("combined_1f1b", 1, 2), ("zb_h1", 2, 2), ("dualpipev", 2, 1)])
-def test_device_graphs(alone: Ranks, name: str, pp: int, ep: int) -> None:
-    assert alone.run(_replays, name, pp, ep) == [[]]
 
 
 class _Several(nn.Module):

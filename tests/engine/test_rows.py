@@ -26,7 +26,7 @@ CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
     ("combined_1f1b", 3, {}),
     ("zb_h1", 3, {"recompute": "block"}),
     ("combined_1f1b", "pairs", {"recompute": "experts", "capacity": 8.0}),
-    ("combined_1f1b", 2, {"capacity": 0.9, "overflow": "rerun"}),
+    ("combined_1f1b", 2, {"capacity": 2.0}),
 ]
 
 

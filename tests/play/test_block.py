@@ -28,7 +28,6 @@ CASES: list[Case] = [
     ("combined_1f1b", 3, {"recompute": "experts"}),
     ("combined_1f1b", 3, {"recompute": "block"}),
     ("combined_1f1b", 3, {"capacity": 2.0}),  # room for every row
-    ("combined_1f1b", 3, {"capacity": 0.75, "overflow": "rerun"}),
 ]
 
 

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import CapacityOverflowError, Engine, LostRankError
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Overlap
-from overlap1f1b.play.capacity import Overflow
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer
 from overlap1f1b.transport.loopback import LoopbackExchange
@@ -25,9 +24,9 @@ from tests.ranks import Ranks, over
 PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
 
 
-def _engine(capacity: float | None, overflow: Overflow = "raise", exchange: Exchange | None = None) -> Engine:
+def _engine(capacity: float | None, exchange: Exchange | None = None) -> Engine:
     model = models.build(dropout=0.1)
-    return make(model, PROGRAM, exchange=exchange, costs=COSTS, capacity=capacity, overflow=overflow)
+    return make(model, PROGRAM, exchange=exchange, costs=COSTS, capacity=capacity)
 
 
 def _step(engine: Engine, steps: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
@@ -107,25 +106,6 @@ def test_an_overflow_raises_and_leaves_gradients_as_they_were() -> None:
     engine.step(data[0], target=data[1])
 
 
-def test_an_overflow_plays_the_step_again() -> None:
-    """With the same random numbers, and added to what was there; numbers drawn afterwards are the same, too."""
-    losses, gradients = _step(_engine(0.75, "rerun"))
-    drawn = torch.rand(3)
-    wanted_losses, wanted = _step(_engine(None))
-    assert torch.equal(torch.stack(losses), torch.stack(wanted_losses))
-    assert torch.equal(drawn, torch.rand(3))
-    for name, grad in gradients.items():  # the sum of two steps is made in another order
-        torch.testing.assert_close(grad, wanted[name], rtol=1e-5, atol=1e-7)
-    data = models.batch(4)
-    evaluated = [_engine(c, "rerun").evaluate(data[0], target=data[1]).losses for c in (0.75, None)]
-    assert torch.equal(torch.stack(evaluated[0]), torch.stack(evaluated[1]))
-
-
-def test_another_overflow_is_refused() -> None:
-    with pytest.raises(ValueError, match="overflow='drop'; allowed: 'raise', 'rerun'"):
-        _engine(1.0, "drop")  # type: ignore[arg-type]
-
-
 class Halves(GroupedExperts):
     """Experts that read their counts as a list."""
 
@@ -139,22 +119,21 @@ class Halves(GroupedExperts):
 def test_two_ranks(rank: int, size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     problems = []
-    cases: list[tuple[float | None, Overflow, Overlap, bool]] = [
-        (None, "raise", 3, False),
-        (2.0, "raise", 3, False),  # room for every row
-        (1.0, "rerun", 3, False),  # none of the second rank's experts are chosen
-        (None, "raise", "pairs", True),
-        (2.0, "raise", "pairs", True),
+    cases: list[tuple[float | None, Overlap, bool]] = [
+        (None, 3, False),
+        (2.0, 3, False),  # room for every row
+        (None, "pairs", True),
+        (2.0, "pairs", True),
     ]
     data, wanted = models.batch(4, seed=rank), dict[str, torch.Tensor]()
-    for capacity, overflow, overlap, foreign in cases:
+    for capacity, overlap, foreign in cases:
         model = models.build(mesh.get_group("ep"), dropout=0.1)
         for module in model.modules():
             if foreign and isinstance(module, GroupedExperts):
                 module.__class__ = Halves
         options = {"overlap": overlap, "costs": COSTS, "verify": foreign, "timeout": 30}
         torch.manual_seed(rank)
-        make(model, PROGRAM, mesh=mesh, capacity=capacity, overflow=overflow, **options).step(data[0], target=data[1])
+        make(model, PROGRAM, mesh=mesh, capacity=capacity, **options).step(data[0], target=data[1])
         wanted = models.gradients(model) if capacity is None else wanted
         problems += [f"{capacity} {overlap} {name}" for name in models.equal(models.gradients(model), wanted)]
     engine = make(models.build(mesh.get_group("ep")), PROGRAM, mesh=mesh, costs=COSTS, timeout=30, capacity=1.0)

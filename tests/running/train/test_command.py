@@ -212,7 +212,7 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
     assert status == 2, err
     assert re.fullmatch(
         r"overlap1f1b: error: \d+ choices of block 1 .* found no room under capacity=0.25: .*; "
-        r"allowed: a larger --capacity, or --overflow rerun\n",
+        r"allowed: a larger --capacity\n",
         err,
     )
 
@@ -227,7 +227,6 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
         ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple of 4"),
         ("--schedule zigzag", f"unknown schedule 'zigzag'; allowed: {', '.join(SCHEDULES)}, auto"),
         ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),
-        ("--overflow rerun", "--overflow rerun alone; allowed: with --capacity"),
         ("--lr nan", "--lr nan; allowed: more than 0"),
         ("--timeout 1e30", "--timeout 1e+30; allowed: more than 0, at most 1000000"),
         ("--extra-warmup -1", "--extra-warmup -1; allowed: 0 or more"),
