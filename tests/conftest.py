@@ -19,9 +19,6 @@ from tests.ranks import Ranks
 # A shell ignores Ctrl-C in what it runs in the background, and so would all processes that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-COSTLY = {"kept", "alone", "megatron", "tmp_path_factory"}
-"""Fixtures of tests that take processes of their own."""
-
 FEW: dict[str, tuple[float, ...]] = {
     "checkpoint": (),
     "cut": (),
@@ -36,17 +33,6 @@ FEW: dict[str, tuple[float, ...]] = {
     "transport": (),
 }
 """Folders whose plans are compiled with few tries, and with which: what is said of them holds for every plan."""
-
-
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test over ranks, and of a slow one, the first case holds the claim; the other cases are wide."""
-    seen: set[str] = set()
-    for item in items:
-        test, fixtures = item.nodeid.partition("[")[0], set(getattr(item, "fixturenames", ()))
-        if test in seen and (fixtures & COSTLY or item.get_closest_marker("slow") is not None):
-            item.add_marker(pytest.mark.wide)
-        seen.add(test)
 
 
 def pytest_collection_finish() -> None:

@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.run import config_from_args, parse_args
 
 from tests.running.fork import Fork, torchrun_environs
+from tests.tiers import wide
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -55,7 +56,6 @@ def test_an_example_without_its_package_says_what_to_install(name: str, monkeypa
         runpy.run_path(str(EXAMPLES / f"train_{name}.py"))
 
 
-@pytest.mark.slow
 def test_train_own_on_one_rank_and_on_over_two_stages(tmp_path: Path) -> None:
     script, saved = EXAMPLES / "train_own.py", tmp_path / "saved"
     alone = losses(forked(script, "--save", saved))
@@ -86,7 +86,6 @@ def config(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> None:
     model = config(tmp_path / "model")
     args = (model, ROOT / "README.md", "--steps", "6", "--every", "4", "--pp", "2", "--save", tmp_path / "saved")
@@ -100,10 +99,9 @@ def test_train_hf_over_two_stages_and_on_from_a_checkpoint(tmp_path: Path) -> No
     assert first[5] < first[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "package", "on", "done"),
-    [("trainer", "accelerate", ("--resume_from_checkpoint", "checkpoint-10"), 2), ("sft", "trl", (), 0)],
+    [("trainer", "accelerate", ("--resume_from_checkpoint", "checkpoint-10"), 2), *wide(("sft", "trl", (), 0))],
 )
 def test_train_with_its_defaults_and_over_two_stages(
     tmp_path: Path, name: str, package: str, on: tuple[str, ...], done: int
@@ -197,8 +195,7 @@ def test_two_nodes_under_stand_ins_of_slurm_from_a_fresh_clone(clone: Path, tmp_
     assert (tmp_path / "saved" / "step-00000020").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), [("sft", "trl"), ("trainer", "accelerate")])
+@pytest.mark.parametrize(("name", "package"), [("sft", "trl"), *wide(("trainer", "accelerate"))])
 def test_the_documented_ranks(name: str, package: str, tmp_path: Path) -> None:
     """The same command but for its start, on four ranks over two stages."""
     pytest.importorskip(package)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.running.fork import Fork
+from tests.tiers import wide
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "faults.py"
 
@@ -33,12 +34,18 @@ GOOD = "LostRankError: dispatch.f[1] m2 failed: StruckError: the rank broke\nran
     ("statuses", "text", "wrong"),
     [
         ([1, 1, 1, 1], GOOD, []),
-        ([1, -6, 1, 1], GOOD + "\nterminate called without an active exception", ["aborted", "rank 1 ended with -6"]),
-        ([1, None, 1, 1], GOOD, ["hung: ranks [1]"]),
-        ([1, 0, 1, 1], GOOD, ["silent: rank 1 went on"]),
-        ([1, 1, 1, 1], GOOD.replace("StruckError", "Error"), ["rank 1 does not tell the cause"]),
-        ([1, 1, 1, 1], GOOD.replace("pp 0, ep 0", "1"), ["rank 1 does not tell the rank"]),
-        ([0, 1, 1, 1], GOOD, ["rank 0 ended with 0, not 1"]),
+        *wide(
+            (
+                [1, -6, 1, 1],
+                GOOD + "\nterminate called without an active exception",
+                ["aborted", "rank 1 ended with -6"],
+            ),
+            ([1, None, 1, 1], GOOD, ["hung: ranks [1]"]),
+            ([1, 0, 1, 1], GOOD, ["silent: rank 1 went on"]),
+            ([1, 1, 1, 1], GOOD.replace("StruckError", "Error"), ["rank 1 does not tell the cause"]),
+            ([1, 1, 1, 1], GOOD.replace("pp 0, ep 0", "1"), ["rank 1 does not tell the rank"]),
+            ([0, 1, 1, 1], GOOD, ["rank 0 ended with 0, not 1"]),
+        ),
     ],
 )
 def test_what_is_wrong_is_said(
@@ -60,7 +67,6 @@ def test_there_are_over_a_hundred_faults_of_every_act_phase_and_option(faults: M
     assert {f.culprit for f in every} == set(range(faults.RANKS))
 
 
-@pytest.mark.slow
 def test_one_fault_runs() -> None:
     status, out, err = Fork(["--only", "12"], os.environ, SCRIPT).wait(200)
     assert status == 0, err

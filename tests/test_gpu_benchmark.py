@@ -117,7 +117,6 @@ def test_what_there_is_no_time_to_compile_is_said(monkeypatch: pytest.MonkeyPatc
     assert "torch.compile of expand at tiny (no time left)" in found["skipped"]
 
 
-@pytest.mark.slow
 def test_a_slow_compiler_leaves_the_ceilings(tmp_path: Path) -> None:
     """They come first; what a compiler's time leaves no room for is named, and the rest is measured."""
     slow = f"""

@@ -12,6 +12,8 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
+from tests.tiers import wide
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts/with_torch"
 PINS = (ROOT / "constraints.txt").read_text()
@@ -35,15 +37,20 @@ def pins_of(text: str) -> set[str]:
     ("arguments", "message"),
     [
         (["2.10"], "torch 2.10; allowed: 2.11, 2.12, 2.13, 2.14, 2.15, or a patch, such as 2.11.0"),
-        (["2.16.0"], "torch 2.16.0; allowed: 2.11, 2.12, 2.13, 2.14, 2.15, or a patch, such as 2.11.0"),
-        (["newest"], "torch newest; allowed: 2.11, 2.12, 2.13, 2.14, 2.15, or a patch, such as 2.11.0"),
-        (["--python", "nowhere", "2.15"], "--python nowhere does not run; allowed: Python 3.11 or newer"),
-        (["--keep", str(ROOT / "docs"), "2.15"], f"--keep {ROOT / 'docs'}; allowed: a new folder, or a virtual env"),
-        (
-            ["--python", sys.executable, "--keep", "THERE", "2.15"],
-            f"--python {sys.executable} with --keep THERE, which has ",
+        *wide(
+            (["2.16.0"], "torch 2.16.0; allowed: 2.11, 2.12, 2.13, 2.14, 2.15, or a patch, such as 2.11.0"),
+            (["newest"], "torch newest; allowed: 2.11, 2.12, 2.13, 2.14, 2.15, or a patch, such as 2.11.0"),
+            (["--python", "nowhere", "2.15"], "--python nowhere does not run; allowed: Python 3.11 or newer"),
+            (
+                ["--keep", str(ROOT / "docs"), "2.15"],
+                f"--keep {ROOT / 'docs'}; allowed: a new folder, or a virtual env",
+            ),
+            (
+                ["--python", sys.executable, "--keep", "THERE", "2.15"],
+                f"--python {sys.executable} with --keep THERE, which has ",
+            ),
+            ([], "the following arguments are required: release"),
         ),
-        ([], "the following arguments are required: release"),
     ],
 )
 def test_bad_values_are_named_in_one_line(

@@ -28,6 +28,7 @@ from overlap1f1b.transport.failures import LostRankError
 from tests.checkpoint.test_save import kill_at
 from tests.checkpoint.test_state import Run, equal
 from tests.ranks import RankError, Ranks, over, run
+from tests.tiers import wide
 
 LAYOUTS = {1: {}, 2: {"ep": 2}, 4: {"pp": 2, "ep": 2}}
 KILLS = int(os.environ.get("KILLS", "4"))
@@ -67,7 +68,7 @@ def _at_once_and_later(rank: int, size: int, folder: Path) -> list[bool]:
     return [*found, losses[0] == losses[1]]
 
 
-@pytest.mark.parametrize("size", [2, 1, 4])
+@pytest.mark.parametrize("size", [2, *wide(1, 4)])
 def test_the_same_bits_as_at_once(kept: dict[int, Ranks], tmp_path: Path, size: int) -> None:
     every = kept[size].run(_at_once_and_later, tmp_path) if size > 1 else [_at_once_and_later(0, 1, tmp_path)]
     assert every == [[True] * 6] * size

@@ -21,6 +21,7 @@ from overlap1f1b.checkpoint.folder import (
     publish,
     read_contents,
 )
+from tests.tiers import wide
 
 HERE: dict[str, object] = {"hidden": 5, "text": "abc"}
 
@@ -95,8 +96,10 @@ def test_verify(tmp_path: Path) -> None:
     ("config", "difference"),
     [
         ({"hidden": 6, "text": "abc"}, "hidden=5, this run has hidden=6"),
-        ({"hidden": 5}, "text=abc, this run has text=none"),
-        ({**HERE, "layers": [1]}, "layers=none, this run has layers=[1]"),
+        *wide(
+            ({"hidden": 5}, "text=abc, this run has text=none"),
+            ({**HERE, "layers": [1]}, "layers=none, this run has layers=[1]"),
+        ),
     ],
 )
 def test_another_configuration_is_named(tmp_path: Path, config: dict[str, object], difference: str) -> None:
@@ -114,27 +117,29 @@ def rewrite(path: Path, **changes: object) -> None:
     ("name", "harm", "why"),
     [
         ("file", lambda path: path.write_bytes(b"c0ntent"), "file has other bytes than were written (7 bytes of 7)"),
-        ("file", lambda path: path.write_bytes(b"conten"), "file has other bytes than were written (6 bytes of 7)"),
-        ("file", Path.unlink, "file cannot be read (No such file or directory)"),
-        ("file", lambda path: (path.unlink(), path.mkdir()), "file cannot be read (Is a directory)"),
-        (CONFIG, Path.unlink, "config.json cannot be read (FileNotFoundError)"),
-        (CONFIG, lambda path: path.write_text("["), "config.json cannot be read (JSONDecodeError)"),
-        (CONFIG, lambda path: path.write_text("[]"), "config.json cannot be read (TypeError)"),
-        (CONFIG, lambda path: path.write_text("{}"), "config.json cannot be read (KeyError)"),
-        (CONFIG, lambda path: path.write_text("7"), "config.json cannot be read (AttributeError)"),
-        (CONFIG, lambda path: path.write_bytes(b"\xff"), "config.json cannot be read (UnicodeDecodeError)"),
-        (CONFIG, lambda path: path.write_text("[" * 10**6), "config.json cannot be read (RecursionError)"),
-        *[
-            (CONFIG, partial(rewrite, **{key: value}), "config.json has other bytes than were written")
-            for key, value in [
-                ("step", None),
-                ("step", 2),
-                ("files", {}),
-                ("config", []),
-                ("added", None),
-                ("crc32", 7),
-            ]
-        ],
+        *wide(
+            ("file", lambda path: path.write_bytes(b"conten"), "file has other bytes than were written (6 bytes of 7)"),
+            ("file", Path.unlink, "file cannot be read (No such file or directory)"),
+            ("file", lambda path: (path.unlink(), path.mkdir()), "file cannot be read (Is a directory)"),
+            (CONFIG, Path.unlink, "config.json cannot be read (FileNotFoundError)"),
+            (CONFIG, lambda path: path.write_text("["), "config.json cannot be read (JSONDecodeError)"),
+            (CONFIG, lambda path: path.write_text("[]"), "config.json cannot be read (TypeError)"),
+            (CONFIG, lambda path: path.write_text("{}"), "config.json cannot be read (KeyError)"),
+            (CONFIG, lambda path: path.write_text("7"), "config.json cannot be read (AttributeError)"),
+            (CONFIG, lambda path: path.write_bytes(b"\xff"), "config.json cannot be read (UnicodeDecodeError)"),
+            (CONFIG, lambda path: path.write_text("[" * 10**6), "config.json cannot be read (RecursionError)"),
+            *[
+                (CONFIG, partial(rewrite, **{key: value}), "config.json has other bytes than were written")
+                for key, value in [
+                    ("step", None),
+                    ("step", 2),
+                    ("files", {}),
+                    ("config", []),
+                    ("added", None),
+                    ("crc32", 7),
+                ]
+            ],
+        ),
     ],
 )
 def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], object], why: str) -> None:

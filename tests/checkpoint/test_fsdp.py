@@ -21,6 +21,7 @@ from tests.checkpoint.test_resuming import Run as PlainRun
 from tests.checkpoint.test_state import equal, placed
 from tests.ranks import Ranks, over
 from tests.reduce.test_fsdp import engine_over, meshed, sliced, wrapped
+from tests.tiers import wide
 
 
 class Run(PlainRun):
@@ -87,11 +88,13 @@ def _goes_round(
 
 CASES = [  # with another layout, and whether it is without FSDP2
     (2, "blocks", "AdamW", {"dp": 1, "ep": 2}, False),
-    (4, "blocks", "AdamW", FOUR, True),
-    (4, "blocks", "AdamW", {"dp": 1, "ep": 4}, False),
-    (4, "hybrid", "momentum", {"pp": 2, "dp": 1, "ep": 2}, True),
-    (4, "replicate", "AdamW", {"dp": 4, "ep": 1}, False),
-    (4, "some", "step", FOUR, True),
+    *wide(
+        (4, "blocks", "AdamW", FOUR, True),
+        (4, "blocks", "AdamW", {"dp": 1, "ep": 4}, False),
+        (4, "hybrid", "momentum", {"pp": 2, "dp": 1, "ep": 2}, True),
+        (4, "replicate", "AdamW", {"dp": 4, "ep": 1}, False),
+        (4, "some", "step", FOUR, True),
+    ),
 ]
 
 

@@ -30,6 +30,7 @@ from tests.checkpoint.test_state import Run as WholeRun
 from tests.checkpoint.test_state import placed
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 ROWS = 8
 LAYOUTS: dict[int, list[dict[str, int]]] = {
@@ -162,7 +163,7 @@ def _over_layouts(
     return losses, further
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *((4, name) for name in OPTIMIZERS)])
+@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *wide(*((4, name) for name in OPTIMIZERS))])
 def test_an_optimizer_goes_on_over_other_layouts(kept: dict[int, Ranks], tmp_path: Path, size: int, name: str) -> None:
     """One parameter is never updated, in one process and on several ranks."""
     first = Run({}, name)
@@ -195,7 +196,7 @@ def _few(rank: int, size: int, name: str, folder: Path) -> tuple[bool, list[floa
     return any(run.optimizer.state.values()), run.train(2)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", first(OPTIMIZERS, "AdamW"))
 def test_a_stage_that_was_never_updated(ranks2: Ranks, tmp_path: Path, name: str) -> None:
     (_, unbroken), (updated, _) = ranks2.run(_few, name, tmp_path)
     assert updated == (name == "Adagrad")
@@ -380,7 +381,7 @@ def _failing(rank: int, size: int, folder: Path, victim: int, every: bool) -> di
 
 
 @pytest.mark.parametrize(
-    ("size", "victim", "every"), [(2, 0, False), (2, 1, False), (4, 0, True), (4, 1, False), (4, 3, False)]
+    ("size", "victim", "every"), [(2, 0, False), *wide((2, 1, False), (4, 0, True), (4, 1, False), (4, 3, False))]
 )
 def test_what_fails_on_one_rank_is_raised_on_all(
     kept: dict[int, Ranks], tmp_path: Path, size: int, victim: int, every: bool
@@ -430,7 +431,7 @@ def _stopped(rank: int, size: int, folder: Path, phase: str) -> str:
     return "saved"
 
 
-@pytest.mark.parametrize("phase", ["write", "groups", "plan"])
+@pytest.mark.parametrize("phase", ["write", *wide("groups", "plan")])
 def test_a_rank_that_is_stopped(ranks2: Ranks, tmp_path: Path, phase: str) -> None:
     """The limit is the engine's, not that of the default group, which is the test's."""
     waited, was_stopped = ranks2.run(_stopped, tmp_path, phase)

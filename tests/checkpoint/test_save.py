@@ -30,6 +30,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.checkpoint.test_state import equal
 from tests.engines import make
 from tests.ranks import RankError, Ranks, over, run
+from tests.tiers import wide
 
 EXPERTS = 4
 CONFIG = {"hidden": 5, "sizes": (3, 2)}
@@ -150,7 +151,7 @@ def killed_on(rank: int, size: int, folder: Path, victim: int) -> None:
 # The same bits.
 
 
-@pytest.mark.parametrize("stored", ["trained", "none"])
+@pytest.mark.parametrize("stored", ["trained", *wide("none")])
 def test_what_is_not_stored_stays_as_it_is(stored: str, tmp_path: Path) -> None:
     model = Tiny().train_steps(0, 3)
     model.save(tmp_path, 3, model=stored)
@@ -313,7 +314,7 @@ def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) 
     return outcomes
 
 
-@pytest.mark.parametrize(("step", "keep"), [(2, 1), (1, 1)], ids=["in place of", "the same step"])
+@pytest.mark.parametrize(("step", "keep"), [(2, 1), *wide((1, 1))], ids=["in place of", "the same step"])
 def test_killed_at_any_moment_of_a_save(tmp_path: Path, step: int, keep: int) -> None:
     Tiny().train_steps(0, 1).save(tmp_path / "start", 1)
     (outcomes,) = run(kill_at_each_event, 1, tmp_path / "start", step, keep)
@@ -341,7 +342,7 @@ def test_the_only_checkpoint_survives_a_second_kill(tmp_path: Path, monkeypatch:
     assert equal(model.state(), saved.state())
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, *wide(1)])
 def test_a_rank_killed_before_all_have_written_and_renamed(ranks2: Ranks, tmp_path: Path, victim: int) -> None:
     saved = ranks2.run(save_on, tmp_path)
     with pytest.raises(RankError, match=f"rank {victim}: died, exit code -9"):

@@ -20,6 +20,7 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 
 class Loader:
@@ -128,9 +129,11 @@ def _resume(rank: int, size: int, folder: Path, layouts: list[dict[str, int]]) -
     ("size", "layouts"),
     [
         (2, [{"pp": 2}, {"ep": 2}]),
-        (4, [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]),
-        (4, [{"ep": 2, "tp": 2}]),
-        (1, [{}, {}]),
+        *wide(
+            (4, [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]),
+            (4, [{"ep": 2, "tp": 2}]),
+            (1, [{}, {}]),
+        ),
     ],
 )
 def test_a_resumed_run_is_the_run_that_never_stopped(

@@ -36,7 +36,6 @@ def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:
     return {found["name"]: found for found in findings}
 
 
-@pytest.mark.slow
 def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> None:
     """The faults in a process that starts as a user starts it, since they are planted in its environment."""
     found = findings_of(*Fork(["doctor", "--json", "-"], os.environ).wait()[1:])

@@ -12,6 +12,7 @@ from overlap1f1b.cli.draw import Cell, Grid, Track, tracks_of
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.simulation import Costs, simulate
 from tests.cli.inside import plan
+from tests.tiers import wide
 
 Capture = pytest.CaptureFixture[str]
 
@@ -102,7 +103,7 @@ def test_costs_that_lie_far_apart() -> None:
     assert lines_of(Grid.of([Track("rank 0", cells)], width=40))[0] == "rank 0 F0-F1-"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe", "zb_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", *wide("dualpipe", "zb_v")])
 def test_svg(capsys: Capture, tmp_path: Path, schedule: str) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "plan.svg"

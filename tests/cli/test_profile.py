@@ -21,6 +21,7 @@ from overlap1f1b.running.launch import run_ranks
 from overlap1f1b.running.wire import Wire
 from tests.cli.inside import Verb
 from tests.running.run import ROOT, Run, refused
+from tests.tiers import wide
 
 
 def disagreements(folder: Path, text: Path, names: tuple[str, ...]) -> list[str]:
@@ -72,7 +73,6 @@ def test_agrees_with_the_engines_own_counters_on_a_wire(text: Path, tmp_path: Pa
     pytest.fail("\n".join(found))
 
 
-@pytest.mark.slow
 def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "two words" / "out"
     sizes = ("--layers", 1, "--batch", 2, "--microbatches", 2, "--profile-warmup", 0, "--profile-steps", 2)
@@ -132,9 +132,8 @@ while [ "${{1#-}}" != "$1" ] || [ "$1" = profile ]; do shift; done
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for nsys where there is no GPU")
-@pytest.mark.parametrize("rank", ["exit 2", 'exec "$@"'], ids=["noted", "run"])
+@pytest.mark.parametrize("rank", ["exit 2", *wide('exec "$@"')], ids=["noted", "run"])
 def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path, rank: str) -> None:
     """By a stand-in that notes how it is called; and runs the rank, as far as it goes without a GPU."""
     log, nsys = tmp_path / "log", tmp_path / "nsys"

@@ -29,6 +29,7 @@ from tests import models
 from tests.engines import make
 from tests.play.plain import HIDDEN, batch, compare, engine_of
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 Exchanging = Callable[[Tensor], Tensor]
 Body = Callable[["Block", Tensor, Exchanging], Tensor]
@@ -361,9 +362,11 @@ def _left(rank: int, size: int, body: Body, place: str, overlap: Overlap, microb
 
 LEAVES: list[tuple[Body, str]] = [
     (left_of_a_layer, "alone"),
-    (left_of_a_parameter, "alone"),
-    (left_of_the_input, "second"),
-    (left_of_received_rows, "alone"),
+    *wide(
+        (left_of_a_parameter, "alone"),
+        (left_of_the_input, "second"),
+        (left_of_received_rows, "alone"),
+    ),
 ]
 
 
@@ -388,7 +391,7 @@ APART: list[tuple[Body, str, Overlap, int]] = [
 ]
 
 
-@pytest.mark.parametrize("cases", [APART[:2], APART[2:]])
+@pytest.mark.parametrize("cases", [APART[:2], *wide(APART[2:])])
 @over(2, timeout=60)
 def test_a_list_that_no_other_microbatch_fills(rank: int, size: int, cases: list[Any]) -> list[str]:
     """And what is made of weights alone, which microbatches may share, as with ``parametrize.cached``."""

@@ -34,6 +34,7 @@ from tests.cut.test_crossing import Block as Layers
 from tests.engine.test_engine import Delayed
 from tests.play.plain import HIDDEN, MICROBATCHES, ROWS, STEPS, batch, compare, engine_of, loss_fn
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 EXPERTS = 4
 Way = Callable[[Tensor, Sequence[int], Sequence[int], Any], Tensor]
@@ -250,7 +251,7 @@ CASES: list[tuple[Sequence[str], str, Any, Any]] = [
 """Ways of two blocks, or of two layers of one."""
 
 
-@pytest.mark.parametrize("cases", [CASES[:-4], CASES[-4:]], ids=["ways", "options"])
+@pytest.mark.parametrize("cases", [CASES[:-4], *wide(CASES[-4:])], ids=["ways", "options"])
 @over(2, timeout=120)
 def test_two_ranks(rank: int, size: int, cases: list[tuple[Sequence[str], str, Any, Any]]) -> list[str]:
     """Bit by bit, three steps of each case; and exchanges are nodes of the plan from the second step on."""
@@ -400,7 +401,7 @@ class Padded(nn.Module):
         return x + out[:, :HIDDEN] * out[:, -HIDDEN:]
 
 
-@pytest.mark.parametrize("way", ["functional", "torch.distributed.nn", "a Function of its own", "exchange"])
+@pytest.mark.parametrize("way", ["functional", *wide("torch.distributed.nn", "a Function of its own", "exchange")])
 @over(2, timeout=60)
 def test_rows_of_another_shape_in_each_microbatch(rank: int, size: int, way: str) -> list[str]:
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()

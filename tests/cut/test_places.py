@@ -21,6 +21,7 @@ from overlap1f1b.plan import Recompute
 from overlap1f1b.transport.calls import exchange
 from tests.play.plain import HIDDEN, MICROBATCHES, ROWS, STEPS, compare
 from tests.ranks import over
+from tests.tiers import wide
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ PLACES = (
 CASES: list[tuple[bool, Recompute]] = [(False, "none"), (True, "block"), (False, "block"), (True, "none")]
 
 
-@pytest.mark.parametrize("cases", [CASES[:2], CASES[2:]])
+@pytest.mark.parametrize("cases", [CASES[:2], *wide(CASES[2:])])
 @over(2, timeout=120)
 def test_what_is_kept_anywhere_goes_with_its_microbatch(
     rank: int, size: int, cases: list[tuple[bool, Recompute]]

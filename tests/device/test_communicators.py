@@ -24,6 +24,7 @@ from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_
 from tests.engines import make
 from tests.ranks import Ranks
 from tests.reduce.test_ties import Stage
+from tests.tiers import wide
 
 
 def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:
@@ -107,7 +108,7 @@ def _stays_flat(rank: int, size: int, count: int, how: str) -> list[tuple[int, .
     return sizes
 
 
-@pytest.mark.parametrize(("how", "count"), [("closed", 7), ("dropped", 8)])
+@pytest.mark.parametrize(("how", "count"), [("closed", 7), *wide(("dropped", 8))])
 def test_many_engines_leave_nothing(alone: Ranks, how: str, count: int) -> None:
     ((first, last),) = alone.run(_stays_flat, count, how)
     assert last[:3] <= first[:3], (first, last)  # communicators, threads, file descriptors

@@ -22,6 +22,7 @@ from tests.device.standin import Stopped, World, here
 from tests.device.steps import COSTS, Layout, batch_of, in_world, mesh_of, model_of, program_of
 from tests.engines import make
 from tests.ranks import Ranks
+from tests.tiers import wide
 
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
 MEASURED = "the measured step"
@@ -140,16 +141,18 @@ def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple
     ("how", "phase", "waits"),
     [
         ("raises", "the first step", False),
-        ("raises", "the construction", False),
-        ("raises", MEASURED, False),
-        ("raises", "a planned step", False),
-        ("raises", "a planned step", True),
-        ("stops", "the first step", False),
-        ("stops", "a planned step", False),
-        ("stops", "a planned step", True),
-        ("dies", MEASURED, False),
-        ("dies", "a planned step", False),
-        ("dies", "a planned step", True),
+        *wide(
+            ("raises", "the construction", False),
+            ("raises", MEASURED, False),
+            ("raises", "a planned step", False),
+            ("raises", "a planned step", True),
+            ("stops", "the first step", False),
+            ("stops", "a planned step", False),
+            ("stops", "a planned step", True),
+            ("dies", MEASURED, False),
+            ("dies", "a planned step", False),
+            ("dies", "a planned step", True),
+        ),
     ],
 )
 def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str, waits: bool) -> None:

@@ -31,6 +31,7 @@ from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_
 from tests.engines import make
 from tests.ranks import Ranks
 from tests.reduce.test_ties import MICROBATCHES, build
+from tests.tiers import first, wide
 
 # ------------------------------------------------------------------------------------------------ what is played
 
@@ -230,12 +231,12 @@ def _races(rank: int, size: int, what: str, removal: str | None) -> list[str]:
     return [str(race) for number, log in enumerate(world.logs) for race in races(number, log)]
 
 
-@pytest.mark.parametrize("what", WORLDS)
+@pytest.mark.parametrize("what", first(WORLDS, "stages and experts"))
 def test_everything_is_ordered(alone: Ranks, what: str) -> None:
     assert alone.run(_races, what, None) == [[]]
 
 
-@pytest.mark.parametrize("removal", REMOVALS)
+@pytest.mark.parametrize("removal", first(REMOVALS, "the way out waits for rows"))
 def test_a_wait_that_is_taken_out_is_found(alone: Ranks, removal: str) -> None:
     (found,) = alone.run(_races, "", removal)
     assert found
@@ -259,7 +260,7 @@ def _races_of_unread_counts(rank: int, size: int, kept: bool) -> list[str]:
     return [str(race) for race in races(0, world.logs[0])]
 
 
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("kept", [True, *wide(False)])
 def test_counts_that_nobody_reads(alone: Ranks, kept: bool) -> None:
     """Torch would give their host memory away, and does not know of the kernel that is still to write to it."""
     (found,) = alone.run(_races_of_unread_counts, kept)

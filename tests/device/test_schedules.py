@@ -16,6 +16,7 @@ from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
 from tests.engines import make
 from tests.ranks import Ranks
+from tests.tiers import wide
 
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
@@ -63,12 +64,12 @@ def test_four_stages(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 4, 1) == [[]]
 
 
-@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe", AUTO])
+@pytest.mark.parametrize("name", ["combined_1f1b", *wide("zb_v", "dualpipe", AUTO)])
 def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
     assert alone.run(_plays, name, 2, 2) == [[]]
 
 
-@pytest.mark.parametrize(("pp", "options"), [(1, {"parts": 2}), (2, {"parts": 2}), (2, {"recompute": "block"})])
+@pytest.mark.parametrize(("pp", "options"), [(1, {"parts": 2}), *wide((2, {"parts": 2}), (2, {"recompute": "block"}))])
 def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, options: dict[str, Any]) -> None:
     assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
 
@@ -120,7 +121,7 @@ def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
     return [expected, found[0] | found[1]]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *wide(True)])
 def test_dtypes_that_nccl_lacks_pass_between_stages(alone: Ranks, dynamic: bool) -> None:
     ((expected, found),) = alone.run(_unlike, dynamic)
     assert expected.keys() == found.keys()
@@ -149,7 +150,7 @@ def _hangs_without_rendezvous(rank: int, size: int, name: str) -> list[str]:
     return [setting for setting, _ in stuck(logs)]
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "dualpipe", "combined_1f1b"])
+@pytest.mark.parametrize("name", ["zb_h1", *wide("dualpipe", "combined_1f1b")])
 def test_receives_at_other_places_hang(alone: Ranks, name: str) -> None:
     (settings,) = alone.run(_hangs_without_rendezvous, name)
     assert "lazy, a sync at every node, one queue" in settings

@@ -19,6 +19,7 @@ from tests.device import standin
 from tests.device.standin import World
 from tests.device.steps import Layout, batch_of, engine_of, program_of
 from tests.ranks import Ranks
+from tests.tiers import first
 
 LAYOUT = Layout(2, 2)
 READS = ("tolist", "numpy", "cpu", "__array__")
@@ -146,7 +147,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", first(SETTINGS, "exact sizes"))
 def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None:
     (every,) = alone.run(_places, setting)
     for rank, counted in enumerate(every):

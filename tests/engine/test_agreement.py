@@ -24,6 +24,7 @@ from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engines import make, said_of
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 LIMIT = 20.0
 OPTIONS: dict[str, Any] = {"recompute": "block", "count_tokens": lambda y: y.numel()}
@@ -69,7 +70,7 @@ def test_a_scale_that_differs_in_a_later_step_is_told(rank: int, size: int) -> N
     assert "loss_scale is 1.0 on rank ep 0 and 2.0 on rank ep 1" in said_of(caught.value)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *wide(4)])
 def test_other_rows_on_ranks_of_one_pipeline_are_told_once(kept: dict[int, Ranks], ranks: int) -> None:
     for same, alone, other, inputs in kept[ranks].run(_rows, timeout=6 * LIMIT):
         assert same == alone == []
@@ -153,7 +154,9 @@ def test_long_values_are_told_from_where_they_differ(rank: int, size: int) -> No
         mesh.agree({"name": "x" * 500 + str(rank + 1) + "x" * 500})
 
 
-@pytest.mark.parametrize(("what", "culprit"), list(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False)))
+@pytest.mark.parametrize(
+    ("what", "culprit"), first(zip([*OPTIONS, *OTHERS], itertools.cycle([0, 3]), strict=False), ("recompute", 0))
+)
 def test_every_rank_says_which_rank_has_which_value(ranks4: Ranks, what: str, culprit: int) -> None:
     name = f"rank pp {culprit // 2}, ep {culprit % 2}"
     for said in ranks4.run(_differing, what, culprit, timeout=3 * LIMIT):
@@ -214,7 +217,7 @@ def _named(rank: int, size: int, case: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", first(NAMES, "numbers"))
 def test_names_of_parameters(ranks2: Ranks, case: str) -> None:
     """Gradients are summed by their places: of two experts in silence, if each rank has numbered its own."""
     for said in ranks2.run(_named, case):

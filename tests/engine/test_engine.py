@@ -24,6 +24,7 @@ from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 2, 3]
@@ -214,7 +215,7 @@ def _compare(rank: int, size: int, microbatches: int) -> list[str]:
     return problems + models.apart(reference, expected, rank, size, 1e-5)
 
 
-@pytest.mark.parametrize("microbatches", [2, 1, 5])
+@pytest.mark.parametrize("microbatches", [2, *wide(1, 5)])
 def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
     assert ranks2.run(_compare, microbatches) == [[], []]
 

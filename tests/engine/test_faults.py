@@ -18,6 +18,7 @@ from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import make
 from tests.ranks import RankError, Ranks, run
+from tests.tiers import wide
 
 LIMIT = 6.0
 M = 6
@@ -139,7 +140,8 @@ PHASES = {"warm-up": (0, "forward"), "steady": (3, "forward"), "cool-down": (M -
 
 
 @pytest.mark.parametrize(
-    ("phase", "culprit"), [("warm-up", 0), ("steady", 3), ("cool-down", 0), ("cool-down", 3), ("sum", 0), ("sum", 3)]
+    ("phase", "culprit"),
+    [("warm-up", 0), *wide(("steady", 3), ("cool-down", 0), ("cool-down", 3), ("sum", 0), ("sum", 3))],
 )
 def test_a_killed_rank_ends_all_others(tmp_path: Path, phase: str, culprit: int) -> None:
     """One on the first stage and one on the last; phases that do not depend on it take turns."""
@@ -164,9 +166,11 @@ def test_a_killed_rank_ends_all_others(tmp_path: Path, phase: str, culprit: int)
     ("what", "cause", "culprit"),
     [
         ("raise", "ArithmeticError: the stage broke", 0),
-        ("raise", "ArithmeticError: the stage broke", 3),
-        ("shape", "to match target batch_size", 0),
-        ("detach", "require no gradient although its input does", 3),
+        *wide(
+            ("raise", "ArithmeticError: the stage broke", 3),
+            ("shape", "to match target batch_size", 0),
+            ("detach", "require no gradient although its input does", 3),
+        ),
     ],
 )
 def test_a_rank_that_fails_says_why_on_every_rank(tmp_path: Path, what: str, cause: str, culprit: int) -> None:

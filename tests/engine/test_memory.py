@@ -18,6 +18,7 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 STEPS = 20
 
@@ -47,7 +48,9 @@ def _steps(rank: int, size: int, name: str, pp: int, microbatches: int, layers: 
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files where Linux lists them")
-@pytest.mark.parametrize(("name", "pp", "microbatches", "layers"), [("dualpipev", 2, 4, 1), ("combined_1f1b", 1, 2, 2)])
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "layers"), [("dualpipev", 2, 4, 1), *wide(("combined_1f1b", 1, 2, 2))]
+)
 def test_memory_is_flat_over_many_steps(ranks2: Ranks, name: str, pp: int, microbatches: int, layers: int) -> None:
     for early, late in ranks2.run(_steps, name, pp, microbatches, layers, timeout=120):
         assert late[:3] == early[:3]

@@ -21,6 +21,7 @@ from tests import models
 from tests.engine.test_memory import _held
 from tests.engines import COSTS, make, said_of
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 
 def fresh(mesh: DeviceMesh, number: int) -> tuple[list[torch.Tensor], float]:
@@ -37,7 +38,7 @@ def mean(engine: Engine, inputs: torch.Tensor, target: torch.Tensor, number: int
     return engine.mean_loss(engine.evaluate(inputs, target=target, microbatches=number))
 
 
-@pytest.mark.parametrize(("ranks", "steps", "most"), [(2, 16, 4), (4, 100, 9)])
+@pytest.mark.parametrize(("ranks", "steps", "most"), [(2, 16, 4), *wide((4, 100, 9))])
 def test_any_number_is_played_by_one_engine(kept: dict[int, Ranks], ranks: int, steps: int, most: int) -> None:
     assert kept[ranks].run(_any_number, steps, most, timeout=280) == [[]] * ranks
 

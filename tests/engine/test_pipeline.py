@@ -22,6 +22,7 @@ from tests import models
 from tests.engines import COSTS, make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks, over
+from tests.tiers import first
 
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
@@ -183,7 +184,7 @@ SORTS = ["combined_1f1b", "zb_v", "dualpipe"]
 OTHERS = [name for name in SCHEDULES if name not in SORTS]  # these have more stages and expert ranks with eight ranks
 
 
-@pytest.mark.parametrize("name", [*SORTS, *OTHERS])
+@pytest.mark.parametrize("name", first([*SORTS, *OTHERS], "combined_1f1b"))
 def test_two_stages(ranks2: Ranks, name: str) -> None:
     function = _compare_of_all_tries if name in SORTS else _compare
     assert ranks2.run(function, name, 2, 1, 1, timeout=120) == [[]] * 2

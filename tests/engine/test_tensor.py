@@ -34,6 +34,7 @@ from tests.engine import tensors
 from tests.engines import COSTS, make, said_of
 from tests.pauses import pauses
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 MICROBATCHES = 4
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -198,7 +199,7 @@ def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, An
 
 
 CASES: list[Any] = [
-    pytest.param("tp", 3, {"layers": 1}, marks=pytest.mark.wide),
+    ("tp", 3, {"layers": 1}),
     ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
     ("cp", "pairs", {}),
     ("ep x tp", 3, {"layers": 1}),
@@ -211,13 +212,14 @@ CASES: list[Any] = [
     ("FSDP2 x tp with sequences", 3, {"layers": 1}),
     ("ep x cp in a ring", 3, {"recompute": "block", "capacity": 8.0}),
     ("ep x cp", "pairs", {"recompute": "attention", "parts": 2, "counted": True}),
-    pytest.param("pp x cp in a ring", "pairs", {}, marks=pytest.mark.wide),
-    pytest.param("cp x tp", 3, {}, marks=pytest.mark.wide),
+    ("pp x cp in a ring", "pairs", {}),
+    ("cp x tp", 3, {}),
     ("cp x tp in a ring", "pairs", {"counted": True}),
 ]
 """Layouts that are not here stand in tests of measured plans and checkpoints."""
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "overlap", "options"), CASES, ids=str)
 def test_gradients_and_norms_are_those_of_one_process(
     kept: dict[int, Ranks], name: str, overlap: Overlap, options: dict[str, Any]
@@ -237,7 +239,7 @@ def plain_loss(count: int) -> float:
     return sum(losses) / len(losses)
 
 
-@pytest.mark.parametrize("name", ["tp with sequences", "ep x tp with sequences", "cp in a ring", "pp x tp"])
+@pytest.mark.parametrize("name", ["tp with sequences", *wide("ep x tp with sequences", "cp in a ring", "pp x tp")])
 def test_measured_plans(kept: dict[int, Ranks], name: str) -> None:
     """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process.
 
@@ -309,7 +311,7 @@ def _saved(rank: int, size: int, names: list[str], folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("case", SAVED)
+@pytest.mark.parametrize("case", first(SAVED, "two ranks"))
 def test_a_checkpoint_goes_round_over_tensor_layouts(kept: dict[int, Ranks], tmp_path: Path, case: str) -> None:
     """Each layout loads what the layout before it has saved, to the bit, and all train on alike."""
     for losses in kept[LAYOUTS[SAVED[case][0]].ranks].run(_saved, SAVED[case], tmp_path, timeout=200):
@@ -323,7 +325,7 @@ def test_a_checkpoint_goes_round_over_tensor_layouts(kept: dict[int, Ranks], tmp
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-@pytest.mark.parametrize("data_ranks", [1, 2])
+@pytest.mark.parametrize("data_ranks", [1, *wide(2)])
 def test_mixed_precision(kept: dict[int, Ranks], data_ranks: int) -> None:
     """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
     assert kept[2 * data_ranks].run(_mixed) == [[]] * (2 * data_ranks)
@@ -452,7 +454,7 @@ def _left_unreduced(rank: int, size: int, policy: MixedPrecisionPolicy) -> list[
     return differences(engine, {name: 2 * grad for name, grad in expected(1, layers=1)[0].items()})
 
 
-@pytest.mark.parametrize("reduced", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("reduced", [None, *wide(torch.float64)], ids=str)
 def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
     ranks2: Ranks, reduced: torch.dtype | None
 ) -> None:
@@ -534,7 +536,7 @@ def test_gradients_of_two_steps_are_added(rank: int, size: int) -> bool:
     return len(found[0]) == 3 and all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("used", [(True, True), (False, True, True)])
+@pytest.mark.parametrize("used", [[True, True], *wide([False, True, True])])
 def test_a_rank_without_a_gradient_takes_part_in_the_sum(ranks2: Ranks, used: Sequence[bool]) -> None:
     """Also where the first step gives a gradient to no rank."""
     first, second = ranks2.run(_lacking, used)
@@ -705,6 +707,6 @@ def _beside_the_mesh(rank: int, size: int) -> list[str]:
     return models.equal(*found) + ["plans"] * (len(set(orders)) > 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *wide(4)])
 def test_ranks_that_blocks_meet_beside_the_mesh_play_one_plan(kept: dict[int, Ranks], ranks: int) -> None:
     assert kept[ranks].run(_beside_the_mesh) == [[]] * ranks

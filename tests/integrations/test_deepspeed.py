@@ -19,6 +19,7 @@ from overlap1f1b.integrations.rows import exchange_by_rows
 from overlap1f1b.plan import Op, Overlap
 from tests.play.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(
     find_spec("deepspeed") is None or find_spec("transformers") is None, reason="deepspeed is not installed"
@@ -93,7 +94,7 @@ def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
     )
 
 
-@pytest.mark.parametrize(("ranks", "overlaps"), [(2, (3,)), (4, ("pairs", 3))])
+@pytest.mark.parametrize(("ranks", "overlaps"), [(2, (3,)), *wide((4, ("pairs", 3)))])
 def test_auto_ep(kept: dict[int, Ranks], ranks: int, overlaps: tuple[Overlap, ...]) -> None:
     assert kept[ranks].run(_compare, overlaps) == [[]] * ranks
 
@@ -159,7 +160,7 @@ CAPACITIES = [{"k": 1}, {"k": 2, "use_residual": True, "drop_tokens": False}, {"
 """With ``drop_tokens=False`` the room follows the load, so it is another in each microbatch."""
 
 
-@pytest.mark.parametrize("tried", [CAPACITIES[:2], CAPACITIES[2:]])
+@pytest.mark.parametrize("tried", [CAPACITIES[:2], *wide(CAPACITIES[2:])])
 @over(2)
 def test_capacities(rank: int, size: int, tried: list[dict[str, Any]]) -> list[str]:
     mesh, problems = _mesh(size), list[str]()

@@ -29,6 +29,7 @@ from tests.campaign import hidden
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")
 SINCE_2_13 = pytest.mark.skipif(torch.__version__ < "2.13", reason="what torch's own schedules refuse before")
@@ -115,17 +116,19 @@ def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap:
     ("name", "microbatches", "overlap"),
     [
         ("ScheduleDualPipeV", 4, "pairs"),
-        ("ScheduleDualPipeV", 7, 3),
-        ("ScheduleInterleaved1F1B", 4, 3),
-        ("ScheduleZBVZeroBubble", 4, 2),
-        ("Schedule1F1B", 4, 3),
+        *wide(
+            ("ScheduleDualPipeV", 7, 3),
+            ("ScheduleInterleaved1F1B", 4, 3),
+            ("ScheduleZBVZeroBubble", 4, 2),
+            ("Schedule1F1B", 4, 3),
+        ),
     ],
 )
 def test_with_shared_experts(ranks4: Ranks, name: str, microbatches: int, overlap: Overlap) -> None:
     assert ranks4.run(_equal, 2, name, microbatches, overlap) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleGPipe"])
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", *wide("ScheduleGPipe")])
 def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(_equal, 1, name, 4, 3) == [[], []]
 

@@ -15,6 +15,7 @@ from tests.engine.test_pipeline import build, compared, of_one_process
 from tests.engines import COSTS, make
 from tests.models import default_dtype
 from tests.ranks import Ranks, over
+from tests.tiers import first
 
 PLACEMENTS = {"loop": Placement.loop(2, 2), "v": Placement.v(2), "long v": Placement.v(2, 3)}
 
@@ -54,7 +55,7 @@ def _compare(rank: int, size: int, name: str, ep: int, options: dict[str, Any]) 
     return problems
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", first(PLACEMENTS, "loop"))
 def test_two_stages(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(_compare, name, 1, {}, timeout=120) == [[]] * 2
 

@@ -30,9 +30,10 @@ from tests.campaign.places import Shared
 from tests.engines import COSTS, make
 from tests.play.plain import HIDDEN, MICROBATCHES, batch, engine_of, loss_fn
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 
-@pytest.mark.parametrize("place", ["another class", "another file's global"])
+@pytest.mark.parametrize("place", ["another class", *wide("another file's global")])
 @over(2)
 def test_what_a_block_names_is_carried(rank: int, size: int, place: str) -> list[str]:
     """What lies where the engine does not look is carried when the block says so."""
@@ -127,9 +128,11 @@ def _refused(rank: int, size: int, place: str, when: str, overlap: Overlap, eval
     ("place", "when", "overlap", "evaluates", "said"),
     [
         ("a closure", "behind", 2, False, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
-        ("a weak dict", "behind", 3, True, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
-        ("a tensor in place", "backward", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
-        ("a function", "later", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+        *wide(
+            ("a weak dict", "behind", 3, True, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
+            ("a tensor in place", "backward", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+            ("a function", "later", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+        ),
     ],
 )
 def test_a_difference_ends_the_step_in_one_line(
@@ -387,7 +390,7 @@ def _over(rank: int, size: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *wide(4)])
 def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks], ranks: int) -> None:
     for said in zip(*kept[ranks].run(_over), strict=True):
         assert len(set(said)) == 1

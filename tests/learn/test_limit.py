@@ -24,6 +24,7 @@ from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 CPU, M = torch.device("cpu"), 4
 PROGRAM = build_schedule("combined_1f1b", microbatches=M)
@@ -220,8 +221,7 @@ def drawn(random: Random, blocks: int) -> dict[Recompute, tuple[NodeCosts, tuple
     return measured
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first(range(4), 0))
 def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
     """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; by random costs."""
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
@@ -290,6 +290,6 @@ def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
     assert _spoiled(0, 1, 1) == []
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, *wide(2)])
 def test_a_trial_without_memory_on_one_rank_is_left_by_all(ranks2: Ranks, pp: int) -> None:
     assert ranks2.run(_spoiled, pp, timeout=100) == [[], []]

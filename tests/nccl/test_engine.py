@@ -18,6 +18,7 @@ from tests.device.steps import COSTS, LAYERS, gradients_of, program_of
 from tests.engines import make
 from tests.nccl.joined import on_nccl
 from tests.ranks import RankError, Ranks, run
+from tests.tiers import first, wide
 
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 ROWS, SEQUENCE = 2, 7
@@ -75,17 +76,17 @@ def plain(program: Program, pp: int, ep: int, device: torch.device) -> dict[str,
     return models.gradients(model)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", first(SCHEDULES, "sequential"))
 def test_two_stages(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(_plays, name, 2, 1, {}) == [[]] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 2}, {"recompute": "block"}, {"recompute": "experts"}])
+@pytest.mark.parametrize("options", [{}, *wide({"parts": 2}, {"recompute": "block"}, {"recompute": "experts"})])
 def test_two_expert_ranks(ranks2: Ranks, options: dict[str, Any]) -> None:
     assert ranks2.run(_plays, "combined_1f1b", 1, 2, options) == [[]] * 2
 
 
-@pytest.mark.parametrize("name", ["combined_1f1b", "zb_v", "dualpipe", AUTO])
+@pytest.mark.parametrize("name", ["combined_1f1b", *wide("zb_v", "dualpipe", AUTO)])
 def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str) -> None:
     assert ranks4.run(_plays, name, 2, 2, {}, timeout=120) == [[]] * 4
 

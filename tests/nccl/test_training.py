@@ -23,8 +23,9 @@ from tests.nccl.test_engine import batch_of
 from tests.play.plain import MICROBATCHES, compare
 from tests.ranks import Ranks
 from tests.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, gradients, own_loop, programs
+from tests.tiers import wide
 
-WAYS = ("functional", "torch.distributed.nn", "a Function of its own", "a Function with a handle", "exchange")
+WAYS = ("functional", *wide("torch.distributed.nn", "a Function of its own", "a Function with a handle", "exchange"))
 
 
 def _own_exchanges(rank: int, size: int, way: str) -> list[str]:
@@ -76,7 +77,7 @@ def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int, o
     return problems
 
 
-@pytest.mark.parametrize("options", [{}, {"costs": None, "memory": "1TB"}])
+@pytest.mark.parametrize("options", [{}, *wide({"costs": None, "memory": "1TB"})])
 def test_fsdp2(ranks2: Ranks, options: dict[str, Any]) -> None:
     """Parameters stay gathered for a step; or nodes gather them, of two blocks at a time."""
     assert ranks2.run(_fsdp2, options) == [[], []]
@@ -144,6 +145,6 @@ def plain(training: Training, device: torch.device) -> list[float]:
     return [*shown, float(torch.stack(losses).mean())]
 
 
-@pytest.mark.parametrize(("pp", "ep", "options"), [(2, 1, {}), (1, 2, {}), (1, 2, {"capacity": 8.0})])
+@pytest.mark.parametrize(("pp", "ep", "options"), [(2, 1, {}), *wide((1, 2, {}), (1, 2, {"capacity": 8.0}))])
 def test_norms_and_checkpoints(ranks2: Ranks, tmp_path: Path, pp: int, ep: int, options: dict[str, Any]) -> None:
     assert ranks2.run(_trains, pp, ep, tmp_path, options) == [[], []]

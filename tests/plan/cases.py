@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import (
@@ -30,11 +28,6 @@ from tests.programs import combined_1f1b, forward_only, sequential
 
 MOE = BlockShape(expert_calls=1)
 DENSE = BlockShape(expert_calls=0)
-
-
-def some_first(cases: Iterable[Any], *first: Any) -> list[Any]:
-    """All cases, of which some hold the claim and the others are wide."""
-    return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def chains_of(shape: StageShape) -> Chains:

@@ -13,9 +13,10 @@ from overlap1f1b.plan import NodeCosts, Op, Overlap, Plan, compile, play_ranks, 
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
-from tests.plan.cases import DENSE, MOE, some_first, with_nodes
+from tests.plan.cases import DENSE, MOE, with_nodes
 from tests.plan.rules import broken_rules, finishes, meets
 from tests.plan.tries import all_tries, few_tries
+from tests.tiers import first
 
 CHUNKED = [name for name in SCHEDULES if schedule_of(name).takes("chunks")]
 
@@ -81,7 +82,7 @@ def test_every_schedule_one_action_after_another(name: str) -> None:
     assert found >= 4
 
 
-@pytest.mark.parametrize("name", some_first(SCHEDULES, "combined_1f1b", "dualpipe"))
+@pytest.mark.parametrize("name", first(SCHEDULES, "combined_1f1b", "dualpipe"))
 def test_work_of_compiling_and_playing_grows_linearly(name: str) -> None:
     costs = costs_at(1)
 

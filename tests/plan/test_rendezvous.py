@@ -8,8 +8,8 @@ import pytest
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
 from overlap1f1b.schedule import SCHEDULES, Kind, Program, build_schedule
-from tests.plan.cases import some_first
 from tests.plan.rules import broken_rules, meets
+from tests.tiers import first
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 SHAPE = (BlockShape(expert_calls=1, reduced=True), BlockShape(expert_calls=0, reduced=True))
@@ -25,7 +25,7 @@ def compiled(name: str, ranks: int, overlap: Overlap, costs: NodeCosts = COSTS) 
     return compile(programmed(name, ranks), SHAPE, costs, overlap)
 
 
-@pytest.mark.parametrize("ranks", some_first((2, 4), 2))
+@pytest.mark.parametrize("ranks", first((2, 4), 2))
 @pytest.mark.parametrize("costs", [COSTS, NodeCosts()], ids=["costs", "no costs"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_meets(name: str, costs: NodeCosts, ranks: int) -> None:
@@ -44,7 +44,7 @@ def test_every_schedule_meets(name: str, costs: NodeCosts, ranks: int) -> None:
         assert ends == {span.node: span.end for rank in spans for span in rank if span.node.op not in MOVED}
 
 
-@pytest.mark.parametrize("ranks", some_first((2, 4), 2))
+@pytest.mark.parametrize("ranks", first((2, 4), 2))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_meets_with_launch_costs(name: str, ranks: int) -> None:
     costs = replace(COSTS, launch={(op, kind): 0.3 for op in Op for kind in Kind})

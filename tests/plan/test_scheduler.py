@@ -22,12 +22,12 @@ from tests.plan.cases import (
     play,
     programs,
     shapes,
-    some_first,
     table_bound,
     table_costs,
 )
 from tests.plan.rules import broken_rules
 from tests.programs import combined_1f1b, sequential
+from tests.tiers import first
 
 
 def scheduled(program: Program, policy: Policy, costs: NodeCosts, layers: int = 4) -> tuple[Node, ...]:
@@ -53,9 +53,9 @@ GREEDY = COMPILED | {
 
 
 @pytest.mark.parametrize("row", COMPILED, ids="warm-up {0[0]}, k={0[1]}".format)
-@pytest.mark.parametrize("cell", some_first(CELLS, (8, 0.5), (8, 1.0)), ids="M={0[0]}, ratio {0[1]:g}".format)
-def test_step_over_bound(row: tuple[int, int], cell: tuple[int, float]) -> None:
-    (warmup, k), (microbatches, ratio), column = row, cell, CELLS.index(cell)
+@pytest.mark.parametrize(("microbatches", "ratio"), first(CELLS, (8, 0.5), (8, 1.0)))
+def test_step_over_bound(row: tuple[int, int], microbatches: int, ratio: float) -> None:
+    (warmup, k), column = row, CELLS.index((microbatches, ratio))
     program = sequential(microbatches) if k == 1 else combined_1f1b(microbatches, warmup - 1)
     costs, bound = table_costs(ratio), table_bound(microbatches, 4, ratio)
     plan = compile(program, (MOE,) * 4, costs, k)

@@ -17,9 +17,10 @@ from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, compile, f
 from overlap1f1b.plan.priorities import Priorities, Steps, schedule_freely
 from overlap1f1b.plan.search import LEAST_TRIES, plan_of
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
-from tests.plan.cases import costs_of, shapes, some_first
+from tests.plan.cases import costs_of, shapes
 from tests.plan.rules import broken_rules
 from tests.plan.tries import few_tries
+from tests.tiers import first
 
 QUICK = 1e-3
 """Seconds of a search that makes the least number of tries."""
@@ -108,7 +109,7 @@ def fixed(placement: Placement, microbatches: int) -> list[Program]:
     return [program for program in programs if program.placement == placement]
 
 
-@pytest.mark.parametrize("seed", some_first(range(12), 0, 1))
+@pytest.mark.parametrize("seed", first(range(12), 0, 1))
 def test_random_costs(seed: int) -> None:
     """Plans come in the order of their times, and no fixed schedule within the limit is faster."""
     draw = Random(seed)
@@ -170,7 +171,7 @@ def test_a_larger_search_is_not_worse_here() -> None:
     assert large < small
 
 
-@pytest.mark.parametrize("send", some_first((5, 12), 5))
+@pytest.mark.parametrize("send", first((5, 12), 5))
 def test_transfers_that_share_links_are_planned_for(send: float) -> None:
     """The order for shared links is not slower there than the order for links of their own."""
     placement = Placement.v(2)

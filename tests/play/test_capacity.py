@@ -20,6 +20,7 @@ from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 PROGRAM = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
 
@@ -156,8 +157,8 @@ def _later(rank: int, size: int, at: int, evaluates: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("at", "evaluates"), [(0, False), (3, False), (1, True)])
+@pytest.mark.parametrize("size", [2, *wide(4)])
+@pytest.mark.parametrize(("at", "evaluates"), [(0, False), *wide((3, False), (1, True))])
 def test_other_numbers_of_tokens_in_a_later_step(kept: dict[int, Ranks], size: int, at: int, evaluates: bool) -> None:
     """gloo would end the process by a signal."""
     tokens = [14] * (size - 1) + [10]

@@ -19,6 +19,7 @@ from overlap1f1b.transport.calls import exchange
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 MICROBATCHES = 3
 Compile = Callable[[nn.Sequential, str], nn.Sequential]
@@ -123,14 +124,15 @@ COMPILES = shutil.which("g++") is not None
 """Whether inductor finds a compiler."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "recompute", "calls"),
     [
         ("inductor" if COMPILES else "aot_eager", "none", 1),
-        ("aot_eager", "none", 2),
-        ("aot_eager", "block", 2),
-        pytest.param("inductor", "block", 2, marks=pytest.mark.skipif(not COMPILES, reason="inductor needs g++")),
+        *wide(
+            ("aot_eager", "none", 2),
+            ("aot_eager", "block", 2),
+            pytest.param("inductor", "block", 2, marks=pytest.mark.skipif(not COMPILES, reason="inductor needs g++")),
+        ),
     ],
 )
 def test_two_ranks_equal_the_engine_without_it(ranks2: Ranks, backend: str, recompute: Recompute, calls: int) -> None:

@@ -27,6 +27,7 @@ from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engines import make
 from tests.lagging import loopback
+from tests.tiers import wide
 
 CPU = torch.device("cpu")
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, dense=1)
@@ -62,8 +63,7 @@ def clocked(engine: Engine, watch: Watch = HOST) -> None:
         lane.stamp = watch.stamp
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [2, 3])
+@pytest.mark.parametrize("overlap", [2, *wide(3)])
 def test_gradients_are_the_same_under_every_pattern_of_delays(overlap: Overlap) -> None:
     """A wait that were missing would read rows that are not there yet; a tensor let go too early raises."""
     wanted, noise = gradients(engine(3, None, "serial", costs=COSTS)), random.Random()

@@ -18,6 +18,7 @@ from tests.engines import make
 from tests.pauses import pauses
 from tests.play.plain import default_dtype
 from tests.ranks import over
+from tests.tiers import wide
 
 COSTS = NodeCosts.uniform(attention=3, experts=2, dispatch=3, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 OVERLAPS: tuple[Overlap, ...] = ("pairs", 1, 2, 3)
@@ -108,7 +109,7 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
     assert {key[5] for key in measured.costs.by_node if key[0] is Op.EXPERTS and key[1] is Kind.W} == {0}
 
 
-@pytest.mark.parametrize(("parts", "recompute"), [(2, "none"), (3, "block"), (5, "experts")])
+@pytest.mark.parametrize(("parts", "recompute"), [(2, "none"), *wide((3, "block"), (5, "experts"))])
 @over(2)
 def test_two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))

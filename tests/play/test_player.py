@@ -24,6 +24,7 @@ from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 
 def engine(model: Any, name: str = "combined_1f1b", microbatches: int = 4) -> Engine:
@@ -142,7 +143,7 @@ class Slow(Delayed):
         time.sleep(0.004)
 
 
-@pytest.mark.parametrize("name", ["sequential", "combined_1f1b", "zb_h1", "auto"])
+@pytest.mark.parametrize("name", ["sequential", *wide("combined_1f1b", "zb_h1", "auto")])
 @over(2)
 def test_late_exchanges_are_waited_for_with_weight_gradients(rank: int, size: int, name: Any) -> list[str]:
     mesh, data = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), models.batch(4, seed=rank)

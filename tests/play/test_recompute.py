@@ -33,6 +33,7 @@ from tests.engines import COSTS, make
 from tests.pauses import pauses
 from tests.play.plain import batch, engine_of
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 from tests.transport.test_suspension import CONTEXTS, Wrapped
 
 MODES: list[Recompute] = ["experts", "attention", "block"]
@@ -136,7 +137,7 @@ class Inner(nn.Module):
         return self.second(y)
 
 
-@pytest.mark.parametrize(("mode", "kept"), [("none", 1), ("experts", 1), ("attention", 0), ("block", 0)])
+@pytest.mark.parametrize(("mode", "kept"), [("none", 1), *wide(("experts", 1), ("attention", 0), ("block", 0))])
 def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int) -> None:
     inner, data = Inner(), torch.randn(10, 4)
     program = build_schedule("afab", microbatches=5)
@@ -328,7 +329,9 @@ class Counted(Delayed):
         return super().counts(*args)
 
 
-@pytest.mark.parametrize(("name", "overlap", "expert_calls"), [("combined_1f1b", 3, 2), ("sequential", "serial", 1)])
+@pytest.mark.parametrize(
+    ("name", "overlap", "expert_calls"), [("combined_1f1b", 3, 2), *wide(("sequential", "serial", 1))]
+)
 @over(2)
 def test_two_ranks_exchange_nothing_twice(
     rank: int, size: int, name: Any, overlap: Overlap, expert_calls: int

@@ -29,6 +29,7 @@ from overlap1f1b.transport.suspension import Forward, Stack
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import over
+from tests.tiers import wide
 
 SAVED = {"aten.addmm", "aten.clone", "aten._grouped_mm", "_c10d_functional.all_to_all_single"}
 
@@ -145,7 +146,7 @@ def stepped(mesh: DeviceMesh, kind: type[Any], how: str, **given: Any) -> tuple[
     return found, travelled.call_count, computed.call_count, products.count
 
 
-@pytest.mark.parametrize("kind", [Around, Whole, Own, Functional])
+@pytest.mark.parametrize("kind", [Around, *wide(Whole, Own, Functional)])
 @over(2, timeout=120)
 def test_rows_travel_once(rank: int, size: int, kind: type[Any]) -> list[str]:
     """Gradients and buffers are those without a checkpoint, dropout included."""

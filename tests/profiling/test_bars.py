@@ -12,6 +12,7 @@ from overlap1f1b.profiling.clocks import offsets
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, Events, Kernel, Range, timed, write_chrome
+from tests.tiers import wide
 
 EXCHANGED = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 
@@ -70,7 +71,7 @@ def test_predictions_stand_beside_and_have_arrows_of_their_own(tmp_path: Path) -
     assert all(isinstance(bar.what, Node) for bar in measured)
 
 
-@pytest.mark.parametrize("skew", [0, 7, -(10**13)])
+@pytest.mark.parametrize("skew", [0, *wide(7, -(10**13))])
 def test_ranks_that_share_experts(tmp_path: Path, skew: int) -> None:
     write_chrome(tmp_path / "a.json", device(0))
     write_chrome(tmp_path / "b.json", device(1).shifted(skew))

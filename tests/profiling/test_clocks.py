@@ -10,6 +10,7 @@ import pytest
 from overlap1f1b.plan import About
 from overlap1f1b.profiling import Figures, advice, figures_of, read, verdict
 from tests.profiling.synthetic import write_record
+from tests.tiers import wide
 
 MS = 1_000_000
 
@@ -35,7 +36,7 @@ def figures(folder: Path, *posted: float, clock: float = 0.0) -> list[Figures]:
     return [figures_of(recording, run.late) for recording in run.ranks]
 
 
-@pytest.mark.parametrize("clock", [0.0, 5.0])
+@pytest.mark.parametrize("clock", [0.0, *wide(5.0)])
 def test_a_rank_waits_until_the_last_one_has_posted(tmp_path: Path, clock: float) -> None:
     early, late = figures(tmp_path, 10.0, 25.0, clock=clock)
     assert early.overlap.exposed == 18 * MS

@@ -11,9 +11,10 @@ from overlap1f1b.profiling import Lanes, figures_of, read_file
 from overlap1f1b.schedule import Kind
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded, write_record
+from tests.tiers import wide
 
 
-@pytest.mark.parametrize(("schedule", "overlap"), [("1f1b", "serial"), ("combined_1f1b", 3), ("afab", "serial")])
+@pytest.mark.parametrize(("schedule", "overlap"), [("1f1b", "serial"), *wide(("combined_1f1b", 3), ("afab", "serial"))])
 def test_phases_end_with_the_first_backward_and_the_last_forward(
     tmp_path: Path, schedule: str, overlap: Overlap
 ) -> None:
@@ -70,8 +71,10 @@ def device(*kernels: Kernel) -> tuple[Kernel, ...]:
     ("transfer", "expected"),
     [
         ((60, 150), (0, 90, 10)),  # the last kernel was launched long before: it waited for this
-        ((20, 40), (0, 0, 100)),  # under compute
-        (None, (0, 0, 100)),
+        *wide(
+            ((20, 40), (0, 0, 100)),  # under compute
+            (None, (0, 0, 100)),
+        ),
     ],
 )
 def test_a_device_waits_for_a_transfer(

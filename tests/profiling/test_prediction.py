@@ -11,11 +11,15 @@ from overlap1f1b.profiling import predict, read
 from tests.profiling.cases import device
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, write_chrome
+from tests.tiers import wide
 
 
 @pytest.mark.parametrize(
     ("schedule", "overlap", "ranks"),
-    [("1f1b", "serial", 2), ("combined_1f1b", 3, 2), ("dualpipe", 3, 2), ("dualpipev", 2, 2), ("sequential", 3, 1)],
+    [
+        ("1f1b", "serial", 2),
+        *wide(("combined_1f1b", 3, 2), ("dualpipe", 3, 2), ("dualpipev", 2, 2), ("sequential", 3, 1)),
+    ],
 )
 def test_a_simulated_run_is_predicted_exactly(tmp_path: Path, schedule: str, overlap: Overlap, ranks: int) -> None:
     timeline = simulated(schedule, overlap, ranks=ranks, microbatches=2 * ranks)

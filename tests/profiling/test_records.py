@@ -14,10 +14,12 @@ from overlap1f1b.profiling import figures_of, read, read_file
 from overlap1f1b.profiling.verdict import verdict
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import write_record
+from tests.tiers import wide
 
 
 @pytest.mark.parametrize(
-    ("schedule", "overlap", "opened"), [("1f1b", "serial", 1), ("combined_1f1b", "pairs", 2), ("dualpipev", 3, 3)]
+    ("schedule", "overlap", "opened"),
+    [("1f1b", "serial", 1), *wide(("combined_1f1b", "pairs", 2), ("dualpipev", 3, 3))],
 )
 def test_figures_of_a_timeline(tmp_path: Path, schedule: str, overlap: Overlap, opened: int) -> None:
     timeline = simulated(schedule, overlap)
@@ -60,20 +62,22 @@ def refusal(path: Path, broken: dict[str, Any]) -> str:
     ("broken", "message"),
     [
         (content(version=2), "version 2 of overlap1f1b-spans; allowed: 1"),
-        (content(steps=None), "not a record of overlap1f1b profile"),
-        (content(rank="first"), "not a record of overlap1f1b profile"),
-        (content(mesh=[1]), "not a record of overlap1f1b profile"),
-        (step("node", "dinner.f[0] m0", 0, 1), "'dinner.f[0] m0' is not a node"),
-        (step("nap", "dense.f[0] m0", 0, 1), "not a record of overlap1f1b profile"),
-        (step("node", "dense.f[0] m0", 0), "not a record of overlap1f1b profile"),
-        (content(steps=[]), "no steps"),
-        (step("node", "dense.f[0] m0", 0, 1e300), "impossible times"),
-        (step("node", "dense.f[0] m0", 0, -1), "impossible times"),
-        (step(seconds=float("inf")), "JSON is malformed"),
-        (step(seconds=1e300), "impossible times"),
-        (step(seconds=-1), "impossible times"),
-        (step(step=1.5), "Expected `int`, got `float` - at `$.steps[0].step`"),
-        (step() | {"rank": 0.5}, "Expected `int`, got `float` - at `$.rank`"),
+        *wide(
+            (content(steps=None), "not a record of overlap1f1b profile"),
+            (content(rank="first"), "not a record of overlap1f1b profile"),
+            (content(mesh=[1]), "not a record of overlap1f1b profile"),
+            (step("node", "dinner.f[0] m0", 0, 1), "'dinner.f[0] m0' is not a node"),
+            (step("nap", "dense.f[0] m0", 0, 1), "not a record of overlap1f1b profile"),
+            (step("node", "dense.f[0] m0", 0), "not a record of overlap1f1b profile"),
+            (content(steps=[]), "no steps"),
+            (step("node", "dense.f[0] m0", 0, 1e300), "impossible times"),
+            (step("node", "dense.f[0] m0", 0, -1), "impossible times"),
+            (step(seconds=float("inf")), "JSON is malformed"),
+            (step(seconds=1e300), "impossible times"),
+            (step(seconds=-1), "impossible times"),
+            (step(step=1.5), "Expected `int`, got `float` - at `$.steps[0].step`"),
+            (step() | {"rank": 0.5}, "Expected `int`, got `float` - at `$.rank`"),
+        ),
     ],
 )
 def test_what_is_no_record(tmp_path: Path, broken: dict[str, Any], message: str) -> None:
@@ -87,13 +91,15 @@ LONG = "x" * 10**6
     "broken",
     [
         content(version=LONG),
-        content(steps=LONG),
-        step(LONG, "dense.f[0] m0", 0, 1),
-        step("node", LONG, 0, 1),
-        step("node", f"dense.f[0] m{'9' * 900}", 0, 1),
-        step() | {"mesh": {LONG: [3, 2]}},
-        step() | {"mesh": {f"{n}": [10**900, 2] for n in range(1000)}},
-        step() | {"rank": 10**4000},
+        *wide(
+            content(steps=LONG),
+            step(LONG, "dense.f[0] m0", 0, 1),
+            step("node", LONG, 0, 1),
+            step("node", f"dense.f[0] m{'9' * 900}", 0, 1),
+            step() | {"mesh": {LONG: [3, 2]}},
+            step() | {"mesh": {f"{n}": [10**900, 2] for n in range(1000)}},
+            step() | {"rank": 10**4000},
+        ),
     ],
 )
 def test_long_values_are_cut(tmp_path: Path, broken: dict[str, Any]) -> None:
@@ -126,7 +132,7 @@ def test_waits_cut_nothing_that_was_measured_without_them(tmp_path: Path) -> Non
     assert isnan(figures.overlap.hidden_fraction)
 
 
-@pytest.mark.parametrize(("late", "starved"), [(0.0, 0.0), (1.0, 1.5)])
+@pytest.mark.parametrize(("late", "starved"), [(0.0, 0.0), *wide((1.0, 1.5))])
 def test_a_record_of_a_device_has_both_clocks(tmp_path: Path, late: float, starved: float) -> None:
     """The host launches the experts in time, or while the device has come to them."""
     spans = [

@@ -23,6 +23,7 @@ from tests.profiling.synthetic import (
     write_chrome,
     write_nsys,
 )
+from tests.tiers import first, wide
 
 KINDS = ("chrome", "gzip", "nsys")
 
@@ -54,7 +55,7 @@ def waits(recording: Recording, count: int) -> list[tuple[float, float, str, str
     return [(span.start_ms * 1e6, span.exposed_ms * 1e6, span.waited_for, span.next) for span in spans]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, "chrome"))
 def test_a_device(tmp_path: Path, kind: str) -> None:
     recording = written(tmp_path, device(), kind)
     figures = figures_of(recording)
@@ -75,7 +76,7 @@ def test_a_device(tmp_path: Path, kind: str) -> None:
     assert waits(recording, 9) == [(319, 120, "dispatch.f[0] m0", "experts.f[0] m0")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, "chrome"))
 def test_a_host(tmp_path: Path, kind: str) -> None:
     recording = written(tmp_path, host(), kind)
     figures = figures_of(recording)
@@ -102,7 +103,7 @@ def test_ranks_of_one_export(tmp_path: Path) -> None:
     assert not recordings.partial
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first(KINDS, "chrome"))
 def test_streams_where_ranges_are_missing(tmp_path: Path, kind: str) -> None:
     bare = Events([], [kernel for kernel in device().kernels if kernel.stream != OTHER])
     recording = written(tmp_path, bare, kind)
@@ -115,7 +116,7 @@ def test_streams_where_ranges_are_missing(tmp_path: Path, kind: str) -> None:
     assert figures.by_phase == {}
 
 
-@pytest.mark.parametrize("kind", ["chrome", "nsys"])
+@pytest.mark.parametrize("kind", ["chrome", *wide("nsys")])
 def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
     """Ranges alone say nothing of kernels: not that nothing was exchanged."""
     kernels = [kernel._replace(launched=None) for kernel in device().kernels if kernel.stream != OTHER]
@@ -130,7 +131,7 @@ def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["chrome", "nsys"])
+@pytest.mark.parametrize("kind", ["chrome", *wide("nsys")])
 def test_what_ends_before_it_starts_takes_no_time(tmp_path: Path, kind: str) -> None:
     kernels = [kernel._replace(end=kernel.start - 5) for kernel in device().kernels]
     figures = figures_of(written(tmp_path, Events(device().ranges, kernels), kind))

@@ -10,6 +10,7 @@ from overlap1f1b.plan import About
 from overlap1f1b.profiling import Figures, figures_of
 from overlap1f1b.profiling.verdict import advice, verdict
 from tests.profiling.synthetic import COMPUTE, EXCHANGE, PEER, Events, Kernel, Range, recorded
+from tests.tiers import wide
 
 Node = tuple[str, int, int, int, int]
 """What, stream, start and end of its kernel, launch."""
@@ -46,32 +47,38 @@ CASES: list[tuple[tuple[Node, ...], str, str | None]] = [
         "dispatch.f.",
         "one action was open at a time: overlap=3",
     ),
-    (STUCK, "No: 0%", "see what overlap1f1b doctor says of connections"),
-    (two(0, 40, (1, 40), (40, 50)), "Yes: 100% of the exchange was hidden; exposed exchange is 0.0% of a step.", None),
-    (
-        two(0, 10, (0, 40), (40, 50)),
-        "In part: 25% of the exchange was hidden; exposed exchange is 60% of a step",
-        "2.00 times as long",
-    ),
-    (  # little is lost to the lack of compute, and much to the order
-        two(0, 20, (0, 40), (62, 80)),
-        "In part: 50% of the exchange was hidden",
-        "two actions were open at a time",
-    ),
-    (two(0, 60, (60, 100), (95, 120)), "In part: 12%", "a higher priority for the exchange stream"),
-    (
+    *wide(
+        (STUCK, "No: 0%", "see what overlap1f1b doctor says of connections"),
         (
-            ("dense.f[0] m0", COMPUTE, 0, 50, 0),
-            ("receive.b[0] m0", PEER, 50, 90, 2),
-            ("dense.b[0] m0", COMPUTE, 90, 100, 5),
+            two(0, 40, (1, 40), (40, 50)),
+            "Yes: 100% of the exchange was hidden; exposed exchange is 0.0% of a step.",
+            None,
         ),
-        "Nothing was exchanged in these steps, so there was nothing to hide.",
-        "the pipeline bubble is 40% of a step",
-    ),
-    (
-        (("dense.f[0] m0", COMPUTE, 0, 40, 0), ("dense.b[0] m0", COMPUTE, 90, 100, 88)),
-        "Nothing was exchanged",
-        "the host issues late for 50% of a step",
+        (
+            two(0, 10, (0, 40), (40, 50)),
+            "In part: 25% of the exchange was hidden; exposed exchange is 60% of a step",
+            "2.00 times as long",
+        ),
+        (  # little is lost to the lack of compute, and much to the order
+            two(0, 20, (0, 40), (62, 80)),
+            "In part: 50% of the exchange was hidden",
+            "two actions were open at a time",
+        ),
+        (two(0, 60, (60, 100), (95, 120)), "In part: 12%", "a higher priority for the exchange stream"),
+        (
+            (
+                ("dense.f[0] m0", COMPUTE, 0, 50, 0),
+                ("receive.b[0] m0", PEER, 50, 90, 2),
+                ("dense.b[0] m0", COMPUTE, 90, 100, 5),
+            ),
+            "Nothing was exchanged in these steps, so there was nothing to hide.",
+            "the pipeline bubble is 40% of a step",
+        ),
+        (
+            (("dense.f[0] m0", COMPUTE, 0, 40, 0), ("dense.b[0] m0", COMPUTE, 90, 100, 88)),
+            "Nothing was exchanged",
+            "the host issues late for 50% of a step",
+        ),
     ),
 ]
 
@@ -91,8 +98,10 @@ def test_verdict_and_advice(tmp_path: Path, nodes: tuple[Node, ...], sentence: s
             About("combined_1f1b", "pairs"),
             "opened by overlap=3 and one more warm-up forward (extra_warmup=1)",
         ),
-        (About("combined_1f1b+1", "pairs"), "opened by overlap=3"),
-        (About("dualpipev", "3"), "though more were allowed: more microbatches or two chunks"),
+        *wide(
+            (About("combined_1f1b+1", "pairs"), "opened by overlap=3"),
+            (About("dualpipev", "3"), "though more were allowed: more microbatches or two chunks"),
+        ),
     ],
 )
 def test_advice_leaves_out_what_a_run_has(tmp_path: Path, about: About, tip: str) -> None:
@@ -106,7 +115,7 @@ def test_the_largest_loss_comes_first(tmp_path: Path) -> None:
     assert [tip.split()[1] for tip in tips] == ["pipeline", "action"]
 
 
-@pytest.mark.parametrize(("launched", "bound"), [(60, True), (12, False)])
+@pytest.mark.parametrize(("launched", "bound"), [(60, True), *wide((12, False))])
 def test_a_host_that_is_late_beside_an_exchange_bounds_the_step(tmp_path: Path, launched: int, bound: bool) -> None:
     nodes = (
         ("attention.f[0] m0", COMPUTE, 0, 10, 0),

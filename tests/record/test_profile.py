@@ -23,6 +23,7 @@ from overlap1f1b.schedule import Action, Kind
 from tests.engines import COSTS, make
 from tests.models import H, batch, build, loss_fn
 from tests.ranks import over
+from tests.tiers import wide
 
 MS = 1e3  # in a trace's microseconds
 
@@ -120,13 +121,15 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path: Path, monk
     ("options", "message"),
     [
         ({"folder": "file/in"}, "file/in: Not a directory; allowed: a folder that can be written"),
-        ({"tool": "nvtx"}, "tool='nvtx'; allowed: 'torch', 'nsys'"),
-        ({"engine": None}, "engine=None; allowed: Engine"),
-        ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),
-        pytest.param(
-            {"tool": "nsys"},
-            r"nsys without a GPU that torch \S+ can use; allowed: torch.profiler",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+        *wide(
+            ({"tool": "nvtx"}, "tool='nvtx'; allowed: 'torch', 'nsys'"),
+            ({"engine": None}, "engine=None; allowed: Engine"),
+            ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),
+            pytest.param(
+                {"tool": "nsys"},
+                r"nsys without a GPU that torch \S+ can use; allowed: torch.profiler",
+                marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there"),
+            ),
         ),
     ],
 )

@@ -19,6 +19,7 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 IGNORED = -100
 
@@ -97,8 +98,8 @@ def differences(engine: Engine, blocks: list[nn.Module], whole: nn.Module, ep_ra
 @pytest.mark.parametrize(
     ("shape", "name"),
     [
-        ((2, 1, 2), "dualpipe"), ((2, 2, 1), "dualpipev"), ((1, 2, 2), "zb_h1"), ((2, 2, 1), "combined_1f1b"),
-        ((2, 2, 2), "dualpipe"),
+        ((2, 1, 2), "dualpipe"), *wide(((2, 2, 1), "dualpipev"), ((1, 2, 2), "zb_h1"), ((2, 2, 1), "combined_1f1b"),
+        ((2, 2, 2), "dualpipe"),),
     ],
 )  # fmt: skip
 def test_tokens_norm_and_scale(kept: dict[int, Ranks], shape: tuple[int, int, int], name: str) -> None:
@@ -149,8 +150,8 @@ def test_autocast_over_stages(rank: int, size: int) -> list[str]:
     return models.equal(mine, {name: expected[name] for name in mine})
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "1f1b"])
-@pytest.mark.parametrize("frozen", [range(3), range(3, 6), range(1, 4)])
+@pytest.mark.parametrize("name", ["zb_h1", *wide("1f1b")])
+@pytest.mark.parametrize("frozen", [range(3), *wide(range(3, 6), range(1, 4))])
 @over(2)
 def test_frozen_stages(rank: int, size: int, name: str, frozen: range) -> list[str]:
     """Blocks without a gradient, perhaps all that a rank holds."""

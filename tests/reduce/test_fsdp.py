@@ -31,6 +31,7 @@ from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
 OVERLAPS: list[Overlap] = ["serial", "pairs", 3]
@@ -141,7 +142,8 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
 
 
 @pytest.mark.parametrize(
-    ("size", "dp", "wrap"), [(2, 1, "blocks"), *((2, 2, wrap) for wrap in WRAPS), *((4, 2, wrap) for wrap in FOUR)]
+    ("size", "dp", "wrap"),
+    [(2, 1, "blocks"), *wide(*((2, 2, wrap) for wrap in WRAPS), *((4, 2, wrap) for wrap in FOUR))],
 )
 def test_gradients_equal_fsdp2_bit_for_bit(kept: dict[int, Ranks], size: int, dp: int, wrap: str) -> None:
     """The other two ways over four ranks below: blocks that the engine reduces, and copies in the norm."""
@@ -170,7 +172,9 @@ class Frozen(models.Block):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
-@pytest.mark.parametrize(("reduce_dtype", "frozen"), [(torch.float32, False), (None, False), (torch.float32, True)])
+@pytest.mark.parametrize(
+    ("reduce_dtype", "frozen"), [(torch.float32, False), *wide((None, False), (torch.float32, True))]
+)
 @over(2)
 def test_mixed_precision_sums_as_fsdp2_does(
     rank: int, size: int, reduce_dtype: torch.dtype | None, frozen: bool
@@ -313,9 +317,11 @@ def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> list[
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BY_NODES: list[tuple[str, MixedPrecisionPolicy | None, dict[str, Any]]] = [
     ("blocks", None, {}),
-    ("root", None, {"tied": True}),
-    ("blocks", BF16, {"block": Frozen}),
-    ("replicate", BF16, {}),
+    *wide(
+        ("root", None, {"tied": True}),
+        ("blocks", BF16, {"block": Frozen}),
+        ("replicate", BF16, {}),
+    ),
 ]
 
 
@@ -490,7 +496,7 @@ def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: i
     return problems if at_once == [len(whole), 3, 2] else [*problems, f"{at_once} of {len(whole)}"]
 
 
-@pytest.mark.parametrize("options", [{}, {"costs": None, "memory": "1TB"}])
+@pytest.mark.parametrize("options", [{}, *wide({"costs": None, "memory": "1TB"})])
 @over(2, timeout=50)
 def test_a_rank_that_fails_early_holds_nobody_up(rank: int, size: int, options: dict[str, Any]) -> None:
     """One rank fails in its first block: the other has more gathers under way, which must not hold it up."""
@@ -556,7 +562,7 @@ def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> li
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("zb_v", (2, 2, 1)), ("dualpipe", (2, 2, 1)), ("1f1b", (1, 2, 2)), ("interleaved_1f1b", (2, 1, 2))],
+    [("zb_v", (2, 2, 1)), *wide(("dualpipe", (2, 2, 1)), ("1f1b", (1, 2, 2)), ("interleaved_1f1b", (2, 1, 2)))],
 )
 @over(4)
 def test_stages_over_four_ranks_equal_the_plain_engine(
@@ -604,7 +610,7 @@ def _replicas(rank: int, size: int) -> list[float]:
     return norms
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *wide(4)])
 def test_replicated_shards_count_once_in_the_norm(kept: dict[int, Ranks], size: int) -> None:
     for norms in kept[size].run(_replicas):
         assert norms[::3] == pytest.approx(norms[:1] * 3)
@@ -642,7 +648,8 @@ def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> s
 
 
 @pytest.mark.parametrize(
-    ("size", "sub", "wrap"), [(2, (), "none"), (4, ("ep",), "none"), (4, ("dp",), "both"), (4, ("dp", "ep"), "both")]
+    ("size", "sub", "wrap"),
+    [(2, (), "none"), *wide((4, ("ep",), "none"), (4, ("dp",), "both"), (4, ("dp", "ep"), "both"))],
 )
 def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
     kept: dict[int, Ranks], size: int, sub: tuple[str, ...], wrap: str

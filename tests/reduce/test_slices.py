@@ -17,6 +17,7 @@ from overlap1f1b.checkpoint import consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from tests.ranks import Ranks
+from tests.tiers import wide
 
 H, E, MICROBATCHES, ROWS = 6, 4, 3, 5
 SIZES = {2: (1, 2), 4: (2, 2)}
@@ -115,7 +116,7 @@ def _trained(rank: int, size: int, kind: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("size", "kind"), [(2, "a DTensor"), (4, "a DTensor"), (4, "marked allreduce=False"), (4, "marked later")]
+    ("size", "kind"), [(2, "a DTensor"), *wide((4, "a DTensor"), (4, "marked allreduce=False"), (4, "marked later"))]
 )
 def test_gradients_norms_and_checkpoints(kept: dict[int, Ranks], size: int, kind: str, tmp_path: Path) -> None:
     """Gradients of a rank's experts are summed with the ranks that have the same experts alone."""

@@ -11,6 +11,7 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
 from tests.ranks import over
+from tests.tiers import wide
 
 MICROBATCHES = 4
 HERE = build_schedule("interleaved_1f1b", ranks=1, microbatches=MICROBATCHES, chunks=2)
@@ -47,10 +48,10 @@ def reference(steps: int) -> tuple[Tensor, float]:
     return model.get_parameter("0.weight").grad.clone(), float(norm)
 
 
-@pytest.mark.parametrize("copy", [True, False])
+@pytest.mark.parametrize("copy", [True, *wide(False)])
 @pytest.mark.parametrize(
     ("schedule", "chunks", "along"),
-    [("1f1b", 1, "pp"), ("interleaved_1f1b", 2, "dp"), ("dualpipev", 2, "pp"), ("dualpipe", 1, "pp")],
+    [("1f1b", 1, "pp"), *wide(("interleaved_1f1b", 2, "dp"), ("dualpipev", 2, "pp"), ("dualpipe", 1, "pp"))],
 )
 @over(2)
 def test_gradients_are_summed_over_stages(

@@ -20,6 +20,7 @@ import pytest
 
 from overlap1f1b.running.launch import STORE, run_ranks, under_torchrun
 from tests.running.run import ROOT, until
+from tests.tiers import wide
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -198,7 +199,7 @@ READY = "ready(); until_ready(int(os.environ['WORLD_SIZE']))\n"
     ("ranks", "limits", "script", "status", "lines", "seconds"),
     [
         (1, {}, "ready(); sys.exit(5)", 5, ["rank 0 ended with status 5"], (0, 5)),
-        (2, {"grace_s": 0.2}, f"{READY}if rank: sys.exit(2)\n{SLEEP}", 2, [], (0, 5)),
+        *wide((2, {"grace_s": 0.2}, f"{READY}if rank: sys.exit(2)\n{SLEEP}", 2, [], (0, 5)),
         (3, {"grace_s": 0.5}, f"{READY}if rank == 1: sys.exit(3)\n{SLEEP}", 3,
          [f"rank 1 ended with status 3{STOPPED}"], (0, 5)),
         # The others get the grace, and one of them that then fails is not the one to name.
@@ -210,7 +211,7 @@ READY = "ready(); until_ready(int(os.environ['WORLD_SIZE']))\n"
          [f"rank 1 ended with status 1; rank 2 was suspended (SIGSTOP){STOPPED}"], (5, 12)),
         # One that is suspended may hold the lock of the file through which ranks meet: the others never notice.
         (2, {"grace_s": 0.2, "limit_s": 1}, f"{READY}{STOP.format(1)}{SLEEP}", 128 + signal.SIGSTOP,
-         [f"rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1{STOPPED}"], (6, 15)),
+         [f"rank 1 was suspended (signal 19 (SIGSTOP)) for longer than --timeout 1{STOPPED}"], (6, 15)),),
     ],
 )  # fmt: skip
 def test_how_ranks_end(
@@ -232,7 +233,9 @@ def test_what_a_rank_started_ends_with_it(tmp_path: Path) -> None:
     assert_gone(parent.pids(2))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), *wide((signal.SIGTERM, 143), (signal.SIGHUP, 129))]
+)
 def test_signal_to_the_parent(tmp_path: Path, parents: list[Parent], number: signal.Signals, status: int) -> None:
     """The ranks get it, and may end in their own way."""
     script = f"""
@@ -253,7 +256,7 @@ ready(); {SLEEP}"""
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [1, *wide(2)])
 def test_ctrl_c_with_ranks_that_ignore_it(tmp_path: Path, parents: list[Parent], times: int) -> None:
     """They are killed after 3 s, and at once if it is pressed again."""
     parents.append(parent := Parent(tmp_path, f"{STUBBORN}ready(); {SLEEP}", 2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from overlap1f1b.running.text import Corpus
+from tests.tiers import wide
 
 S = 8  # the sequence of the small corpora
 
@@ -91,7 +92,7 @@ def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
     assert twice.digest == once.digest
 
 
-@pytest.mark.parametrize("limit", [100, 120])
+@pytest.mark.parametrize("limit", [100, *wide(120)])
 def test_the_limit_cuts_the_last_file(tmp_path: Path, limit: int) -> None:
     corpus = Corpus.load([numbered(tmp_path, 3)], sequence=S, limit_bytes=limit)
     assert len(corpus.train) + len(corpus.held_out) == limit
@@ -101,8 +102,8 @@ def test_the_limit_cuts_the_last_file(tmp_path: Path, limit: int) -> None:
 # How it is split.
 
 
-@pytest.mark.parametrize("part", [0.01, 0.05, 0.6, 0.99])
-@pytest.mark.parametrize(("count", "size"), [(1, 18), (7, 40)])
+@pytest.mark.parametrize("part", [0.01, *wide(0.05, 0.6, 0.99)])
+@pytest.mark.parametrize(("count", "size"), [(1, 18), *wide((7, 40))])
 def test_the_parts_are_the_whole_text_and_each_holds_a_window(
     tmp_path: Path, part: float, count: int, size: int
 ) -> None:

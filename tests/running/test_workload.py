@@ -15,7 +15,6 @@ from tests.integrations.transformers import tiny
 from tests.running.run import Run
 
 
-@pytest.mark.slow
 def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) -> None:
     config = tmp_path / "model"
     tiny.configuration("mixtral", vocab_size=256).save_pretrained(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from tests.tiers import first, wide
 
 
 @pytest.fixture
@@ -15,8 +16,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "mine.csv"
 
 
-@pytest.mark.parametrize("forward_only", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("forward_only", [False, *wide(True)])
+@pytest.mark.parametrize("name", first(SCHEDULES, "sequential"))
 def test_round_trip(name: str, forward_only: bool, path: Path) -> None:
     program = build_schedule(name, ranks=4, microbatches=8, forward_only=forward_only)
     program.to_csv(path)
@@ -50,22 +51,27 @@ def test_blanks_and_communication_of_torchs_tables_are_passed_over(path: Path) -
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is not an action; allowed: stage, F, B, I or W, microbatch"),
-        ("0F0,,(0F1;0B0)OVERLAP\n", r"line 1, column 3: '\(0F1;0B0\)OVERLAP' is not a pair; allowed: two actions"),
-        (
-            "0F0\n# ranks: 2\n",
-            "line 2, column 1: '# ranks: 2' is not a header line; allowed before the first rank: # with",
+        *wide(
+            ("0F0,,(0F1;0B0)OVERLAP\n", r"line 1, column 3: '\(0F1;0B0\)OVERLAP' is not a pair; allowed: two actions"),
+            (
+                "0F0\n# ranks: 2\n",
+                "line 2, column 1: '# ranks: 2' is not a header line; allowed before the first rank: # with",
+            ),
+            ("# microbatches: two\n0F0\n", "line 1, column 1: 'two' as microbatches: allowed: whole numbers"),
+            (
+                "# peak_weights: -1\n0F0\n",
+                "line 1, column 1: '-1' as peak_weights: peak_weights=-1; allowed: 0 or more",
+            ),
+            ("# name: mine\n# peak_weights: 1 a\n0F0\n", "line 2, column 1: '1 a' as peak_weights: allowed: whole"),
+            ("# pipes: 0 2\n0F0\n", r"line 1, column 1: '0 2' as pipes: stages on ranks \[0, 2\]; allowed: every rank"),
+            ("", "line 1, column 1: no action; allowed: a row of actions for each rank"),
+            ("0F0,0B0\n0F1,0B1\n", "0F1 is on rank 1, others of stage 0 on rank 0; allowed: one rank a stage"),
+            ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
+            ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
+            ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
+            ('0F0,"0B0\n', "unexpected end of data in '0F0,\"0B0'; allowed: actions between commas"),
+            ("0F0\n\n1F0\n", r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last holds a stage"),
         ),
-        ("# microbatches: two\n0F0\n", "line 1, column 1: 'two' as microbatches: allowed: whole numbers"),
-        ("# peak_weights: -1\n0F0\n", "line 1, column 1: '-1' as peak_weights: peak_weights=-1; allowed: 0 or more"),
-        ("# name: mine\n# peak_weights: 1 a\n0F0\n", "line 2, column 1: '1 a' as peak_weights: allowed: whole"),
-        ("# pipes: 0 2\n0F0\n", r"line 1, column 1: '0 2' as pipes: stages on ranks \[0, 2\]; allowed: every rank"),
-        ("", "line 1, column 1: no action; allowed: a row of actions for each rank"),
-        ("0F0,0B0\n0F1,0B1\n", "0F1 is on rank 1, others of stage 0 on rank 0; allowed: one rank a stage"),
-        ("0F0\n2F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 2"),
-        ("0'F0\n", "pipe 0 has no action of stage 0; allowed: stages 0 to 0"),
-        ("0F0,999999999F0\n", "pipe 0 has no action of stage 1; allowed: stages 0 to 999999999"),
-        ('0F0,"0B0\n', "unexpected end of data in '0F0,\"0B0'; allowed: actions between commas"),
-        ("0F0\n\n1F0\n", r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last holds a stage"),
     ],
 )
 def test_malformed_files(text: str, message: str, path: Path) -> None:
@@ -98,14 +104,16 @@ def test_a_spreadsheets_mark_is_passed_over(path: Path) -> None:
     "text",
     [
         "0F0," + "x" * 10**6,
-        "0F0,(" + "x" * 1000 + ";0B0)OVERLAP_F_B",
-        *(("0F0," + "9" * n + "F0\n0F" + "9" * n) for n in (41, 10**6)),
-        "0" + "'" * 10**5 + "F0",
-        "# name: " + "x" * 10**6 + "\n0F0",
-        "# microbatches: -" + "9" * 4000 + "\n0F0",
-        "# peak_activations: " + "1 " * 10**6 + "a\n0F0",
-        "# pipes: " + " ".join(map(str, range(1, 10**5))) + "\n0F0",
-        "0F0\n" + "," * 10**5 + '"0B0',
+        *wide(
+            "0F0,(" + "x" * 1000 + ";0B0)OVERLAP_F_B",
+            *(("0F0," + "9" * n + "F0\n0F" + "9" * n) for n in (41, 10**6)),
+            "0" + "'" * 10**5 + "F0",
+            "# name: " + "x" * 10**6 + "\n0F0",
+            "# microbatches: -" + "9" * 4000 + "\n0F0",
+            "# peak_activations: " + "1 " * 10**6 + "a\n0F0",
+            "# pipes: " + " ".join(map(str, range(1, 10**5))) + "\n0F0",
+            "0F0\n" + "," * 10**5 + '"0B0',
+        ),
     ],
 )
 def test_long_values_are_cut(text: str, path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from overlap1f1b.schedule import Action, Kind, Program, build_schedule
+from tests.tiers import wide
 
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -88,7 +89,9 @@ def counted_from_zero(text: str) -> str:
     return str(action._replace(microbatch=action.microbatch - 1) if action.kind is Kind.F else action)
 
 
-@pytest.mark.parametrize(("name", "torchs"), [("zb_v", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
+@pytest.mark.parametrize(
+    ("name", "torchs"), [("zb_v", "ScheduleZBVZeroBubble"), *wide(("dualpipev", "ScheduleDualPipeV"))]
+)
 def test_tables_that_torch_has_written(name: str, torchs: str, tmp_path: Path) -> None:
     P, M = 3, 8
     path = tmp_path / f"{name}.csv"

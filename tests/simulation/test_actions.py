@@ -12,9 +12,9 @@ from overlap1f1b.schedule import SCHEDULES, Action, Kind, Pair, Program, build_s
 from overlap1f1b.simulation import Costs, play_actions, simulate
 from overlap1f1b.simulation.actions import SlotSpan, TransferSpan
 from tests.counting import work
-from tests.plan.cases import some_first
 from tests.schedule.brute import F, W
 from tests.schedule.test_mutations import a_program
+from tests.tiers import first
 
 
 def relaxed(program: Program, costs: Costs) -> dict[Action, float]:  # noqa: PLR0912  one place for the whole model
@@ -114,7 +114,7 @@ def test_what_cannot_be_simulated() -> None:
         simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())
 
 
-@pytest.mark.parametrize("name", some_first(SCHEDULES, "combined_1f1b", "dualpipe"))
+@pytest.mark.parametrize("name", first(SCHEDULES, "combined_1f1b", "dualpipe"))
 def test_work_of_generating_checking_and_playing_grows_linearly(name: str) -> None:
     chunks = 2 if name in ("sequential", "afab", "interleaved_1f1b", "combined_1f1b", "zb_h1") else None
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from overlap1f1b.terminal.status import showing
 from tests.running.fork import ROOT, Fork
 from tests.running.run import SIZES, until
+from tests.tiers import wide
 
 
 def said(screen: Console, output: io.StringIO) -> list[str]:
@@ -70,29 +71,30 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
     assert (tmp_path / "out").read_text() == "{}\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "target", "expected"),
     [
         ("train --steps 2", "running.train.trainer:Trainer.step", ["step 0/2", "step 2/2 runs"]),
-        ("train --steps 2", "running.train.trainer:Trainer.evaluate", ["step 2/2 runs"]),
-        (
-            "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
-            "running.bench.measure:Bench.step",
-            [
-                r"measuring nodes, row 1 of (\d+), \S+.*",
-                r"warming up for 1 rounds, row 1 of \1, .*",
-                r"round 1 of 1, row 2 of \1, .*",
-            ],
-        ),
-        (
-            "profile train --profile-steps 2 --profile-warmup 1 --layers 1",
-            "engine:Engine.step",
-            [
-                "measuring nodes, then 2 steps",
-                "0 of 2 steps profiled, 0 of 1 for warming up done",
-                "1 of 2 steps profiled",
-            ],
+        *wide(
+            ("train --steps 2", "running.train.trainer:Trainer.evaluate", ["step 2/2 runs"]),
+            (
+                "bench --rounds 1 --layers 1 --microbatches 2 --batch 2",
+                "running.bench.measure:Bench.step",
+                [
+                    r"measuring nodes, row 1 of (\d+), \S+.*",
+                    r"warming up for 1 rounds, row 1 of \1, .*",
+                    r"round 1 of 1, row 2 of \1, .*",
+                ],
+            ),
+            (
+                "profile train --profile-steps 2 --profile-warmup 1 --layers 1",
+                "engine:Engine.step",
+                [
+                    "measuring nodes, then 2 steps",
+                    "0 of 2 steps profiled, 0 of 1 for warming up done",
+                    "1 of 2 steps profiled",
+                ],
+            ),
         ),
     ],
 )

@@ -15,6 +15,7 @@ from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.boundary import Spec, encode, specs_of
 from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 H = 6
 
@@ -112,8 +113,8 @@ def stepped(engine: Engine, blocks: nn.ModuleList, sizes: list[int], seed: int) 
     return problems if not result.losses or [float(x) for x in result.losses] == losses else [*problems, "losses"]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "dualpipev"])
+@pytest.mark.parametrize("dynamic", [False, *wide(True)])
+@pytest.mark.parametrize("name", ["1f1b", *wide("zb_h1", "interleaved_1f1b", "dualpipev")])
 @over(2)
 def test_several_tensors_of_changing_sizes(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
@@ -146,7 +147,7 @@ def test_two_engines_take_turns(rank: int, size: int) -> list[str]:
     return [name for _ in range(2) for engine, blocks in both for name in stepped(engine, blocks, [3] * 4, 1)]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *wide(True)])
 @over(2)
 def test_each_transfer_is_timed_where_it_arrives(rank: int, size: int, dynamic: bool) -> None:
     forward, backward = Kind.F, Kind.I

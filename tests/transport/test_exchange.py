@@ -19,6 +19,7 @@ from overlap1f1b.transport.exchange import (
     own_exchange,
 )
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 H = 3
 
@@ -66,10 +67,10 @@ def exchanged(rank: int, size: int, kind: str, announced: bool) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *wide(4)])
 @pytest.mark.parametrize(
     ("kind", "announced"),
-    [("own", True), ("own", False), ("shared", False), ("shared", True), ("collective", False)],
+    [("own", True), *wide(("own", False), ("shared", False), ("shared", True), ("collective", False))],
 )
 def test_rows_and_counts_arrive(kept: dict[int, Ranks], size: int, kind: str, announced: bool) -> None:
     """Three exchanges of rows and of counts in flight together."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from overlap1f1b.transport import failures as failures_module
 from overlap1f1b.transport.failures import Failures, LostRankError, Store, headline
 from tests.ranks import over
+from tests.tiers import wide
 
 LABELS = {0: "rank ep 0", 1: "rank ep 1"}
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1. This is typically …"
@@ -217,7 +218,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("how", ["receive", "collective", "send"])
+@pytest.mark.parametrize("how", ["receive", *wide("collective", "send")])
 def test_a_process_ends_by_its_own_status_whatever_its_lanes_wait_for(
     tmp_path: Path, scripts: Scripts, how: str
 ) -> None:
@@ -255,7 +256,7 @@ DROPPED = """
 """
 
 
-@pytest.mark.parametrize("how", ["plain", "collected", "destroyed"])
+@pytest.mark.parametrize("how", ["plain", *wide("collected", "destroyed")])
 def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Path, scripts: Scripts, how: str) -> None:
     assert scripts.ends(tmp_path / "store", DROPPED, how) == [("", 0)] * 2
 

@@ -20,6 +20,7 @@ from overlap1f1b.transport.groups import Groups, abort, backend_of, nccl_options
 from tests import models
 from tests.engines import make
 from tests.ranks import Ranks, over, run
+from tests.tiers import wide
 
 
 def fake(**known: Any) -> Any:
@@ -56,7 +57,7 @@ def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[s
     return [dist.get_backend(), backend_of(None), backend_of(group), backend_of(engine.exchange._groups[0])]
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+@pytest.mark.parametrize("backend", [None, *wide("cpu:gloo")])
 def test_the_backend_is_that_of_the_device(tmp_path: Path, backend: str | None) -> None:
     for named, *found in run(_undefined, 2, str(tmp_path), backend):
         assert named != "gloo"  # of which torch says nothing useful
@@ -104,7 +105,7 @@ def _aborted(rank: int, size: int, what: str) -> tuple[bool, str]:
     return waited, "".join(said)
 
 
-@pytest.mark.parametrize("what", ["receive", "send", "collective"])
+@pytest.mark.parametrize("what", ["receive", *wide("send", "collective")])
 def test_abort_ends_waits_here_and_there(ranks2: Ranks, what: str) -> None:
     (waited, said), _ = ranks2.run(_aborted, what)
     assert waited

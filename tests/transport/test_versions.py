@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.transport.versions import TORCH, check_torch, release
+from tests.tiers import wide
 
 ROOT = Path(__file__).parents[2]
 ALLOWED = f"allowed: {TORCH[0]} to before {TORCH[1]}"
@@ -42,7 +43,7 @@ def test_the_installed_torch_is_taken() -> None:
     assert release(TORCH[0]) <= release(version("torch")) < release(TORCH[1])
 
 
-@pytest.mark.parametrize("found", ["2.10.1", "2.16.0", "2.16.0.dev20261101+cpu", "3.0.0a0+git12ab"])
+@pytest.mark.parametrize("found", ["2.10.1", *wide("2.16.0", "2.16.0.dev20261101+cpu", "3.0.0a0+git12ab")])
 def test_another_torch_is_named(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path, found)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -50,14 +51,14 @@ def test_another_torch_is_named(found: str, tmp_path: Path, monkeypatch: pytest.
         check_torch()
 
 
-@pytest.mark.parametrize("found", ["2.11.0", "2.13.0+cpu", "2.15.3", "2.15.0a0+nv26.10"])
+@pytest.mark.parametrize("found", ["2.11.0", *wide("2.13.0+cpu", "2.15.3", "2.15.0a0+nv26.10")])
 def test_other_builds_of_a_release_are_taken(found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(tmp_path, found)
     monkeypatch.syspath_prepend(str(tmp_path))
     check_torch()
 
 
-@pytest.mark.parametrize("floor", ["moe", "engine", "integrations.torch_pipelining"])
+@pytest.mark.parametrize("floor", ["moe", *wide("engine", "integrations.torch_pipelining")])
 def test_floors_refuse_it_before_they_load_torch(floor: str, tmp_path: Path) -> None:
     plant(tmp_path, "2.10.0")
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")

@@ -20,6 +20,7 @@ from tests.cli.inside import plan
 from tests.cli.lasting import lasting
 from tests.plan.tries import few_tries
 from tests.running.fork import ROOT
+from tests.tiers import first, wide
 
 Capture = pytest.CaptureFixture[str]
 
@@ -192,7 +193,7 @@ def test_trace(capsys: Capture, tmp_path: Path) -> None:
 SUB_OPS = ("--ranks", 2, "--microbatches", 4, "--layers", 2, "--dispatch", 6, "--send", 1)
 
 
-@pytest.mark.parametrize("overlap", ["serial", "pairs", "2"])
+@pytest.mark.parametrize("overlap", ["serial", *wide("pairs", "2")])
 def test_sub_ops(capsys: Capture, overlap: str, tmp_path: Path) -> None:
     files = ("--trace", tmp_path / "trace", "--csv", tmp_path / "csv")
     result = plan.content(capsys, *SUB_OPS, "--overlap", overlap, *files)
@@ -273,7 +274,7 @@ def test_bad_input_of_an_order_that_is_found(capsys: Capture, words: str, messag
     assert plan.refused(capsys, *shlex.split(words)).startswith(message)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", first(SCHEDULES, "sequential"))
 def test_forward_only(capsys: Capture, tmp_path: Path, schedule: str) -> None:
     file = tmp_path / "plan.csv"
     sizes = ("--schedule", schedule, "--forward-only", "--forward", 2, "--send", 0.5)
@@ -392,11 +393,13 @@ def test_bad_input(capsys: Capture, words: str, message: str) -> None:
     ("text", "message"),
     [
         ("0F0,0X0\n", "line 1, column 2: '0X0' is not an action; allowed: stage, F, B, I or W, microbatch"),
-        ("0F0,0B0\n1F0,1B0,1B0\n", "rank 1, position 2: 1B0 comes a second time"),
-        ("0B0,0F0\n", "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
-        ("", "no action; allowed: a row of actions for each rank"),
-        ("# microbatches: many\n0F0\n", "line 1, column 1: 'many' as microbatches: allowed: whole numbers"),
-        ("\xff\xfe", "is not text; allowed: a file of --csv"),
+        *wide(
+            ("0F0,0B0\n1F0,1B0,1B0\n", "rank 1, position 2: 1B0 comes a second time"),
+            ("0B0,0F0\n", "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
+            ("", "no action; allowed: a row of actions for each rank"),
+            ("# microbatches: many\n0F0\n", "line 1, column 1: 'many' as microbatches: allowed: whole numbers"),
+            ("\xff\xfe", "is not text; allowed: a file of --csv"),
+        ),
     ],
 )
 def test_malformed_csv(capsys: Capture, tmp_path: Path, text: str, message: str) -> None:
@@ -420,7 +423,7 @@ def test_a_file_that_cannot_be_written(capsys: Capture, option: str) -> None:
     assert error.startswith(f"--{option} /dev/full: No space left on device; allowed: a place that can be written")
 
 
-@pytest.mark.parametrize("option", ["svg", "csv", "trace", "json"])
+@pytest.mark.parametrize("option", ["svg", *wide("csv", "trace", "json")])
 def test_a_disk_that_is_full_leaves_the_file_that_was_there(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str
 ) -> None:

@@ -10,7 +10,7 @@ from overlap1f1b.schedule import SCHEDULES
 from tests.cli.plan.pages import PAGE, commands, printed
 
 DRAWINGS = [
-    pytest.param(command, text, id=command, marks=[pytest.mark.slow] if "--layers 2" in command else [])
+    pytest.param(command, text, id=command, marks=[pytest.mark.wide] if "--layers 2" in command else [])
     for command, text, _ in commands()
 ]
 

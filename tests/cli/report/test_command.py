@@ -21,6 +21,7 @@ from tests.cli.lasting import lasting
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
+from tests.tiers import wide
 
 Capture = pytest.CaptureFixture[str]
 
@@ -233,7 +234,7 @@ def test_several_records_of_unknown_steps(capsys: Capture, tmp_path: Path) -> No
     assert found["drawn_step"] == 4
 
 
-@pytest.mark.parametrize("option", ["--html", "--compare"])
+@pytest.mark.parametrize("option", ["--html", *wide("--compare")])
 def test_a_report_that_lasts_says_how_far_it_is(
     capsys: Capture, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:

@@ -47,6 +47,7 @@ from tests.integrations.megatron.chunks import (
     with_config,
 )
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 
 def _compare(rank: int, size: int, schedule: str, pp: int, ep: int, chunks: int) -> list[str]:
@@ -118,7 +119,9 @@ def _compare_step(
     return problems
 
 
-@pytest.mark.parametrize("schedule", ["combined_1f1b_schedule_for_no_pipelining", "forward_backward_no_pipelining"])
+@pytest.mark.parametrize(
+    "schedule", ["combined_1f1b_schedule_for_no_pipelining", *wide("forward_backward_no_pipelining")]
+)
 def test_experts_of_two_ranks(ranks2: Ranks, schedule: str) -> None:
     assert ranks2.run(_compare, schedule, 1, 2, 1, timeout=240) == [[]] * 2
 
@@ -130,7 +133,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), PIPELINES)
+@pytest.mark.parametrize(("schedule", "chunks"), first(PIPELINES, ("forward_backward_pipelining_with_interleaving", 2)))
 def test_two_ranks(ranks2: Ranks, schedule: str, chunks: int) -> None:
     assert ranks2.run(_compare, schedule, 2, 1, chunks, timeout=240) == [[]] * 2
 
@@ -205,7 +208,7 @@ def _any(rank: int, size: int, steps: int, most: int) -> list[str]:
     return any_number(steps, expected, prepared.engine, play, partial(play, forward_only=True))
 
 
-@pytest.mark.parametrize(("ranks", "steps", "most"), [(2, 12, 3), (4, 16, 4), (4, 100, 9)])
+@pytest.mark.parametrize(("ranks", "steps", "most"), [(2, 12, 3), *wide((4, 16, 4), (4, 100, 9))])
 def test_any_number_of_microbatches_is_played_by_one_engine(
     kept: dict[int, Ranks], ranks: int, steps: int, most: int
 ) -> None:
@@ -307,7 +310,7 @@ def translate(data_iterator: Iterator[Item], model: nn.Module, by_list: bool) ->
     return output, partial(loss_func, target)
 
 
-@pytest.mark.parametrize("by_list", [False, True])
+@pytest.mark.parametrize("by_list", [False, *wide(True)])
 @over(4)
 def test_encoder_and_decoder(rank: int, size: int, by_list: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
@@ -373,7 +376,7 @@ def _summed(x: Tensor, group: Any) -> Tensor:
     return half
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("given", [True, *wide(False)])
 @over(4)
 def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))

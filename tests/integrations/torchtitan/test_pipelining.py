@@ -18,6 +18,7 @@ from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Plain
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, own, train, weights_of
 from tests.ranks import Ranks
+from tests.tiers import wide
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
 
@@ -46,9 +47,11 @@ def assert_same_weights(folder: str, ours: dict[str, Any], theirs: dict[str, Any
     "case",
     [
         {"chunked": True, "options": {"schedule": "zb_h1", "overlap": 2}},
-        {"schedule": "DualPipeV", "backend": "spmd_types"},
-        {"schedule": "ZBVZeroBubble", "checkpointing": "selective", "chunked": True},
-        {"schedule": "GPipe", "batch": SEQUENCES // 2, "total": SEQUENCES, "checkpointing": "full"},
+        *wide(
+            {"schedule": "DualPipeV", "backend": "spmd_types"},
+            {"schedule": "ZBVZeroBubble", "checkpointing": "selective", "chunked": True},
+            {"schedule": "GPipe", "batch": SEQUENCES // 2, "total": SEQUENCES, "checkpointing": "full"},
+        ),
     ],
     ids=str,
 )
@@ -96,7 +99,7 @@ def test_experts_over_two_ranks(titan4: Ranks, folder: str, plain: Plain) -> Non
     ("pp", "options"),
     [
         (1, {"parts": 2}),
-        (2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"}),
+        *wide((2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"})),
     ],
 )
 def test_our_exchange_in_its_layers(

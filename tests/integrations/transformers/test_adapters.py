@@ -28,6 +28,7 @@ from overlap1f1b.plan import Node, Op
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import loops, tiny
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 
 class Added(nn.Module):
@@ -185,7 +186,7 @@ def _gradients(
     return worst, wrong, list(engine.plan.ranks[mesh.get_local_rank("pp")])
 
 
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", first(TARGETS, "everything"))
 def test_gradients_are_those_of_peft(ranks4: Ranks, targets: str) -> None:
     summed, expected = set(), of_peft("mixtral", targets, 2)
     found = ranks4.run(_gradients, "mixtral", targets, 2, "1f1b", None, {}, expected, timeout=120)
@@ -251,7 +252,7 @@ def _saved(rank: int, size: int, targets: str, folder: Path) -> bool:
     return all(torch.equal(before[name], p) for name, p in stages.named_parameters())
 
 
-@pytest.mark.parametrize("targets", ["everything", "dora", "ends", "tokens"])
+@pytest.mark.parametrize("targets", ["everything", *wide("dora", "ends", "tokens")])
 def test_peft_opens_what_was_saved(ranks4: Ranks, tmp_path: Path, targets: str) -> None:
     model = adapted("mixtral", targets)
     model.save_pretrained(tmp_path / "own")
@@ -284,7 +285,7 @@ TIED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TIED)
+@pytest.mark.parametrize("kind", first(TIED, "modules"))
 def test_tied_adapters_are_saved(kind: str, tmp_path: Path) -> None:
     """PEFT writes a tied tensor under both names, and asks for both."""
     model = _tied(**TIED[kind])
@@ -359,8 +360,10 @@ def _read(rank: int, size: int, name: str, targets: str, folder: Path) -> list[s
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("mixtral", "dora"), ("mixtral", "ends")]
-    + [(name, "everything") for name in ("qwen3_moe", "deepseek_v3", "gpt_oss")],
+    [
+        ("mixtral", "dora"),
+        *wide(("mixtral", "ends"), *((name, "everything") for name in ("qwen3_moe", "deepseek_v3", "gpt_oss"))),
+    ],
 )
 def test_a_base_and_an_adapter_are_read_from_their_folders(
     ranks4: Ranks, name: str, targets: str, tmp_path: Path
@@ -382,7 +385,7 @@ def _begun(rank: int, size: int, targets: str, folder: Path, seed: int, start: A
     return load_file(folder / f"adapter {size} {seed}" / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(("targets", "start"), [("everything", "gaussian"), ("ends", True)])
+@pytest.mark.parametrize(("targets", "start"), [("everything", "gaussian"), *wide(("ends", True))])
 def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, start: Any, tmp_path: Path) -> None:
     """As PEFT begins them: the first factors are drawn, the second ones are zero."""
     model = tiny.build("mixtral")
@@ -408,7 +411,7 @@ def test_new_adapters_begin_alike_on_any_layout(ranks4: Ranks, targets: str, sta
 # -------------------------------------------------------------------------------------------------------------- Trainer
 
 
-@pytest.mark.parametrize(("targets", "pp"), [("everything", 1), ("tokens", 2)])
+@pytest.mark.parametrize(("targets", "pp"), [("everything", 1), *wide(("tokens", 2))])
 def test_the_trainer_trains_saves_and_resumes_adapters(
     kept: dict[int, Ranks], targets: str, pp: int, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import architectures, tiny
 from tests.integrations.transformers.test_split import compare, on_one_rank, own_of
 from tests.ranks import Ranks
+from tests.tiers import first, wide
 
 INSTALLED = architectures.names()
 
@@ -61,9 +62,7 @@ FIRST = {"mixtral", *REFUSED}
 """Those of the first tier; further architectures are wide."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.wide) for name in INSTALLED]
-)
+@pytest.mark.parametrize("name", first(INSTALLED, *FIRST.intersection(INSTALLED)))
 def test_split_or_refused(name: str) -> None:
     """Two stages on one rank, with its experts replaced, against the model's own loss and gradients."""
     if name in OLD and Version(transformers.__version__) < Version("5.23"):
@@ -110,13 +109,14 @@ def test_most_are_split() -> None:
     assert len(CUT & set(INSTALLED)) >= 12
 
 
+STATES = [name for name in [*UNUSUAL, "zaya"] if name in INSTALLED]
 PLAYED: list[tuple[str, Overlap]] = [("sequential", "serial"), ("combined_1f1b", 3), ("dualpipev", "pairs")]
 
 
 @pytest.mark.parametrize("name", [name for name in UNUSUAL if name in INSTALLED])
 @pytest.mark.parametrize(
     ("schedule", "overlap"),
-    [pytest.param(*played, marks=[] if played[1] == 3 else pytest.mark.wide) for played in PLAYED],
+    first(PLAYED, ("combined_1f1b", 3)),
 )
 def test_unusual_layers_are_bit_equal(name: str, schedule: str, overlap: Overlap) -> None:
     """The embedding of one is also its head: two stages sum its gradient in another order."""
@@ -134,8 +134,8 @@ def _model(name: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2)])
-@pytest.mark.parametrize("name", [name for name in [*UNUSUAL, "zaya"] if name in INSTALLED])
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), *wide((1, 2))])
+@pytest.mark.parametrize("name", first(STATES, STATES[0]))
 def test_unusual_layers_on_two_ranks(ranks2: Ranks, name: str, pp: int, ep: int) -> None:
     """Zaya's layers hand on states that require a gradient."""
     played, limit = PLAYED[1:] if pp > 1 else PLAYED[:2], 1e-5 if name in ROUNDED else 1e-12

@@ -20,6 +20,7 @@ from overlap1f1b.plan.node import MOST_PARTS
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import Spec, alone, close, history, plain, shown, train
 from tests.ranks import Ranks
+from tests.tiers import first, wide
 
 
 def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +39,7 @@ def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert get_args(get_type_hints(OverlapArguments)["parts"]) == (*range(1, MOST_PARTS + 1), "auto")
 
 
-@pytest.mark.parametrize("name", _REFUSED)
+@pytest.mark.parametrize("name", first(_REFUSED, "fp16"))
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
     args, (harmless, instead) = transformers.TrainingArguments(str(tmp_path), use_cpu=True), _REFUSED[name]
     check_arguments(args, OverlapArguments())
@@ -50,7 +51,7 @@ def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), ("experts", "experts")])
+@pytest.mark.parametrize(("recompute", "taken"), [("none", "block"), *wide(("experts", "experts"))])
 def test_gradient_checkpointing_is_recomputation(
     recompute: Any, taken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

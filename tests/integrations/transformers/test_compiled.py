@@ -17,6 +17,7 @@ from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.ranks import over
+from tests.tiers import wide
 
 BACKEND = "aot_eager"
 TRACED = "eager"
@@ -38,7 +39,7 @@ def in_place(model: Any, backend: str = BACKEND) -> Any:
 WAYS: dict[str, Callable[[Any], Any]] = {"attention": attention, "layers": in_place}
 
 
-@pytest.mark.parametrize(("way", "name"), [("attention", "mixtral"), ("layers", "deepseek_v3")])
+@pytest.mark.parametrize(("way", "name"), [("attention", "mixtral"), *wide(("layers", "deepseek_v3"))])
 @over(2, timeout=200)
 def test_gradients_and_plans_are_those_without(rank: int, size: int, way: str, name: str) -> None:
     """The last has a dense layer and shared experts."""

@@ -17,6 +17,7 @@ import transformers
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from tests.integrations.transformers.loops import Sentences, Spec, Stream, launched
 from tests.ranks import Ranks
+from tests.tiers import first, wide
 
 ROWS = 13
 """Of the evaluation: the last batch is smaller, or is filled with rows that metrics must drop."""
@@ -105,7 +106,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(LAYOUTS, "one rank"))
 def test_over_ranks(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     ranks, sizes, plays = LAYOUTS[layout]
     shards = ranks // sizes.pp
@@ -160,7 +161,7 @@ class OverlapMasked(Masked, OverlapTrainer):
     """The same under the engine: ``OverlapTrainer.prediction_step`` comes behind."""
 
 
-@pytest.mark.parametrize("kind", [Again, OverlapMasked])
+@pytest.mark.parametrize("kind", [Again, *wide(OverlapMasked)])
 def test_batches_of_a_subclass(kind: Any, tmp_path: Path) -> None:
     """Those that were not read ahead, or were changed since, are played one by one, as they are then."""
     spec, changes = spec_of(tmp_path, 2), issubclass(kind, Masked)

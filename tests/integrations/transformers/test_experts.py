@@ -22,6 +22,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_split import problems_of
 from tests.ranks import over
+from tests.tiers import wide
 
 ONE = build_schedule("sequential", microbatches=1)
 
@@ -147,7 +148,7 @@ def test_programs_and_inputs_that_are_refused() -> None:
         split_model(tiny.build("mixtral"), ONE, inputs=["attention_mask"])
 
 
-@pytest.mark.parametrize(("pp", "ep"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), *wide((1, 2))])
 @over(2)
 def test_text_of_a_model_that_takes_images(rank: int, size: int, pp: int, ep: int, tmp_path: Path) -> list[str]:
     """Train the text alone; the weights are read from a folder of the whole model."""

@@ -25,6 +25,7 @@ from tests.integrations.transformers import loops, tiny
 from tests.integrations.transformers.loops import EVALUATES, LAYOUTS, Sentences, Spec, pad, train
 from tests.integrations.transformers.test_adapters import adapted
 from tests.ranks import Ranks, over
+from tests.tiers import first, wide
 
 
 class Own(transformers.Trainer):
@@ -63,7 +64,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("case", first(LOSSES, "label smoothing"))
 def test_other_losses_are_trainers_own(ranks2: Ranks, case: str, tmp_path: Path) -> None:
     spec = Spec(tmp_path, layout=OverlapArguments(pp=2), **LOSSES[case])
     expected = loops.history(loops.as_plain(spec, ranks2))
@@ -88,7 +89,7 @@ def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
     assert [line["tokens"] for line in found[1] if "loss" in line] == loops.counted(spec, 8)
 
 
-@pytest.mark.parametrize(("ranks", "recompute"), [(2, "none"), (4, "block")])
+@pytest.mark.parametrize(("ranks", "recompute"), [(2, "none"), *wide((4, "block"))])
 def test_a_subclass_keeps_its_own_code(kept: dict[int, Ranks], ranks: int, recompute: Any, tmp_path: Path) -> None:
     """It runs once for each microbatch, also where layers are computed again."""
     shards = ranks // 2
@@ -177,7 +178,7 @@ class TellingAlone(OverlapTrainer):
         return loss
 
 
-@pytest.mark.parametrize("layout", ["pp 2, dualpipev", "ep 2"])
+@pytest.mark.parametrize("layout", ["pp 2, dualpipev", *wide("ep 2")])
 def test_losses_that_log(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
     """Their entries come with the next line, on all ranks: a line of its own would wait for ranks without a loss.
 
@@ -234,7 +235,7 @@ def test_workers_that_draw(ranks2: Ranks, tmp_path: Path) -> None:
     assert len(first) == 8
 
 
-@pytest.mark.parametrize(("strategy", "ep"), [("group_by_length", 1), ("random", 2)])
+@pytest.mark.parametrize(("strategy", "ep"), [("group_by_length", 1), *wide(("random", 2))])
 def test_resuming_on_more_stages_reads_the_same_rows(
     kept: dict[int, Ranks], strategy: str, ep: int, tmp_path: Path
 ) -> None:
@@ -262,7 +263,7 @@ class RankRows(Sentences):
         self.rows = [row[:3].flip(0) if last else row[:3] for row in self.rows]
 
 
-@pytest.mark.parametrize(("dp", "evaluates"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("dp", "evaluates"), [(2, False), *wide((1, True))])
 @over(4)
 def test_other_rows_along_a_pipeline_are_refused(
     rank: int, size: int, dp: int, evaluates: bool, tmp_path: Path
@@ -397,7 +398,7 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", UNSUITABLE)
+@pytest.mark.parametrize("case", first(UNSUITABLE, "parameters"))
 def test_what_trainers_do_that_cannot_be_honoured(case: str, tmp_path: Path) -> None:
     """The layers have run with what the batch had before, and a loss sees no layer."""
     changes, message = UNSUITABLE[case]
@@ -414,7 +415,7 @@ class Inside(OverlapTrainer):
         return model.model(input_ids=inputs["input_ids"]).last_hidden_state.square().mean()
 
 
-@pytest.mark.parametrize("layout", ["ep 2", "pp 2"])
+@pytest.mark.parametrize("layout", ["ep 2", *wide("pp 2")])
 def test_a_loss_that_calls_a_part_of_the_model_is_refused(ranks2: Ranks, layout: str, tmp_path: Path) -> None:
     sizes = OverlapArguments(pp=2 if layout == "pp 2" else 1, timeout=20.0)
     for found in ranks2.run(loops.refused, Spec(tmp_path, kind=Inside, layout=sizes)):

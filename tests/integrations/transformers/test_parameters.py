@@ -21,6 +21,7 @@ from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_adapters import adapted
 from tests.integrations.transformers.test_split import _OneOf, problems_of
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 STAGES, EXPERTS = build_schedule("1f1b", ranks=2, microbatches=2), build_schedule("1f1b", microbatches=2)
 
@@ -53,7 +54,7 @@ def _tied(rank: int, size: int, folder: Path, device: str, expected: dict[str, T
     return problems_of(stages, expected, 1e-6)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("device", ["cpu", *wide("meta")])
 def test_a_copy_of_a_tied_weight_has_its_marks_and_hooks(ranks2: Ranks, device: str, tmp_path: Path) -> None:
     """Each stage's part of the gradient passes the hooks, also of weights that were read from a folder."""
     tiny.build("mixtral", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
@@ -89,7 +90,7 @@ def _of_experts(rank: int, size: int, lora: bool, register: str | None) -> Any:
     return [[name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")], [*stages.state_dict()]]
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, *wide(True)])
 def test_parts_of_experts_have_their_marks(ranks2: Ranks, lora: bool) -> None:
     if lora:
         pytest.importorskip("peft")
@@ -99,8 +100,8 @@ def test_parts_of_experts_have_their_marks(ranks2: Ranks, lora: bool) -> None:
         assert len(marked) == (8 if lora else 4)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("register", ["register_hook", *wide("register_post_accumulate_grad_hook")])
+@pytest.mark.parametrize("lora", [False, *wide(True)])
 def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, register: str) -> None:
     if lora:
         pytest.importorskip("peft")
@@ -177,7 +178,7 @@ def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), ("ep", False), ("ep", True)])
+@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), *wide(("ep", False), ("ep", True))])
 def test_optimizers_that_are_made_too_early_are_refused(
     ranks2: Ranks, dimension: str, meta: bool, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import SHOWN, launched, same_weights, weights
 from tests.ranks import Ranks
+from tests.tiers import first, wide
 
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss", "eval_mean_token_accuracy", "eval_entropy")
 
@@ -130,19 +131,19 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["one rank", *wide("pp 2 × ep 2")])
 def test_another_loss(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     """SFTTrainer on one process has all microbatches; the tests below have its default loss."""
     compare(kept, Case(tmp_path, loss="dft", even=layout != "one rank", layout=LAYOUTS[layout]))
 
 
-@pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "ep 2"), ("mixtral", "pp 2 × ep 2")])
+@pytest.mark.parametrize(("model", "layout"), [("qwen3_moe", "ep 2"), *wide(("mixtral", "pp 2 × ep 2"))])
 def test_rows_of_uneven_lengths(kept: dict[int, Ranks], layout: str, model: str, tmp_path: Path) -> None:
     """With padding, other counts of tokens on each rank and the router's loss, beside SFTTrainer over the same data."""
     compare(kept, Case(tmp_path, model, layout=LAYOUTS[layout], checkpoints=layout == "ep 2"))
 
 
-@pytest.mark.parametrize(("first", "then"), [("pp 2", "one rank"), ("pp 2 × ep 2", "ep 2")])
+@pytest.mark.parametrize(("first", "then"), [("pp 2", "one rank"), *wide(("pp 2 × ep 2", "ep 2"))])
 def test_sft_goes_on(kept: dict[int, Ranks], first: str, then: str, tmp_path: Path) -> None:
     """From stages on ranks without; TRL counts the tokens of a run since its start."""
     case = Case(tmp_path, "mixtral", layout=LAYOUTS[first], saves=True)
@@ -156,7 +157,7 @@ def test_sft_goes_on(kept: dict[int, Ranks], first: str, then: str, tmp_path: Pa
     same_weights(tmp_path, final)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["one rank", *wide("pp 2 × ep 2")])
 def test_sft_of_adapters(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     """SFTTrainer puts the adapters around the model; the adapters alone are saved."""
     pytest.importorskip("peft")
@@ -198,7 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", first(REFUSED, "activation_offloading"))
 def test_what_is_refused_of_sft(name: str, tmp_path: Path) -> None:
     """Offloading around a step would cover the rest of the model alone; packed documents come without padding."""
     options, message = REFUSED[name]
@@ -249,7 +250,7 @@ def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArgume
         return list(trainer.state.log_history)
 
 
-@pytest.mark.parametrize("layout", [OverlapArguments(ep=2), OverlapArguments(pp=2)])
+@pytest.mark.parametrize("layout", [OverlapArguments(ep=2), *wide(OverlapArguments(pp=2))])
 def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
     """A reference model of its own runs whole on each rank."""
     expected = aligned(0, 1, DPOTrainer, tmp_path, None)

@@ -29,6 +29,7 @@ from tests.engine.test_memory import _held
 from tests.integrations.transformers import loops, tiny
 from tests.integrations.transformers.loops import EVALUATES, LAYOUTS, Sentences, Spec, pad, train
 from tests.ranks import Ranks
+from tests.tiers import first, wide
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"tie_word_embeddings": True},
@@ -36,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", first(MODELS, "qwen3_moe"))
 def test_on_one_rank(model: str, tmp_path: Path) -> None:
     """The last step of an epoch has two microbatches of four."""
     spec = Spec(tmp_path, model, MODELS[model], rows=12, arguments=EVALUATES)
@@ -55,9 +56,11 @@ def test_on_one_rank(model: str, tmp_path: Path) -> None:
     ("layout", "model", "config"),
     [
         ("ep 2", "mixtral", {}),
-        ("pp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
-        ("pp 2, dualpipev", "mixtral", MODELS["mixtral"]),
-        ("dp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
+        *wide(
+            ("pp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
+            ("pp 2, dualpipev", "mixtral", MODELS["mixtral"]),
+            ("dp 2 × ep 2", "qwen3_moe", MODELS["qwen3_moe"]),
+        ),
     ],
 )
 def test_over_ranks(kept: dict[int, Ranks], layout: str, model: str, config: dict[str, Any], tmp_path: Path) -> None:
@@ -96,7 +99,7 @@ def test_experts_without_tokens(ranks2: Ranks, tmp_path: Path) -> None:
     loops.same_weights(tmp_path, tmp_path / "plain")
 
 
-@pytest.mark.parametrize("layout", ["ep 2", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["ep 2", *wide("pp 2 × ep 2")])
 def test_the_routers_loss_of_an_evaluation(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     """It is that of Trainer over as many processes with data, which adds the losses of their batches."""
     ranks, sizes, accumulation = LAYOUTS[layout]
@@ -139,7 +142,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("case", RESUMED)
+@pytest.mark.parametrize("case", first(RESUMED, "from stages on experts"))
 def test_resume(kept: dict[int, Ranks], case: str, tmp_path: Path) -> None:
     """A run that stopped after the second of three steps goes on in the middle of an epoch, as if it had not."""
 
@@ -168,7 +171,7 @@ def test_resume(kept: dict[int, Ranks], case: str, tmp_path: Path) -> None:
             assert again == unbroken
 
 
-@pytest.mark.parametrize("where", ["one rank", "pp 2 × ep 2"])
+@pytest.mark.parametrize("where", ["one rank", *wide("pp 2 × ep 2")])
 def test_random_numbers_go_on(ranks4: Ranks, where: str, tmp_path: Path) -> None:
     """With dropout, in the middle of an epoch; the batches that are read again draw none of the model's numbers."""
     sizes = OverlapArguments(pp=2) if where != "one rank" else OverlapArguments()
@@ -244,7 +247,7 @@ def one_expert_after_another() -> Any:
     return model
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["one rank", *wide("pp 2 × ep 2")])
 def test_bf16(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
     """Autocast around the model alone: weights stay float32. After two steps, rounding changes a token's experts."""
     ranks, sizes, _ = LAYOUTS.get(layout, (1, OverlapArguments(), 4))
@@ -273,7 +276,7 @@ def test_masks_of_the_collator(tmp_path: Path) -> None:
     loops.as_plain(Spec(tmp_path, rows=20, trainer={"data_collator": pad_with_masks}))
 
 
-@pytest.mark.parametrize("layout", ["ep 2", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["ep 2", *wide("pp 2 × ep 2")])
 def test_rows_without_a_length(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
     (ranks, sizes, _), rows = LAYOUTS[layout], {"train_dataset": loops.Stream(Sentences(48))}
     loops.as_plain(Spec(tmp_path, layout=sizes, steps=2, trainer=rows), kept[ranks], 2)
@@ -459,7 +462,7 @@ def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tupl
     return lines, serial, held
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, *wide(2)])
 def test_one_engine_plays_any_number_of_microbatches(kept: dict[int, Ranks], pp: int, tmp_path: Path) -> None:
     """Accumulations that change between runs, shorter last steps of epochs, and evaluations of any size."""
     accumulations, layout = [4, 5] * 2, OverlapArguments(pp=pp, ep=2)  # five, and then three
@@ -474,7 +477,7 @@ def test_one_engine_plays_any_number_of_microbatches(kept: dict[int, Ranks], pp:
             assert late[3] <= early[3]
 
 
-@pytest.mark.parametrize("layout", ["one rank", "pp 2 × ep 2"])
+@pytest.mark.parametrize("layout", ["one rank", *wide("pp 2 × ep 2")])
 def test_recompute(ranks4: Ranks, layout: str, tmp_path: Path) -> None:
     """With parts; a step is one play of the engine, and its log is of what that measured on all ranks."""
     sizes = OverlapArguments(pp=1 if layout == "one rank" else 2, recompute="block", overlap="pairs", parts=2)

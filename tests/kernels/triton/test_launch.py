@@ -22,6 +22,7 @@ from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.kernels.routing import Rule
 from overlap1f1b.kernels.triton import combine, fp8, grouped_mm, permute, routing, slots, swiglu
 from overlap1f1b.kernels.triton.launch import SUMMED, TILE, Kernel, tile
+from tests.tiers import wide
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"}
 NAMES[torch.float8_e4m3fn] = "fp8e4nv"
@@ -252,9 +253,8 @@ def test_later_launches_are_as_tritons_own(monkeypatch: pytest.MonkeyPatch) -> N
         assert first[13:] == second[13:] == constants
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "local", "room"), [(3, 40, None), (1, 1, 9), (8, 16, None), (8, 16, 9), (64, 4, 9), (2, 256, None)]
+    ("ranks", "local", "room"), [(3, 40, None), *wide((1, 1, 9), (8, 16, None), (8, 16, 9), (64, 4, 9), (2, 256, None))]
 )
 def test_places_of_rows_compile(compiled: Any, ranks: int, local: int, room: int | None) -> None:
     made = [k.name for k in compiled(slots.place_rows, whole(T, K), ranks * local, ranks, room, T)]

@@ -15,6 +15,7 @@ from overlap1f1b.plan import row_bytes
 from overlap1f1b.running.bench.command import doubts, show
 from tests.cli.inside import Verb
 from tests.running.run import COMMAND, Run, refused
+from tests.tiers import wide
 
 SMALL = ("--microbatches", 2, "--batch", 2, "--rounds", 1)
 KEYS = {
@@ -35,8 +36,7 @@ KEYS = {
 """Of a row (design, 12)."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "compute", "recompute"), [(1, "real", "block"), (2, "timed", "none")])
+@pytest.mark.parametrize(("ranks", "compute", "recompute"), [(1, "real", "block"), *wide((2, "timed", "none"))])
 def test_every_row_is_measured_and_only_json_on_standard_output(
     text: Path, ranks: int, compute: str, recompute: str
 ) -> None:
@@ -69,7 +69,6 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     assert result["doubts"] == doubts(result)
 
 
-@pytest.mark.slow
 def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
     """The engine whose exchanges are answered locally splits the model as the rows do: by weight."""
     options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 2, "--dense-layers", 1)
@@ -151,7 +150,6 @@ def test_pipelines_beside_torchs(text: Path) -> None:
     assert result["best_over_peers"] == pytest.approx(peer / best)
 
 
-@pytest.mark.slow
 def test_one_rank_over_the_loopback(text: Path) -> None:
     """Rows go through host memory at a rate, under a capacity; it has a bound of its own and something to hide."""
     options = ("--ranks", 1, "--exchange", "loopback:0.05", "--capacity", "1.25", "--layers", 2, "--schedule", "auto")

@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 from tests.cli.inside import Verb
 from tests.integrations.transformers import tiny
 from tests.running.run import Run
+from tests.tiers import wide
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [("--peers",), ("--compute", "timed")])
+@pytest.mark.parametrize("options", [["--peers"], *wide(["--compute", "timed"])])
 def test_rows_and_transformers_own_expert_parallelism(text: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers.distributed.expert_parallel", reason="transformers before 5.23")

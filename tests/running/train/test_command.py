@@ -22,6 +22,7 @@ from tests.cli.inside import Verb
 from tests.running.fork import torchrun_environs
 from tests.running.run import COMMAND, Run, refused
 from tests.running.train.test_display import scalars
+from tests.tiers import wide
 
 STEPS = ["--layers", "1", "--steps", "20", "--eval-every", "10", "--checkpoint-every", "4", "--dropout", "0.1"]
 
@@ -36,7 +37,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path
     return folder / "run", json.loads((folder / "json").read_text())
 
 
-@pytest.mark.slow
 def test_results(unbroken: tuple[Path, dict[str, Any]]) -> None:
     folder, result = unbroken
     assert {"environment", "workload", "steps", "loss", "tokens_per_s", "hidden_fraction", "checkpoint"} <= set(result)
@@ -53,7 +53,6 @@ def test_results(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert result["checkpoint"] == str(folder / "step-00000020")
 
 
-@pytest.mark.slow
 def test_tensorboard_shows_the_same(unbroken: tuple[Path, dict[str, Any]]) -> None:
     folder, result = unbroken
     (events,) = (folder.parent / "board").iterdir()  # of one rank
@@ -78,7 +77,6 @@ def under_torchrun(*args: object) -> str:
     return found[0][1]
 
 
-@pytest.mark.slow
 def test_killed_and_resumed_as_if_never_killed(
     unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
 ) -> None:
@@ -123,7 +121,6 @@ def test_killed_and_resumed_as_if_never_killed(
         assert result[key] == expected[key]
 
 
-@pytest.mark.slow
 def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, expected = unbroken
     args = ("--text", text, *STEPS, "--checkpoint", folder, "--ranks", 1, "--json", tmp_path / "json", "--compare")
@@ -134,7 +131,6 @@ def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any
     assert result["tokens_per_s"] is None
 
 
-@pytest.mark.slow
 def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
     args = ("--layers", 1, "--steps", 6, "--router", "sigmoid", "--shared-intermediate", 16, "--dropout", 0.1)
     status, out, err = Run("train", "--text", text, *args, "--compare", "--json", "-").wait()
@@ -150,7 +146,6 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
     assert "held-out loss" in err
 
 
-@pytest.mark.slow
 def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
     """So is everything before it, in processes that start as a user starts them."""
     saved = ("--layers", 1, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
@@ -163,8 +158,7 @@ def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
     assert not psutil.wait_procs(ranks, 5)[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moments", [((0, 0.0), (1, 0.3)), ((1, 0.02), (0, 0.1))])
+@pytest.mark.parametrize("moments", [[(0, 0.0), (1, 0.3)], *wide([(1, 0.02), (0, 0.1)])])
 def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path, moments: list[tuple[int, float]]) -> None:
     """The others wait for as long as they are told to, say where, and everything ends.
 
@@ -256,14 +250,13 @@ def test_more_ranks_than_a_machine_can_hold() -> None:
     ("args", "error"),
     [
         ("--experts 7", "--experts 7 cannot be divided over --ep 2; allowed: --ep 1, 7"),
-        ("--experts 4 --top-k 5", "--top-k 5 of 4 experts; allowed: 1 to 4"),
+        *wide(("--experts 4 --top-k 5", "--top-k 5 of 4 experts; allowed: 1 to 4")),
     ],
 )
 def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> None:
     assert refused("train", "--text", text, *args.split()) == error
 
 
-@pytest.mark.slow
 def test_checkpoint_of_another_model_or_text(unbroken: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     folder, _ = unbroken
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}

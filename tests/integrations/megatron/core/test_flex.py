@@ -10,12 +10,13 @@ from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import CASES
 from tests.integrations.megatron.core.steps import our_step
 from tests.ranks import over
+from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 LANE = "overlap1f1b-combine-start"
 
 
-@pytest.mark.parametrize("name", ["DeepEP", "HybridEP"])
+@pytest.mark.parametrize("name", ["DeepEP", *wide("HybridEP")])
 @over(2, gives=["MainThread", LANE])
 def test_a_library_is_called_by_a_lane(rank: int, size: int, name: str) -> list[str]:
     """The threads that have called the library in a step that hides nothing, and in the two after it."""

@@ -12,6 +12,7 @@ from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, Case, selective
 from tests.integrations.megatron.core.steps import our_step, serial_step, unlike
 from tests.ranks import Ranks
+from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(
     find_spec("megatron") is None or find_spec("megatron.core.models.hybrid") is None,
@@ -77,7 +78,7 @@ def differences(rank: int, size: int, name: str) -> list[str]:
         return [line for rows in (False, True) for line in unlike(expected, our_step(case, 3, rows=rows))[:3]]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first(CASES, "plain"))
 def test_steps(kept: dict[int, Ranks], name: str) -> None:
     size = CASES[name].ranks
     assert kept[size].run(differences, name) == [[]] * size

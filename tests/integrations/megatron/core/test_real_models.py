@@ -18,6 +18,7 @@ from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, PROGRAMS, Case, Fields, selective
 from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
 from tests.ranks import Ranks
+from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -36,10 +37,7 @@ def differences(rank: int, size: int, case: Case, overlap: Overlap) -> list[str]
 
 @pytest.mark.parametrize(
     ("name", "overlap"),
-    [
-        pytest.param(name, "pairs" if at % 3 == 2 else 3, marks=[] if case.quick else pytest.mark.slow)
-        for at, (name, case) in enumerate(CASES.items())
-    ],
+    first(((name, "pairs" if at % 3 == 2 else 3) for at, name in enumerate(CASES)), ("plain", 3)),
 )
 def test_steps(kept: dict[int, Ranks], name: str, overlap: Overlap) -> None:
     """Two of three cases by the default overlap, the others in pairs."""
@@ -47,7 +45,7 @@ def test_steps(kept: dict[int, Ranks], name: str, overlap: Overlap) -> None:
     assert kept[size].run(differences, CASES[name], overlap) == [[]] * size
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", first(PROGRAMS, "zb_h1, ep 1"))
 def test_programs(kept: dict[int, Ranks], name: str) -> None:
     size = PROGRAMS[name].ranks
     assert kept[size].run(differences, PROGRAMS[name], 3) == [[]] * size
@@ -102,7 +100,7 @@ def _masks(rank: int, size: int, name: str) -> list[str]:
             return unlike(serial_step(case), ours)
 
 
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("name", first(RECOMPUTED, "first layer"))
 def test_a_recomputation_repeats_the_masks_of_its_forward(kept: dict[int, Ranks], name: str) -> None:
     size = RECOMPUTED[name].ranks
     assert kept[size].run(_masks, name) == [[]] * size

@@ -21,6 +21,7 @@ from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import AUX, BIAS, DDP, OVERLAP_REDUCE, SHARED, Case
 from tests.integrations.megatron.core.steps import _prepared
 from tests.ranks import Ranks
+from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -249,7 +250,7 @@ def _replayed(rank: int, size: int, name: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", first(LOOPS, "verl"))
 def test_loops_of_others(kept: dict[int, Ranks], name: str) -> None:
     """Reports, log probabilities and gradients are equal to the bit; one function and one engine a model play all."""
     ranks = LOOPS[name][1].ranks

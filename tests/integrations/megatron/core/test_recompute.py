@@ -18,13 +18,14 @@ from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, FULL, Fields, selective
 from tests.integrations.megatron.core.steps import one_step
 from tests.ranks import over
+from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 LAYERS, MICROBATCHES = 2, 3
 
 
-@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), (BLOCKS, 1), (selective("moe"), LAYERS)])
+@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), *wide((BLOCKS, 1), (selective("moe"), LAYERS))])
 @over(2)
 def test_nothing_is_exchanged_twice(rank: int, size: int, fields: Fields, again: int) -> None:
     shim.apply()

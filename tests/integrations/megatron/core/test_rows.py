@@ -15,6 +15,7 @@ from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import AUX, BIAS, BLOCKS, CASES, DDP, EIGHT, MTP, SHARED, Case, selective
 from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
 from tests.ranks import Ranks, over
+from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -75,7 +76,7 @@ def _differences(rank: int, size: int, name: str) -> list[str]:
     return [*lines, *whole, *([] if sent and max(sent) <= most else [f"{max(sent, default=0)} rows at once"])][:3]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if c.quick else pytest.mark.wide) for n, c in ROWS.items()])
+@pytest.mark.parametrize("name", first(ROWS, "eight experts, shared experts, aux loss"))
 def test_steps(kept: dict[int, Ranks], name: str) -> None:
     """Bit-equal between orders; against Megatron-Core's own dispatcher and schedule 1e-5 of the largest gradient."""
     size = ROWS[name].ranks
