@@ -184,11 +184,12 @@ EQUAL: list[Body] = [
 
 
 @over(2, timeout=120)
-def test_two_ranks(rank: int, size: int) -> list[str]:
+def test_two_ranks(rank: int, size: int) -> None:
     group = (mesh := init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))).get_group("ep")
     models_of = {body.__name__: lambda body=body: nn.Sequential(Block(group, body)) for body in EQUAL}  # type: ignore[misc]
     verify = under_autocast.__name__  # here the engine compares, too, and finds no difference
-    return [p for name, build in models_of.items() for p in compare(name, build, mesh, verify=name == verify)]
+    problems = [p for name, build in models_of.items() for p in compare(name, build, mesh, verify=name == verify)]
+    assert not problems, problems
 
 
 def item_behind_a_third(s: Block, x: Tensor, ex: Exchanging) -> Tensor:
@@ -393,9 +394,10 @@ APART: list[tuple[Body, str, Overlap, int]] = [
 
 @pytest.mark.parametrize("cases", [APART[:2], *wide(APART[2:])])
 @over(2, timeout=60)
-def test_a_list_that_no_other_microbatch_fills(rank: int, size: int, cases: list[Any]) -> list[str]:
+def test_a_list_that_no_other_microbatch_fills(rank: int, size: int, cases: list[Any]) -> None:
     """And what is made of weights alone, which microbatches may share, as with ``parametrize.cached``."""
-    return [line for case in cases for line in _left(rank, size, *case)]
+    problems = [line for case in cases for line in _left(rank, size, *case)]
+    assert not problems, problems
 
 
 class Turned(nn.Module):

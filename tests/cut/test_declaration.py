@@ -204,7 +204,7 @@ LINES: dict[str, tuple[Any, str]] = {
 
 
 @over(2, timeout=120)
-def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> list[str]:
+def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> None:
     """What is not declared runs where it stands, beside exchanges that are hidden."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
@@ -221,11 +221,11 @@ def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> list[s
             problems += compare(name, lambda body=body: nn.Sequential(Layers(group, body)), mesh, exchanges=exchanges)  # type: ignore[misc]
         lines = [str(one.message) for one in told if STANDS in str(one.message)]
         problems += [f"{name}: {lines}"] * (lines != [line])
-    return problems
+    assert not problems, problems
 
 
 @over(2, timeout=60)
-def test_declared_functions_are_hidden(rank: int, size: int) -> list[str]:
+def test_declared_functions_are_hidden(rank: int, size: int) -> None:
     """With sizes, without, with one for both ways, with arguments besides, and by a call that torch does not show."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
@@ -236,7 +236,8 @@ def test_declared_functions_are_hidden(rank: int, size: int) -> list[str]:
         build = lambda ways=ways: nn.Sequential(Layers(group, partial(numbered, ways=ways)))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
     build = lambda: nn.Sequential(*(Layers(group, partial(even, way=way)) for way in evens))  # noqa: E731
-    return problems + compare("equal sizes", build, mesh, exchanges=3 * 2 * 2 * MICROBATCHES)
+    problems += compare("equal sizes", build, mesh, exchanges=3 * 2 * 2 * MICROBATCHES)
+    assert not problems, problems
 
 
 WRONG: dict[str, dict[str, Any]] = {

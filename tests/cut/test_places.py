@@ -132,7 +132,7 @@ CASES: list[tuple[bool, Recompute]] = [(False, "none"), (True, "block"), (False,
 @over(2, timeout=120)
 def test_what_is_kept_anywhere_goes_with_its_microbatch(
     rank: int, size: int, cases: list[tuple[bool, Recompute]]
-) -> list[str]:
+) -> None:
     """In blocks with experts, and in blocks that exchange rows by themselves."""
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
     group, wanted = mesh.get_group("ep"), (STEPS + 1) * MICROBATCHES  # with the evaluation
@@ -153,7 +153,8 @@ def test_what_is_kept_anywhere_goes_with_its_microbatch(
             continue
         counted = {(block.calls, block.seen) for block in built[1]}
         problems += [f"{where}: counted {counted}"] * (counted != {(wanted, wanted * ROWS)})
-    return problems + [f"scale {Recipe.scale}"] * (Recipe.scale != 1)
+    problems += [f"scale {Recipe.scale}"] * (Recipe.scale != 1)
+    assert not problems, problems
 
 
 def test_objects_that_forwards_make_end_with_them() -> None:

@@ -226,7 +226,7 @@ def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks) -> None:
 
 
 @over(2)
-def test_accumulated_steps_are_reduced_once(rank: int, size: int) -> list[str]:
+def test_accumulated_steps_are_reduced_once(rank: int, size: int) -> None:
     """Gradients of an earlier step are not summed over the ranks a second time."""
     mesh, data = _mesh(size), models.batch(2, seed=rank)
     model = models.build(mesh.get_group("ep"))
@@ -235,7 +235,8 @@ def test_accumulated_steps_are_reduced_once(rank: int, size: int) -> list[str]:
     once = models.gradients(model)
     engine.step(data[0], target=data[1])
     both = models.gradients(model)
-    return [name for name, g in both.items() if not torch.allclose(g, 2 * once[name], rtol=1e-5, atol=1e-7)]
+    problems = [name for name, g in both.items() if not torch.allclose(g, 2 * once[name], rtol=1e-5, atol=1e-7)]
+    assert not problems, problems
 
 
 @over(2)
@@ -255,7 +256,7 @@ def test_costs_set_on_one_rank_alone_end_both_ranks(rank: int, size: int) -> Non
 
 
 @over(2)
-def test_collective_exchange_gives_the_same_gradients(rank: int, size: int) -> list[str]:
+def test_collective_exchange_gives_the_same_gradients(rank: int, size: int) -> None:
     """torch's all_to_all_single, which NCCL uses, through the same engine."""
     mesh, data = _mesh(size), models.batch(3, seed=rank)
     group = mesh.get_group("ep")
@@ -264,7 +265,8 @@ def test_collective_exchange_gives_the_same_gradients(rank: int, size: int) -> l
         model = models.build(group)
         step(model, programs(3)[2], 3, data, mesh=mesh, exchange=exchange, timeout=20)
         found.append(models.gradients(model))
-    return models.equal(*found)
+    problems = models.equal(*found)
+    assert not problems, problems
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

@@ -343,9 +343,9 @@ def _mixed(rank: int, size: int) -> list[str]:
     return differences(engine, expected(size // 2, layers=1)[0], 0.05)
 
 
-@over(4, gives=True)
-def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tmp_path: Path) -> bool:
-    """Whether experts come back in a mesh that names the tensor group first."""
+@over(4)
+def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tmp_path: Path) -> None:
+    """In a mesh that names the tensor group first."""
     whole = tensors.build()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     model = tensors.build(mesh, sequence=True)
@@ -355,7 +355,8 @@ def test_experts_are_stored_in_the_order_of_their_group(rank: int, size: int, tm
         consolidate(tmp_path, tmp_path / "whole")
     engine.mesh.agree({"written": True})
     stored = load_file(tmp_path / "whole" / "model.safetensors")
-    return all(torch.equal(stored[name], value) for name, value in whole.state_dict().items())
+    problems = [name for name, value in whole.state_dict().items() if not torch.equal(stored[name], value)]
+    assert not problems, problems
 
 
 class Failing(nn.Module):
@@ -387,15 +388,14 @@ def test_a_rank_that_fails_in_a_block_ends_its_tensor_group(rank: int, size: int
     assert "rank tp 0 failed" in text or "broken" in text
 
 
-@over(2, gives=[1 / MICROBATCHES, 1 / (2 * MICROBATCHES)])
-def test_auxiliary_losses_count_tokens_once(rank: int, size: int) -> list[float]:
+@over(2)
+def test_auxiliary_losses_count_tokens_once(rank: int, size: int) -> None:
     """Their factors, by whether the tensor group shares the experts."""
-    mesh, found = pair(), []
-    for shared in (("ep",), ("ep", "tp")):
+    mesh = pair()
+    for shared, factor in ((("ep",), 1 / MICROBATCHES), (("ep", "tp"), 1 / (2 * MICROBATCHES))):
         with engine_of(tensors.build(mesh, sequence=len(shared) > 1, layers=1), mesh, shared) as engine:
             feed = feed_batch(engine.stages, engine.program, engine.mesh, *data_of(None, 0), loss_fn=models.loss_fn)
-            found.append(float(feed.aux_scale or 0.0))
-    return found
+            assert feed.aux_scale == factor, feed.aux_scale
 
 
 DIFFERENT = "allowed: the same on all ranks"
@@ -462,16 +462,15 @@ def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
     assert ranks2.run(_left_unreduced, MixedPrecisionPolicy(reduce_dtype=reduced)) == [[], []]
 
 
-@over(2, gives=True)
-def test_tokens_that_are_all_alike_are_not_refused(rank: int, size: int) -> bool:
+@over(2)
+def test_tokens_that_are_all_alike_are_not_refused(rank: int, size: int) -> None:
     """A batch of one token without positions, which ranks cannot tell from the same tokens on each."""
     mesh = pair()
     model = tensors.build(mesh, sequence=True, layers=1)
     assert isinstance(model[0], tensors.Embedding)
     nn.init.zeros_(model[0].positions.weight)
     inputs, target = data_of(None, 0)
-    engine_of(model, mesh).step(torch.zeros_like(inputs), target=target)
-    return True
+    assert engine_of(model, mesh).step(torch.zeros_like(inputs), target=target).loss is not None
 
 
 class Scale(nn.Module):
@@ -524,16 +523,17 @@ def test_a_rank_without_a_gradient_takes_part_in_the_sum_under_fsdp2(ranks2: Ran
     assert any(first[0])
 
 
-@over(2, gives=True)
-def test_gradients_of_two_steps_are_added(rank: int, size: int) -> bool:
-    """Whether two steps without ``zero_grad`` give twice the gradient of one."""
+@over(2)
+def test_gradients_of_two_steps_are_added(rank: int, size: int) -> None:
+    """Two steps without ``zero_grad`` give twice the gradient of one."""
     engine, _ = _scaled()
     x = torch.arange(4.0 * tensors.H).reshape(4, -1) / 100
     found = []
     for _ in range(2):
         engine.step(x, target=x)
         found.append([p.grad.to_local().clone() for p in engine.parameters() if isinstance(p.grad, DTensor)])
-    return len(found[0]) == 3 and all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True))
+    assert len(found[0]) == 3
+    assert all(torch.equal(2 * one, two) for one, two in zip(*found, strict=True)), found
 
 
 @pytest.mark.parametrize("used", [[True, True], *wide([False, True, True])])
@@ -556,7 +556,7 @@ def test_gradients_of_other_placements_on_each_rank_are_refused(rank: int, size:
 
 
 @over(4)
-def test_what_stages_pass_on(rank: int, size: int) -> list[str]:
+def test_what_stages_pass_on(rank: int, size: int) -> None:
     """Stages that pass on a DTensor in parts of two sizes, of sums that are not complete, and a result under way."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     program = build_schedule("combined_1f1b", ranks=2, microbatches=MICROBATCHES)
@@ -599,7 +599,7 @@ def test_what_stages_pass_on(rank: int, size: int) -> list[str]:
                 if not torch.allclose(whole, want, rtol=1e-12, atol=1e-14):
                     problems.append(f"{layout}, step {step}: {float((whole - want).abs().max())}")
         engine.close()
-    return problems
+    assert not problems, problems
 
 
 MARKS: list[tuple[dict[str, Any], str, str]] = [

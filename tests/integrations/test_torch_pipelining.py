@@ -134,7 +134,7 @@ def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
 
 
 @over(2)
-def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> list[str]:
+def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> None:
     """In a table that torch has loaded."""
     path = tmp_path / "table.csv"
     mesh, group = mesh_of(size, size // 2)
@@ -149,7 +149,8 @@ def test_torch_plays_our_program(rank: int, size: int, tmp_path: Path) -> list[s
     expected = Step(schedule, stages, data)
     ours = overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20))
     assert ours.program.ranks == program.ranks
-    return Step(ours, stages, data).differs(expected)
+    problems = Step(ours, stages, data).differs(expected)
+    assert not problems, problems
 
 
 test_torch_plays_our_program_over_experts = pytest.mark.wide(over(4)(test_torch_plays_our_program.body))
@@ -168,7 +169,7 @@ class Whole(nn.Module):
 
 @SINCE_2_13
 @over(2)
-def test_options_of_a_step(rank: int, size: int) -> list[str]:
+def test_options_of_a_step(rank: int, size: int) -> None:
     """Further arguments, a loss with options, sums of losses, no outputs, auxiliary losses, two steps."""
     mesh, group = mesh_of(size, size // 2)
     config = MoEConfig(vocabulary=models.V, layers=4, hidden=16, heads=2, experts=8, intermediate=12, sequence=8)
@@ -199,14 +200,15 @@ def test_options_of_a_step(rank: int, size: int) -> list[str]:
             found += [loss.detach() for loss in losses]
         steps.append(found + [g for s in stages for g in models.gradients(s.submod).values()])
     assert any(float(g.abs().max()) > 0 for g in steps[1])
-    return [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
+    problems = [str(i) for i, (a, b) in enumerate(zip(*steps, strict=True)) if not torch.equal(a, b)]
+    assert not problems, problems
 
 
 test_options_of_a_step_over_experts = SINCE_2_13(pytest.mark.wide(over(4)(test_options_of_a_step.body)))
 
 
 @over(2)
-def test_looped_bfs(rank: int, size: int) -> list[str]:
+def test_looped_bfs(rank: int, size: int) -> None:
     """torch adds the gradients of the last microbatch first, the engine and a plain loop in their order."""
     mesh, model, data = mesh_of(size, 1)[0], models.build(layers=LAYERS), models.batch(4)
     stages = stages_of(mesh, cut(model), LOOP)
@@ -215,7 +217,8 @@ def test_looped_bfs(rank: int, size: int) -> list[str]:
     ours = overlapped(torch_schedules.ScheduleLoopedBFS(stages, 4, models.loss_fn), mesh=mesh)
     step = Step(ours, stages, data)
     different = [n for n in expected if not torch.allclose(step.gradients[n], expected[n], rtol=1e-5, atol=1e-7)]
-    return different + ([] if step.losses in ([], losses) else ["losses"])
+    problems = different + ([] if step.losses in ([], losses) else ["losses"])
+    assert not problems, problems
 
 
 @over(2)

@@ -71,7 +71,7 @@ def measured() -> tuple[NodeCosts, int]:
 
 
 @over(2, timeout=100)
-def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -> list[tuple[str, float]]:
+def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -> None:
     """Within five per cent: those of steps that measure, and of plans."""
     mesh, data = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), tokens(rank)
     group = mesh.get_group("ep")
@@ -89,7 +89,8 @@ def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -
             played.player._fills = False  # weight gradients that run early free memory early
             count, _ = counted(played, data)
             found.append((f"{program.name} {plan.order}", count.peak / plan.peak_bytes[0]))
-    return [one for one in found if abs(one[1] - 1) > 0.05]
+    problems = [one for one in found if abs(one[1] - 1) > 0.05]
+    assert not problems, problems
 
 
 def test_the_plan_keeps_within_every_limit() -> None:

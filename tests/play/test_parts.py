@@ -111,7 +111,7 @@ def test_one_microbatch_hides_its_exchanges_behind_its_own_experts() -> None:
 
 @pytest.mark.parametrize(("parts", "recompute"), [(2, "none"), *wide((3, "block"), (5, "experts"))])
 @over(2)
-def test_two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> list[str]:
+def test_two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     data, problems = models.batch(3, seed=rank), []
     expected: dict[str, torch.Tensor] = {}
@@ -132,12 +132,12 @@ def test_two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> li
         gradients = models.gradients(model)
         expected = expected or gradients
         problems += [f"{name}, {overlap}: {line}" for line in models.equal(gradients, expected)]
-    return problems
+    assert not problems, problems
 
 
 @over(2)
 @default_dtype(torch.float64)
-def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(rank: int, size: int) -> list[str]:
+def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(rank: int, size: int) -> None:
     """Steps in which three numbers of parts are measured, and one by the number that is chosen."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     data, model, problems = models.batch(3, seed=rank), models.build(mesh.get_group("ep"), layers=1), list[str]()
@@ -159,7 +159,7 @@ def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(rank: i
         problems.append(f"{engine.tuner.parts_choice} was chosen")
     if {block.parts for stage in engine.plan.shapes for block in stage if block.expert_calls} != {engine.tuner.parts}:
         problems.append("the plan has other parts")
-    return problems
+    assert not problems, problems
 
 
 def test_costs_of_one_number_choose_none() -> None:

@@ -333,9 +333,7 @@ class Counted(Delayed):
     ("name", "overlap", "expert_calls"), [("combined_1f1b", 3, 2), *wide(("sequential", "serial", 1))]
 )
 @over(2)
-def test_two_ranks_exchange_nothing_twice(
-    rank: int, size: int, name: Any, overlap: Overlap, expert_calls: int
-) -> list[str]:
+def test_two_ranks_exchange_nothing_twice(rank: int, size: int, name: Any, overlap: Overlap, expert_calls: int) -> None:
     """Modes against none: gradients, losses and the number of exchanges."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, data, problems = mesh.get_group("ep"), models.batch(3, seed=rank), []
@@ -353,11 +351,11 @@ def test_two_ranks_exchange_nothing_twice(
         problems += [f"{mode}: {parameter}" for parameter in models.equal(found[0], expected[0])]
         if found[1:] != expected[1:]:
             problems.append(f"{mode}: losses or exchanges {found[1:]}, not {expected[1:]}")
-    return problems
+    assert not problems, problems
 
 
 @over(2)
-def test_sharded_parameters_are_there_the_second_time(rank: int, size: int) -> list[str]:
+def test_sharded_parameters_are_there_the_second_time(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "ep"))
     data, found = models.batch(2, seed=rank), []
     for mode in ("none", "block"):
@@ -368,7 +366,8 @@ def test_sharded_parameters_are_there_the_second_time(rank: int, size: int) -> l
         step(model, program, 2, data, mesh=mesh, recompute=mode, timeout=20, verify=False)
         found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None})  # type: ignore[attr-defined]
     assert found[0]
-    return models.equal(*found)
+    problems = models.equal(*found)
+    assert not problems, problems
 
 
 class TwoOutputs(models.Block):

@@ -178,7 +178,7 @@ class Frozen(models.Block):
 @over(2)
 def test_mixed_precision_sums_as_fsdp2_does(
     rank: int, size: int, reduce_dtype: torch.dtype | None, frozen: bool
-) -> list[str]:
+) -> None:
     """bfloat16 parameters, with gradients summed in the same dtype over microbatches and over ranks."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -193,11 +193,11 @@ def test_mixed_precision_sums_as_fsdp2_does(
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
-    return problems
+    assert not problems, problems
 
 
 @over(2)
-def test_steps_mix_with_fsdp2s_own(rank: int, size: int) -> list[str]:
+def test_steps_mix_with_fsdp2s_own(rank: int, size: int) -> None:
     """Steps with an optimizer, one that accumulates, evaluations, and FSDP2's own loop before and after."""
     mesh, found = meshed(size, size), {}
     for engine_drives in (False, True):
@@ -220,11 +220,12 @@ def test_steps_mix_with_fsdp2s_own(rank: int, size: int) -> list[str]:
         own_loop(model, models.batch(2, seed=rank), 2, size)
         values = {f"{name} itself": p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
         found[engine_drives] = gradients(model) | values
-    return models.equal(found[False], found[True])
+    problems = models.equal(found[False], found[True])
+    assert not problems, problems
 
 
 @over(2)
-def test_what_the_user_has_set_holds(rank: int, size: int) -> list[str]:
+def test_what_the_user_has_set_holds(rank: int, size: int) -> None:
     """What a user has set stands after a step as it did, and the parameters are sharded again."""
     mesh, data = meshed(size, size), models.batch(2, seed=rank)
     model = wrapped("blocks", mesh)
@@ -243,11 +244,11 @@ def test_what_the_user_has_set_holds(rank: int, size: int) -> list[str]:
     for name, gradient in gradients(model).items():
         if float((gradient - twice[name]).norm()) > 1e-5 * float(twice[name].norm()):
             problems.append(f"{name}: both steps' gradients are not reduced together")
-    return problems
+    assert not problems, problems
 
 
 @over(2)
-def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> list[str]:
+def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> None:
     """A step that fails leaves no gradient behind, and that of another engine is right."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     expected = own_loop(wrapped("blocks", mesh), data, 3, size)
@@ -272,12 +273,13 @@ def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> list[str
     engine = engine_over(model, programs(3)[0], mesh, loss_fn=no_loss)
     with pytest.raises(ArithmeticError, match="no loss"):
         engine.evaluate(data[0], target=data[1])
-    return problems + models.equal(gradients(model), expected)
+    problems += models.equal(gradients(model), expected)
+    assert not problems, problems
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="one buffer before torch 2.13")
 @over(2)
-def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> list[str]:
+def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> None:
     """Gathers under way, buffers of reductions, and streams: one set for all blocks."""
     mesh, data, problems = meshed(size, size), models.batch(3, seed=rank), []
     expected = own_loop(wrapped("blocks", mesh, layers=4), data, 3, size)
@@ -311,7 +313,8 @@ def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> list[
         problems.append("several communication contexts")
     if buffers != {2} or groups[0].comm_ctx.reduce_scatter_max_input_buffers != 1:
         problems.append(f"{buffers} buffers in a step, {groups[0].comm_ctx.reduce_scatter_max_input_buffers} after it")
-    return problems + models.equal(gradients(model), expected)
+    problems += models.equal(gradients(model), expected)
+    assert not problems, problems
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -361,7 +364,7 @@ class Watched:
 @over(2)
 def test_nodes_gather_two_blocks_at_a_time(
     rank: int, size: int, wrap: str, policy: MixedPrecisionPolicy | None, options: dict[str, Any]
-) -> list[str]:
+) -> None:
     """Gradients equal FSDP2's own to the bit; a step that failed leaves nothing behind, and evaluations mix."""
     mesh, data, problems = meshed(size, size), models.batch(3, seed=rank), []
     expected = own_loop(wrapped(wrap, mesh, policy=policy, layers=3, **options), data, 3, size)
@@ -392,11 +395,11 @@ def test_nodes_gather_two_blocks_at_a_time(
         problems += models.equal(gradients(model), expected)
         whole = engine_over(model, program, mesh)
         problems += [] if loss == whole.mean_loss(whole.evaluate(data[0], target=data[1])) else ["the loss"]
-    return problems
+    assert not problems, problems
 
 
 @over(2)
-def test_a_module_of_two_blocks_stays_gathered(rank: int, size: int) -> list[str]:
+def test_a_module_of_two_blocks_stays_gathered(rank: int, size: int) -> None:
     mesh, data, found = meshed(size, size), models.batch(3, seed=rank), []
     for by_nodes in (False, True):
         model = models.build(mesh.get_group("ep"))
@@ -410,7 +413,8 @@ def test_a_module_of_two_blocks_stays_gathered(rank: int, size: int) -> list[str
         found.append(gradients(model))
     assert {place: len(modules) for place, modules in engine.sharding.of_block.items()} == {(0, b): 1 for b in range(6)}
     assert engine.plan.gathered(0) == 2
-    return models.equal(*found)
+    problems = models.equal(*found)
+    assert not problems, problems
 
 
 def joined(mesh: DeviceMesh, program: Program, *over: str) -> DeviceMesh:
@@ -464,7 +468,7 @@ def test_nodes_gather_over_stages_that_share_experts(kept: dict[int, Ranks], siz
 
 
 @over(2, timeout=100)
-def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: int) -> list[str]:
+def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: int) -> None:
     """All for the whole step where there is room, fewer where these do not fit, and never more bytes than these have.
 
     Bytes of gathers alone are limited and counted. What lanes free at any time is not, such as summed gradients.
@@ -493,7 +497,8 @@ def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: i
         problems += models.equal(gradients(model), expected)
         if watched.most > at_once[-1] or watched.bytes > at_once[-1] * max(whole.values()):
             problems.append(f"{watched.most} blocks, {watched.bytes} bytes where the plan has {at_once[-1]}")
-    return problems if at_once == [len(whole), 3, 2] else [*problems, f"{at_once} of {len(whole)}"]
+    assert not problems, problems
+    assert at_once == [len(whole), 3, 2], at_once
 
 
 @pytest.mark.parametrize("options", [{}, *wide({"costs": None, "memory": "1TB"})])
@@ -529,8 +534,8 @@ def test_gathering_has_the_engines_limit(rank: int, size: int) -> None:
     assert time.monotonic() - start < 20
 
 
-@over(2, gives=[True] * 7)
-def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> list[bool]:
+@over(2)
+def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> None:
     """No reduction ends before the last node of compute, which yet is reached: they hold up another thread."""
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     expected, done = own_loop(wrapped("blocks", mesh), data, 3, size), threading.Event()
@@ -557,7 +562,7 @@ def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> li
         group.post_backward = late
     engine.step(data[0], target=data[1])
     assert not models.equal(gradients(model), expected)
-    return reached
+    assert reached == [True] * 7, reached
 
 
 @pytest.mark.parametrize(
@@ -567,7 +572,7 @@ def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> li
 @over(4)
 def test_stages_over_four_ranks_equal_the_plain_engine(
     rank: int, size: int, name: str, shape: tuple[int, int, int]
-) -> list[str]:
+) -> None:
     """Shards of experts count once in the norm, too.
 
     Two steps that add up, an evaluation, and the norm, of which every parameter is a part once.
@@ -590,11 +595,12 @@ def test_stages_over_four_ranks_equal_the_plain_engine(
     problems = [f"{what} {a} and {b}" for what, (a, b) in (("loss", losses), ("norm", norms)) if abs(a - b) > 1e-5 * a]
     if shape[1:] == (2, 1) and len(program.placement.replicas(0)) == 1:  # two addends: the same in either order
         problems += [name for name in models.equal(*found) if "clipped" not in name]
-    return problems + [
+    problems += [
         f"{name} differs"
         for name, grad in found[0].items()
         if float((grad - found[1][name]).norm()) > 1e-5 * float(grad.norm())
     ]
+    assert not problems, problems
 
 
 def _replicas(rank: int, size: int) -> list[float]:
@@ -727,7 +733,7 @@ def sliced(mesh: DeviceMesh, placement: Placement) -> nn.Sequential:
 
 
 @over(4)
-def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(rank: int, size: int) -> list[str]:
+def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(rank: int, size: int) -> None:
     """Their gradients are summed over the ranks along "dp" alone; a copy on each rank along "ep" is refused."""
     mesh, generator = meshed(size, 2), torch.Generator().manual_seed(rank)
     x, y = torch.randn(2, 4 * 2, 6, models.H, generator=generator)
@@ -741,4 +747,4 @@ def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(rank: int, 
         problems += [f"step {step}: {name}" for name in models.equal(gradients(model), expected)]
     with pytest.raises(ValueError, match=r"experts\.weight of Sequential is a DTensor over 'ep' of ranks"):
         engine_over(sliced(mesh, Replicate()), build_schedule("combined_1f1b", microbatches=4), mesh, loss_fn=loss_fn)
-    return problems
+    assert not problems, problems

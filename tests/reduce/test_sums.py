@@ -26,7 +26,7 @@ from tests.ranks import Ranks, over
 
 
 @over(2)
-def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, size: int) -> list[str]:
+def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, size: int) -> None:
     problems: list[str] = []
     stage = Stage([nn.Linear(2, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2)], reduce_dense=True)
     apart = set(stage.dense_parameters_of(2))
@@ -55,7 +55,7 @@ def test_blocks_are_reduced_in_the_plans_order_whatever_ends_first(rank: int, si
         for p in stage.dense_parameters_of(block):
             if p.grad is None or not bool((p.grad == expected[block]).all()):
                 problems.append(f"block {block}: {p.grad}, expected {expected[block]}")
-    return problems
+    assert not problems, problems
 
 
 class Made(TorchDispatchMode):
@@ -71,7 +71,7 @@ class Made(TorchDispatchMode):
 
 
 @over(2)
-def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
+def test_gradients_are_summed_where_they_are(rank: int, size: int) -> None:
     """Large gradients and small ones, of two dtypes: no copy is made, and the sums are there."""
     stage = Stage([nn.Linear(600, 600), nn.Linear(3, 5).double(), nn.Linear(3, 600)], reduce_dense=True)
     lane = Lane("reduce", Failures(limit=timedelta(seconds=20)), background=True)
@@ -94,7 +94,7 @@ def test_gradients_are_summed_where_they_are(rank: int, size: int) -> list[str]:
             problems.append(f"{tuple(p.shape)}: not in place")
         if not torch.equal(p.grad, torch.arange(p.numel(), dtype=p.dtype).view_as(p) * factor):
             problems.append(f"{tuple(p.shape)}: wrong sum")
-    return problems
+    assert not problems, problems
 
 
 def _others_memory(rank: int, size: int) -> list[float]:
@@ -130,7 +130,7 @@ class Shared(nn.Module):
 
 
 @over(2)
-def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(rank: int, size: int) -> list[str]:
+def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(rank: int, size: int) -> None:
     """Data over two ranks, three steps, gradients in one buffer: they are those of one process."""
     mesh, plain, model = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), Shared(), Shared()
     parts = [models.batch(4, seed=seed) for seed in range(size)]
@@ -152,7 +152,7 @@ def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(ra
         expected = torch.cat([p.grad.to_dense().flatten() for p in plain.parameters() if p.grad is not None])
         if not torch.allclose(buffer, expected, rtol=1e-5, atol=1e-6):
             problems.append(f"off by {(buffer - expected).abs().max():.1e}")
-    return problems
+    assert not problems, problems
 
 
 @over(2)

@@ -116,11 +116,12 @@ def stepped(engine: Engine, blocks: nn.ModuleList, sizes: list[int], seed: int) 
 @pytest.mark.parametrize("dynamic", [False, *wide(True)])
 @pytest.mark.parametrize("name", ["1f1b", *wide("zb_h1", "interleaved_1f1b", "dualpipev")])
 @over(2)
-def test_several_tensors_of_changing_sizes(rank: int, size: int, name: str, dynamic: bool) -> list[str]:
+def test_several_tensors_of_changing_sizes(rank: int, size: int, name: str, dynamic: bool) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     engine, blocks = engine_over(mesh, name, 5, dynamic_shapes=dynamic)
     second = [2, 2, 5, 1, 1] if dynamic else [3, 4, 1, 7, 2]
-    return stepped(engine, blocks, [3, 4, 1, 7, 2], 0) + stepped(engine, blocks, second, 1)
+    problems = stepped(engine, blocks, [3, 4, 1, 7, 2], 0) + stepped(engine, blocks, second, 1)
+    assert not problems, problems
 
 
 def _resized(rank: int, size: int) -> str:
@@ -140,11 +141,12 @@ def test_other_sizes_need_dynamic_shapes(ranks2: Ranks) -> None:
 
 
 @over(2)
-def test_two_engines_take_turns(rank: int, size: int) -> list[str]:
+def test_two_engines_take_turns(rank: int, size: int) -> None:
     """Two engines over one mesh, their steps in turn."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     both = [engine_over(mesh, name, 4) for name in ("1f1b", "zb_v")]
-    return [name for _ in range(2) for engine, blocks in both for name in stepped(engine, blocks, [3] * 4, 1)]
+    problems = [name for _ in range(2) for engine, blocks in both for name in stepped(engine, blocks, [3] * 4, 1)]
+    assert not problems, problems
 
 
 @pytest.mark.parametrize("dynamic", [False, *wide(True)])

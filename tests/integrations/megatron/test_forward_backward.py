@@ -312,7 +312,7 @@ def translate(data_iterator: Iterator[Item], model: nn.Module, by_list: bool) ->
 
 @pytest.mark.parametrize("by_list", [False, *wide(True)])
 @over(4)
-def test_encoder_and_decoder(rank: int, size: int, by_list: bool) -> list[str]:
+def test_encoder_and_decoder(rank: int, size: int, by_list: bool) -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     stages = [Translator(stage) for stage in range(4)]
     reference = deepcopy(stages)
@@ -346,7 +346,7 @@ def test_encoder_and_decoder(rank: int, size: int, by_list: bool) -> list[str]:
         for name, grad in models.gradients(reference[rank]).items():
             if not torch.allclose(models.gradients(stages[rank])[name], grad, rtol=1e-4, atol=1e-7):
                 problems.append(name)
-    return problems
+    assert not problems, problems
 
 
 class Shared(models.Block):
@@ -378,7 +378,7 @@ def _summed(x: Tensor, group: Any) -> Tensor:
 
 @pytest.mark.parametrize("given", [True, *wide(False)])
 @over(4)
-def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool) -> list[str]:
+def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "ep"))
     tp, ep = mesh.get_group("tp"), mesh.get_group("ep")
     groups = ProcessGroups(tp=tp, ep=ep)
@@ -415,7 +415,8 @@ def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool
     dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
     Tuner._note_time, tuner.TRIED_WITHIN = noted, within  # type: ignore[method-assign]
     problems += [f"tried {tried}"] if len(set(tried)) < 2 and not given else []
-    return problems + ([f"plans {plans}"] if len(set(plans)) > 1 else [])
+    problems += [f"plans {plans}"] if len(set(plans)) > 1 else []
+    assert not problems, problems
 
 
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [

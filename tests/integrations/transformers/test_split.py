@@ -96,7 +96,7 @@ def test_recomputed_layers_are_bit_equal(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", *wide("deepseek_v3")])
 @over(2)
-def test_checkpoints_of_layers_exchange_nothing_twice(rank: int, size: int, name: str) -> list[str]:
+def test_checkpoints_of_layers_exchange_nothing_twice(rank: int, size: int, name: str) -> None:
     """All layers, or every second; gradients are equal to the bit."""
     mesh, problems = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), list[str]()
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES)
@@ -117,7 +117,7 @@ def test_checkpoints_of_layers_exchange_nothing_twice(rank: int, size: int, name
         problems += [f"{every}: {label}" for label in models.equal(found, expected)]
         again = [MICROBATCHES * (1 + (every > 0 and number % every == 0)) for number in range(4)]
         problems += [f"{every}: attention ran {calls} times, not {again}"] * (calls != again)
-    return problems
+    assert not problems, problems
 
 
 def _count(calls: list[int], number: int, *_: Any) -> None:
@@ -295,7 +295,7 @@ def _own(loss: Any, *_: Any) -> Any:
 
 @pytest.mark.parametrize("counts", [False, *wide(True)])
 @over(4)
-def test_a_rank_without_labels(rank: int, size: int, counts: bool) -> list[str]:
+def test_a_rank_without_labels(rank: int, size: int, counts: bool) -> None:
     """Of two with data: its losses are zero, and its tokens at the other's experts change no gradient."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ep"))
     tokens, labels = tiny.batch(4)
@@ -311,7 +311,8 @@ def test_a_rank_without_labels(rank: int, size: int, counts: bool) -> list[str]:
     losses = [float(loss) for loss in result.losses]
     assert losses == {0: [], 1: [], 2: losses, 3: [0.0, 0.0]}[rank]  # the first two are of the first stage
     assert rank != 2 or min(losses) > 0
-    return problems_of(stages, expected, 1e-5)
+    problems = problems_of(stages, expected, 1e-5)
+    assert not problems, problems
 
 
 def test_a_loss_of_ones_own_sees_the_logits() -> None:
