@@ -1,12 +1,23 @@
-"""Compare the first step of every plan with a plain loop over the same batch: one microbatch after another.
+"""Compare the first step of a plan with a plain loop over the same batch: one microbatch after another.
 
-Gradients of any order are equal to the loop's to the bit. So a forward that keeps state where the engine does
-not look, and finds another microbatch's there, is noticed on the user's own model and data.
+A forward that keeps state where the engine does not look, and finds another microbatch's there, is so noticed on the
+user's own model and data. :meth:`Verification.play` leaves what one step leaves; if it raises, what there was before:
+
+    loop = bits of what the loop leaves;  undo
+    step = bits of what the plan leaves;  equal on all ranks: this was the step
+    undo;  play the loop twice more, with an undo after each
+    these two differ: warn that nothing can be compared, and play the step once more
+    the step has left what they have, up to rounding of gradients: play it once more
+    else play it once more, look which places microbatches change under each other, undo, and name what differs
+
+Gradients may differ by :data:`ROUNDING`, since their sums may have another order: those of a weight with several
+gradients. Two loops differ by atomics of a GPU, or by random numbers that are not torch's.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
@@ -30,12 +41,6 @@ from overlap1f1b.transport.mesh import Mesh
 
 ROUNDING = 1e-6
 """Largest difference of gradients whose sums have another order, as a part of the largest entry."""
-SMALL = 1e-4
-"""Largest entry of a gradient, as a part of the largest of all, below which it may be nothing but rounding."""
-NOISE = 4.0
-"""Largest difference from a plain loop, as a multiple of that of two loops."""
-RANDOM = 0.05
-"""Difference of two loops, as a part of a tensor's largest entry, above which nothing can be compared."""
 ALLOWED = (
     "allowed: an input or output of the block in its place, an attribute of a module of the block, "
     "o1.carried(block, holder), overlap='serial' with schedule 'sequential', or verify=False"
@@ -45,9 +50,10 @@ _MOST = 4  # places that a message names
 
 PlayNodes = Callable[[Plan], PlayedStep]
 Outcome = Iterator[tuple[str, Tensor]]
+Copies = dict[str, Tensor]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
-_Look = tuple[tuple[Any, ...], list[int]]
-"""A value and what it holds, and how often tensors among them have changed."""
+_Look = tuple[list[Any], tuple[Any, ...]]
+"""What tells whether a value, or what it holds, has changed; and these, so that no other object gets their numbers."""
 
 
 class VerificationError(RuntimeError):
@@ -66,7 +72,7 @@ class Verification:
         self.tables: Tables = tuple
 
     def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, observe: Callable[[Any], None]) -> PlayedStep:
-        """Play a step of a plan for the first time; return it if it is equal to the loop's.
+        """Play a step of a plan for the first time; return it if it leaves what the loop leaves.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
         step is played once more, since it can be compared only without these sums.
@@ -78,7 +84,7 @@ class Verification:
             observe: Lets a recorder follow, or nobody.
 
         Raises:
-            VerificationError: It differs, or two loops differ.
+            VerificationError: It differs from the loop, or changes a parameter.
         """
         undo, weights = self.undo(), self._weights()
 
@@ -93,24 +99,66 @@ class Verification:
                 observe(recorder)
                 self._player.around = around
 
-        serial = _bits(self._outcome(rehearse(twin)))
-        mine = next((name for name, bits in self._weights().items() if bits != weights[name]), None)
-        first = next(filter(None, self._mesh.every(mine).values()), None)
+        loop = _bits(self._outcome(rehearse(twin)))
+        changed = self._first(name for name, bits in self._weights().items() if bits != weights[name])
         undo()
-        if first is not None:
+        if changed is not None:
             raise VerificationError(
-                f"{first} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
+                f"{changed} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
             )
         summed_outside = self._player.around is not None
         played = (rehearse if summed_outside else play_nodes)(plan)
-        differs = self._mesh.sums(_bits(self._outcome(played)) != serial)[0]
-        if differs:
-            self._judge(plan, twin, rehearse, undo, serial)
+        if self._mesh.sums(_bits(self._outcome(played)) != loop)[0]:
+            step = _copies(self._outcome(played))
+            undo()
+            self._judge(plan, twin, step, rehearse, undo)
         elif not summed_outside:
             return played
         undo()
         return play_nodes(plan)
+
+    def _judge(self, plan: Plan, twin: Plan, step: Copies, rehearse: PlayNodes, undo: Undo) -> None:
+        """Compare a step with two more loops: the one before it may have compiled blocks. All ranks must call this.
+
+        Raises:
+            VerificationError: It differs, and these loops do not.
+        """
+        # 1. Whether loops repeat themselves; the second draws other numbers from Python's and NumPy's generators.
+        once = _bits(self._outcome(rehearse(twin)))
+        undo(global_random=False)
+        loop = _copies(self._outcome(rehearse(twin)))
+        undo()
+        again = _bits(iter(loop.items()))
+        if noisy := self._first(name for name in once | again if once.get(name) != again.get(name)):
+            warnings.warn(
+                f"two plain loops over one batch differ in {noisy}: no step can be compared with them; allowed: "
+                "torch.use_deterministic_algorithms(True), random numbers of torch's generators alone, or verify=False",
+                stacklevel=2,
+            )
+            return
+        # 2. How far the step is from them.
+        apart = ((name, _apart(loop.get(name), step.get(name))) for name in loop | step)
+        difference = self._first(
+            f"{name} by {by:.2g} of its largest entry"
+            for name, by in apart
+            if by > (ROUNDING if "grad of " in name else 0.0)
+        )
+        if difference is None:
+            return
+        # 3. Why.
+        with ChangedPlaces(self._stages, self._player) as changed:
+            rehearse(plan)
+        undo()
+        found = list(dict.fromkeys(chain.from_iterable(self._mesh.every(list(changed.names)).values())))
+        more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
+        meanwhile = f"; changed by another microbatch meanwhile: {', '.join(found[:_MOST])}{more}" if found else ""
+        what = f"{plan.program.name} with overlap {plan.order}"
+        raise VerificationError(f"{what} differs from a plain loop, {difference}{meanwhile}; {ALLOWED}")
+
+    def _first(self, names: Iterable[str]) -> str | None:
+        """Return the first name of the first rank that has one. All ranks must call this."""
+        return next(filter(None, self._mesh.every(next(iter(names), None)).values()), None)
 
     def _gradients(self) -> Iterator[tuple[str, Any, str]]:
         """Yield a name for every gradient, the object that has it, and the name of its attribute."""
@@ -161,148 +209,67 @@ class Verification:
         held = ((f"{name} of {where}", parameter) for name, where, parameter, _ in parameters_of(self._stages))
         return _bits((name, parameter) for name, parameter in held if is_plain(local_part(parameter)))
 
-    def _judge(self, plan: Plan, twin: Plan, rehearse: PlayNodes, undo: Undo, before: Mapping[str, int]) -> None:
-        """Find out why a step differs; return if it does so by no more than loops do. All ranks must call this.
-
-        ``before`` is the outcome of the loop that it was compared with.
-
-        Raises:
-            VerificationError: It differs by more.
-        """
-        # 1. Two loops, the second with other numbers of Python's and NumPy's generators; then the plan's order.
-        undo()
-        copies, seen = list[dict[str, Tensor]](), list[Witness]()
-        for order in (twin, twin, plan):
-            with Witness(self._stages, self._player) as witness:
-                copies.append(
-                    {name: local_part(tensor).to("cpu", copy=True) for name, tensor in self._outcome(rehearse(order))}
-                )
-            seen.append(witness)
-            undo(global_random=order is plan)
-        # 2. Loops may differ; then a step may differ as much.
-        spread, apart = _apart(copies[0], copies[1]), _apart(copies[0], copies[2])
-        of_loop, by = self._largest(spread), self._largest(apart)
-        noisy = all(by <= NOISE * spread.get(name, 0.0) + ROUNDING for name, by in apart.items())
-        if of_loop > RANDOM:
-            name = max(spread, key=spread.__getitem__, default="")
-            largest = spread.get(name, 0.0)
-            raise self._error(
-                (-largest,),
-                f"two plain loops over one batch differ, {name} by {largest:.2g} of its largest entry; allowed: random "
-                "numbers from torch's generators alone, torch.use_deterministic_algorithms(True), or verify=False",
-            )
-        # Where all that nodes hand on is equal, only sums have another order, as of a weight with several gradients.
-        nodes, bits, other = enumerate(twin.ranks[self._mesh.rank("pp")]), seen[0].bits, seen[2].bits
-        first = next(((at, node) for at, node in nodes if bits.get(node) != other.get(node)), None)
-        rounded = all(by <= (ROUNDING if "grad of " in name else 0.0) for name, by in apart.items())
-        resummed = not self._mesh.sums(first is not None or not rounded)[0]
-        # The loop before them may differ from both, as where blocks were compiled in it.
-        warmed = self._mesh.sums(_bits(iter(copies[0].items())) != before)[0]
-        if (by or warmed) and (resummed or (of_loop and not self._mesh.sums(not noisy)[0])):
-            return
-        # 3. The first difference on any rank.
-        raise self._error(*self._difference(plan, first, apart, seen[2]))
-
-    def _largest(self, apart: Mapping[str, float]) -> float:
-        return max(self._mesh.every(max(apart.values(), default=0.0)).values())
-
-    def _error(self, when: tuple[float, ...], text: str) -> VerificationError:
-        """Return the error of the rank whose difference comes first. All ranks must call this."""
-        return VerificationError(min(self._mesh.every((when, text)).values())[1])
-
-    def _difference(
-        self, plan: Plan, first: tuple[int, Node] | None, apart: Mapping[str, float], found: Witness
-    ) -> tuple[tuple[float, ...], str]:
-        """Return the place in the loop of the first difference on this rank, and a text."""
-        names, where = [name for name, by in apart.items() if by], ""
-        when: tuple[float, ...] = (math.inf,)
-        if first is not None:
-            at, node = first
-            back, place = node.kind is not Kind.F, f"{self._stages[node.stage].names[node.block]} of stage {node.stage}"
-            when = (node.microbatch, back, -node.stage if back else node.stage, at)
-            names.sort(key=lambda name: place not in name)  # those of this block first
-            where = f"first in {node.name} of {place}, microbatch {node.microbatch}: "
-        by = f"{names[0]} by {apart[names[0]]:.2g} of its largest entry" if names else "not the same in each play"
-        changed = list(found.changed)
-        more = f" and {len(changed) - _MOST} more" if len(changed) > _MOST else ""
-        meanwhile = f"; changed by another microbatch meanwhile: {', '.join(changed[:_MOST])}{more}" if changed else ""
-        what = f"{plan.program.name} with overlap {plan.order}"
-        return when, f"{what} differs from a plain loop, {where}{by}{meanwhile}; {ALLOWED}"
-
 
 def _bits(outcome: Outcome) -> dict[str, int]:
     sums = {name: sum_of_bits(tensor, ordered=True) for name, tensor in outcome}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
-def _apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the largest difference of each tensor, as a part of its largest entry; small gradients count as larger."""
-    wide = {name: [_wide(tensors.get(name)) for tensors in (one, other)] for name in dict.fromkeys((*one, *other))}
-    largest = {name: _largest(a) for name, (a, _) in wide.items()}
-    least = SMALL * max((of for name, of in largest.items() if "grad of " in name), default=0.0)
-    found = {}
-    for name, (a, b) in wide.items():
-        if a is None or b is None or a.shape != b.shape:
-            found[name] = math.inf
-        elif torch.equal(a.nan_to_num(), b.nan_to_num()):
-            found[name] = 0.0
-        else:
-            by = _largest(a - b) / (max(least, largest[name]) if "grad of " in name else largest[name] or 1.0)
-            found[name] = math.inf if math.isnan(by) else by
-    return found
+def _copies(outcome: Outcome) -> Copies:
+    return {name: local_part(tensor).to("cpu", copy=True) for name, tensor in outcome}
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)
+def _apart(one: Tensor | None, other: Tensor | None) -> float:
+    """Return the largest difference of two tensors as a part of the largest entry of the first."""
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    a, b = (tensor.to_dense().to(torch.complex128) for tensor in (one, other))
+    if torch.equal(a.nan_to_num(), b.nan_to_num()):
+        return 0.0
+    by = float((a - b).abs().max()) / (float(a.abs().max()) or 1.0)
+    return math.inf if math.isnan(by) else by
 
 
-def _largest(tensor: Tensor | None) -> float:
-    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
-
-
-class Witness:
-    """Notes, inside its context, what every compute node hands on, and what others change between a microbatch's nodes.
+class ChangedPlaces:
+    """Notes, inside its context, places that other microbatches change between two nodes of a microbatch's forward.
 
     Attributes:
-        bits: Sum over the bits of all that a compute node has handed on, once the context has ended.
-        changed: Places that microbatches have changed under each other, the first ones first.
+        names: Of these places, the first ones first.
     """
 
     def __init__(self, stages: Mapping[int, Stage], player: Player) -> None:
         self._stages, self._player = stages, player
-        self.bits: dict[Node, int] = {}
-        self.changed: dict[str, None] = {}
-        self._sums: dict[Node, Tensor] = {}
+        self.names: dict[str, None] = {}
+        self._before: dict[str, _Look] = {}  # at the begin of the running node
         self._left: dict[tuple[int, int], dict[str, _Look]] = {}  # by a microbatch in the places that it has changed
 
-    def __enter__(self) -> Witness:
+    def __enter__(self) -> ChangedPlaces:
         self._compute, self._player.compute = self._player.compute, self._watched
         return self
 
     def __exit__(self, *_: object) -> None:
         self._player.compute = self._compute
-        self.bits = {node: int(bits) for node, bits in self._sums.items()}
-        self._sums, self._left = {}, {}
 
     def _watched(self, node: Node, microbatch: Microbatch, received: Mapping[Any, Any]) -> None:
-        if node.kind is not Kind.F:
-            self._compute(node, microbatch, received)
-        else:
-            left = self._left.setdefault((node.stage, node.microbatch), {})
-            before = self._values(node)
-            for name, value in left.items():
-                if name in before and not _same(before[name], value):
-                    self.changed[name] = None
-            self._compute(node, microbatch, received)
+        self.ready(node)
+        self._compute(node, microbatch, received)
+        self.after(node)
+
+    def ready(self, node: Node) -> None:
+        """Look at the places before a node of a forward."""
+        if node.kind is Kind.F:
+            self._before = self._values(node)
+            for name, value in self._left.get((node.stage, node.microbatch), {}).items():
+                if name in self._before and self._before[name][0] != value[0]:
+                    self.names[name] = None
+
+    def after(self, node: Node) -> None:
+        """Note what the node has left in places that its microbatch has changed."""
+        if node.kind is Kind.F:
+            left, before = self._left.setdefault((node.stage, node.microbatch), {}), self._before
             for name, value in self._values(node).items():
-                if name in left or name not in before or not _same(before[name], value):
+                if name in left or name not in before or before[name][0] != value[0]:
                     left[name] = value
-        sums = [sum_of_bits(tensor, ordered=True) for tensor in _handed_on(node, microbatch)]
-        if sums:
-            self._sums[node] = torch.stack(sums).sum()
 
     def _values(self, node: Node) -> dict[str, _Look]:
         """Return the values of all places that are not carried, of the blocks of a stage."""
@@ -318,26 +285,6 @@ class Witness:
 def _look(value: Any) -> _Look:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | deque) else ()
     parts = (value, *inside)
-    return parts, [version_of(part) for part in parts if isinstance(part, Tensor)]
-
-
-def _same(one: _Look, other: _Look) -> bool:
-    """Return whether nothing has changed between two looks at a place."""
-    if len(one[0]) != len(other[0]) or one[1] != other[1]:
-        return False
     plain = int, float, str, bytes
-    pairs = zip(one[0], other[0], strict=True)
-    return all(a is b or (isinstance(a, plain) and isinstance(b, plain) and a == b) for a, b in pairs)
-
-
-def _handed_on(node: Node, microbatch: Microbatch) -> Iterator[Tensor]:
-    """Yield what a compute node has left for the next one: rows to send, activations, or gradients."""
-    if node.kind is Kind.W or microbatch.finished:
-        return
-    run = microbatch.runs.get(node.block)
-    for sent in () if run is None else run.sent.values():
-        rows = sent.rows if isinstance(sent.rows, tuple | list) else (sent.rows,)
-        yield from (tensor for tensor in rows if isinstance(tensor, Tensor))
-    forward = (microbatch.activations, microbatch.outputs)
-    for tensors in forward if node.kind is Kind.F else (microbatch.output_grads, microbatch.input_grads):
-        yield from (tensor for tensor in tensors or () if tensor is not None)
+    versions = [version_of(part) if isinstance(part, Tensor) else 0 for part in parts]
+    return [part if isinstance(part, plain) else id(part) for part in parts] + versions, parts

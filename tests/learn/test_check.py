@@ -128,11 +128,17 @@ def _refused(rank: int, size: int, place: str, when: str, overlap: Overlap, eval
 @pytest.mark.parametrize(
     ("place", "when", "overlap", "evaluates", "said"),
     [
-        ("a closure", "behind", 2, False, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
+        ("a closure", "behind", 2, False, "a plain loop, the grad of experts.gate_up of block 0 (Block) of stage 0 by"),
         *wide(
-            ("a weak dict", "behind", 3, True, "first in aggregate.f of block 0 (Block) of stage 0, microbatch 0"),
-            ("a tensor in place", "backward", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
-            ("a function", "later", 3, False, "of block 1 (Block) of stage 0, microbatch 0"),
+            ("a weak dict", "behind", 3, True, "a plain loop, loss 0 by"),
+            (
+                "a tensor in place",
+                "backward",
+                3,
+                False,
+                "a plain loop, the grad of mix.weight of block 0 (Block) of stage 0 by",
+            ),
+            ("a function", "later", 3, False, "a plain loop, the grad of"),
         ),
     ],
 )
@@ -166,23 +172,33 @@ def test_every_plan_is_compared_once() -> None:
     assert _forwards("sequential", overlap="serial") == 4 * 5
 
 
-@pytest.mark.parametrize(("size", "noise"), [(1e-6, "urandom"), (0.5, "random")])
-def test_steps_that_do_not_repeat_themselves(size: float, noise: str) -> None:
-    """A step may differ from a loop as much as loops do; where that is a lot, nothing can be compared."""
+class Noisy(models.Block):
+    """Scales its input by a number that no step draws twice."""
 
-    class Noisy(models.Block):
-        def forward(self, x: Tensor) -> Tensor:
-            drawn = random.random() if noise == "random" else int.from_bytes(os.urandom(4), "little") / 2**32
-            y: Tensor = super().forward(x * (1 + size * drawn))
-            return y
+    draw: Callable[[], float]
 
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x * (1 + self.draw()))
+        return y
+
+
+@pytest.mark.parametrize("noise", ["of atomics", "of Python"])
+def test_where_loops_differ_nothing_is_compared(noise: str) -> None:
+    """A warning says so; the step is one step."""
+    model = models.build(block=Noisy)
+    draw = {"of atomics": lambda: int.from_bytes(os.urandom(2), "little") / 2**32, "of Python": random.random}[noise]
+    for block in model:
+        block.draw = draw
     inputs, target = models.batch(2)
-    engine = make(models.build(block=Noisy), build_schedule("combined_1f1b", microbatches=2), costs=COSTS)
-    if size > 0.1:
-        with pytest.raises(VerificationError, match=r"two plain loops .* differ, .*allowed: random numbers"):
-            engine.step(inputs, target=target)
-    else:
+    engine = make(model, build_schedule("combined_1f1b", microbatches=2), costs=COSTS)
+    with pytest.warns(
+        UserWarning, match="two plain loops over one batch differ in the grad of .* allowed: torch.use_d"
+    ):
         engine.step(inputs, target=target)
+    if noise == "of atomics":
+        _, expected = models.plain_gradients(models.build(), inputs, target, 2)
+        for name, grad in models.gradients(model).items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-3, atol=1e-5)
 
 
 def test_what_stands_around_nodes_meets_the_step_alone() -> None:
@@ -307,19 +323,6 @@ def test_a_gradient_alone_that_is_wrong(dtype: torch.dtype) -> None:
         _step(model.to(dtype))
 
 
-def test_one_noisy_tensor_does_not_excuse_another() -> None:
-    kept: list[Tensor] = [torch.ones(())]
-
-    def behind(block: Around, y: Tensor, x: Tensor) -> Tensor:
-        block.noise.fill_(1 + int.from_bytes(os.urandom(2), "little") / 2**22)
-        return y * (1 + kept[0] / 100)
-
-    model = nn.Sequential(Around(lambda b, x: kept.__setitem__(0, x.detach().mean()), behind))
-    model[0].register_buffer("noise", torch.ones(()))
-    with pytest.raises(VerificationError, match="differs from a plain loop"):
-        _step(model)
-
-
 def test_a_parameter_that_a_step_changes_is_refused() -> None:
     def before(block: Around, x: Tensor) -> None:
         with torch.no_grad():
@@ -395,4 +398,4 @@ def _over(rank: int, size: int) -> list[str]:
 def test_over_pipelines_and_under_fsdp2(kept: dict[int, Ranks], ranks: int) -> None:
     for said in zip(*kept[ranks].run(_over), strict=True):
         assert len(set(said)) == 1
-        assert "differs from a plain loop, first in aggregate.f of block" in said[0]
+        assert "differs from a plain loop, the grad of router.weight of block 0 (" in said[0]
