@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -117,9 +118,14 @@ def floor_of(path: Path) -> str:
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports_of(path: Path) -> list[tuple[int, str]]:
     """Line and full name of everything that a module imports, wherever in it the import stands."""
-    return list(imports(path, ast.parse(path.read_text())))
+    return list(imports(path, parsed(path)))
 
 
 def imports(path: Path, tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -173,6 +179,124 @@ def test_no_modules_import_each_other_in_a_circle_for_type_checkers_neither() ->
         tuple(TopologicalSorter(ahead).static_order())
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+# Objects live as long as their room says, and are set where they live.
+
+MAKERS = ("__init__", "__new__", "__post_init__")
+NOT_FROZEN = {
+    "Buffers", "Draws", "Foreign", "LibraryExchange", "ModuleAttributes", "ParameterUses", "RandomStream", "Segment",
+    "Stage", "WeightQueue", "_Crossing",
+}  # fmt: skip
+"""Classes of cut/ that methods still change after the construction."""
+OF_LIBRARIES = {"__dict__", "_modules", "args", "dtype", "grad", "weight", "width"}
+"""Names of attributes that objects of torch, transformers, Python and rich have, too."""
+SET_FROM_OUTSIDE = {
+    "cli/profile.py": {"counts_next"},
+    "engine/agreement.py": {"first_rows"},
+    "engine/engine.py": {
+        "agree", "ahead", "before_launch", "first_rows", "position", "ranks", "recorder", "same", "tables",
+    },
+    "integrations/megatron/forward_backward.py": {"tables"},
+    "integrations/torchtitan.py": {"whole"},
+    "integrations/transformers/trainer.py": {"tables"},
+    "learn/check.py": {"around", "compute"},
+    "play/block.py": {"claimed", "edges", "known", "learning", "library_stands", "plain_stands", "reaches_out"},
+    "play/capacity.py": {"adds_to_main", "capacity", "on_route"},
+    "play/player.py": {"failed"},
+    "play/posting.py": {"host", "read", "ready"},
+    "play/recompute.py": {"again", "bring", "function", "part"},
+    "reduce/fsdp.py": {"begun"},
+    "running/link.py": {"mark"},
+}  # fmt: skip
+"""Attributes of objects of other rooms that files still set."""
+
+
+def attributes_set(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Owner and name of each attribute that a piece of code sets or deletes, in any statement."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield ast.unparse(node.value), node.attr
+
+
+def methods(path: Path) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
+    for owner in ast.walk(parsed(path)):
+        if isinstance(owner, ast.ClassDef):
+            for member in owner.body:
+                if isinstance(member, ast.FunctionDef) and "staticmethod" not in map(
+                    ast.unparse, member.decorator_list
+                ):
+                    yield owner, member
+
+
+def own_attributes(method: ast.FunctionDef) -> set[str]:
+    return {name for owner, name in attributes_set(method) if owner == method.args.args[0].arg}
+
+
+def test_what_is_cut_is_frozen_after_its_construction() -> None:
+    found = {
+        owner.name
+        for path in SOURCES
+        if floor_of(path) == "cut"
+        for owner, method in methods(path)
+        if method.name not in MAKERS and own_attributes(method)
+    }
+    assert found <= NOT_FROZEN
+
+
+def test_no_room_sets_an_attribute_of_an_object_of_another() -> None:
+    """An attribute is of the rooms whose classes have it; one that no class has is of a library."""
+    rooms: dict[str, set[str]] = {name: set() for name in OF_LIBRARIES}
+    for path in SOURCES:
+        for node in ast.walk(parsed(path)):
+            for name in fields_of(node) if isinstance(node, ast.ClassDef) else ():
+                rooms.setdefault(name, set()).add(floor_of(path))
+    for path in SOURCES:
+        known = SET_FROM_OUTSIDE.get(str(path.relative_to(PACKAGE)), set())
+        for owner, name in attributes_set(parsed(path)):
+            if owner in ("self", "cls", "ctx") or name in OF_LIBRARIES | known:
+                continue
+            assert floor_of(path) in rooms.get(name, {floor_of(path)}), f"{path} sets {owner}.{name} of {rooms[name]}"
+
+
+def fields_of(owner: ast.ClassDef) -> Iterator[str]:
+    """Names in the body of a class, and those that its methods set."""
+    for member in owner.body:
+        if isinstance(member, ast.FunctionDef):
+            yield member.name
+            yield from own_attributes(member) if member.args.args else ()
+        elif isinstance(member, ast.Assign | ast.AnnAssign):
+            targets = member.targets if isinstance(member, ast.Assign) else [member.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+NO_NOUNS = {
+    "again", "combined", "declared", "found", "free", "held", "plain", "predicted", "replaced", "simulate", "suspend",
+    "tied", "timed", "together", "undo", "verify",
+}  # fmt: skip
+NOT_YET_NOUNS = {"undo"}
+
+
+def test_a_file_is_named_by_a_noun() -> None:
+    """No adverb, participle or verb; Megatron's interleaved schedule has its name from the paper."""
+    stems = {path.stem for path in SOURCES} - {"interleaved", "feed"}
+    verbal = {stem for stem in stems if stem in NO_NOUNS or stem.endswith(("ed", "ly"))}
+    assert verbal <= NOT_YET_NOUNS
+
+
+def test_integrations_import_what_the_page_for_them_names() -> None:
+    """In full, as in `overlap1f1b.play.step.Step`, or in lines of code: from overlap1f1b.play.step import Step."""
+    page = ROOT / "docs" / "new-integration.md"
+    if not page.exists():
+        pytest.skip("docs/new-integration.md is not written")
+    text = page.read_text()
+    named = set(re.findall(r"\boverlap1f1b(?:\.\w+)+", text))
+    for module, names in re.findall(r"from (overlap1f1b[\w.]*) import \(?([\w, \n]+)", text):
+        named |= {f"{module}.{name.strip()}" for name in names.split(",")}
+    for path in SOURCES:
+        for line, name in imports_of(path) if floor_of(path) == "integrations" else ():
+            inside = imported_floor(name) not in (None, "integrations")
+            assert not inside or name in named, f"{path}:{line} imports {name}, which {page.name} does not name"
 
 
 KNOWS_CUDA = {
