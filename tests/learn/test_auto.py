@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.schedule import Placement, auto, build_schedule
 from tests import models
-from tests.engine.test_pipeline import build, compared, of_one_process
+from tests.engine.test_engine_pipeline import build, compared, of_one_process
 from tests.engines import COSTS, make
 from tests.models import default_dtype
 from tests.ranks import Ranks, over

@@ -32,7 +32,7 @@ from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
 from tests import models
-from tests.engine.test_numbers import any_number
+from tests.engine.test_engine_numbers import any_number
 from tests.integrations.megatron.chunks import (
     COSTS,
     Item,

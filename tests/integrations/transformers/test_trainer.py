@@ -25,7 +25,7 @@ from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, 
 from overlap1f1b.learn.tuner import State
 from overlap1f1b.plan import RECOMPUTES, Op
 from overlap1f1b.transport.groups import Groups
-from tests.engine.test_memory import _held
+from tests.engine.test_engine_memory import _held
 from tests.integrations.transformers import loops, tiny
 from tests.integrations.transformers.loops import EVALUATES, LAYOUTS, Sentences, Spec, pad, train
 from tests.ranks import Ranks
