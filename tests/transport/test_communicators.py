@@ -8,6 +8,7 @@ from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,7 +22,6 @@ from overlap1f1b.transport.boundary import LINK_CTAS
 from overlap1f1b.transport.communicators import LEAST_CTAS, Communicators, DeviceOptions, Watchdog
 from overlap1f1b.transport.devices import Stamp
 from overlap1f1b.transport.failures import Failures, LostRankError
-from overlap1f1b.transport.groups import Groups
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
 from tests.ranks import over
@@ -194,19 +194,12 @@ class Aborted:
         self.noted.append(threading.current_thread())
 
 
-@pytest.mark.parametrize("how", ["abort", "release"])
-def test_another_thread_frees_aborted_groups(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_another_thread_frees_aborted_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever frees a group on NCCL waits for torch's thread beside it, which sleeps after an abort."""
     monkeypatch.setattr(groups, "FREED_S", 0.0)
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "50")
     noted = list[object]()
-    if how == "abort":
-        groups.abort(Aborted(noted))  # type: ignore[arg-type]
-    else:
-        made = Groups.__new__(Groups)
-        made._made = {"rows": (Aborted(noted), None)}  # type: ignore[dict-item]
-        made.release()
-        del made
+    groups.abort(Aborted(noted))  # type: ignore[arg-type]
     assert noted == ["aborted"]
     while len(noted) < 2:
         time.sleep(0.005)
@@ -219,14 +212,17 @@ def test_a_body_that_is_watched(monkeypatch: pytest.MonkeyPatch, waits: bool, er
     """What it does after an abort counts as lost; what it does before is its own."""
     monkeypatch.setattr(communicators, "LOOK_S", LOOK_S if waits else 0.3)
     monkeypatch.setattr(streams, "going_on", lambda device: lambda: False)
-    aborted = threading.Event()
-    made = Communicators.__new__(Communicators)
-    made.__dict__ |= {"timeout": timedelta(seconds=60), "_watch": object(), "_device": torch.device("cpu")}
-    made.__dict__ |= {"mesh": SimpleNamespace(several=True, failures=Told(0)), "abort": aborted.set}
+    monkeypatch.setattr(communicators, "watch_of", lambda device: object())
+    aborted, failures = threading.Event(), Told(0)
+    mesh: Any = SimpleNamespace(
+        abort=aborted.set, release=lambda: None, inner=(), several=True, failures=failures, check_device=lambda _: None
+    )
+    made = Communicators(owner := DeviceOptions(), mesh, owner)
+    made.use(torch.device("cpu"))
     lost = pytest.raises(LostRankError, match="^rank 1 failed" + "; here since then: ValueError: 3 rows" * bool(error))
     own = pytest.raises(ValueError, match="3 rows") if error else nullcontext()
     with lost if waits else own, made.watched():
-        while not (aborted.is_set() if waits else made.mesh.failures.lost):
+        while not (aborted.is_set() if waits else failures.lost):
             time.sleep(0.005)
         if error is not None:
             raise error

@@ -264,9 +264,10 @@ def test_a_process_whose_engine_was_dropped_ends_by_its_own_status(tmp_path: Pat
 @over(2)
 def test_a_store_that_does_not_answer_is_given_up(rank: int, size: int) -> None:
     """Nobody waits for it again."""
-    failures = Failures("stopped", LABELS)
-    assert failures._store is not None
-    failures._store._store = SimpleNamespace(check=lambda keys: time.sleep(60), set=lambda *_: time.sleep(60))
+    stopped = SimpleNamespace(check=lambda keys: time.sleep(60), set=lambda *_: time.sleep(60))
+    default = SimpleNamespace(clone=lambda: stopped)
+    with patch.object(dist.distributed_c10d, "_get_default_store", lambda: default):
+        failures = Failures("stopped", LABELS)
     start = time.monotonic()
     with patch.multiple(failures_module, ANSWER_S=0.2, ROLL_CALL_S=0.2):
         said = _notes(failures, LostRankError("no answer"), "rank ep 1 failed at m0")

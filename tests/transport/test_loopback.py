@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +21,22 @@ CPU = torch.device("cpu")
 
 
 class Instant:
-    """In place of an event of a GPU, where every job has ended when it was queued."""
+    """In place of streams and events of a GPU where every job has ended when it was queued."""
 
+    def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait(self) -> None: ...
 
     record = wait
+
+
+class Flipping(InlineStream):
+    """The way back, on which a bit of each exchange changes."""
+
+    def run(self, job: Any, *tensors: torch.Tensor, after: Any = None) -> Any:
+        mark = super().run(job, *tensors, after=after)
+        if len(tensors) == 1:  # else it compares
+            tensors[0][5] ^= 1
+        return mark
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -34,14 +45,15 @@ def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: to
     """Several exchanges in flight, more than places: whole on streams that lag behind each other, or in chunks."""
     monkeypatch.setattr(loopback, "LEAST_BYTES", 64)
     noise = random.Random(1)
-    exchange = lagging.loopback(lambda: noise.random() * 5e-4)
-    exchange.check = True
     if chunks:
-        exchange.out, exchange.back = InlineStream(), InlineStream()
-        exchange._places = deque(loopback._Place() for _ in range(loopback.PLACES))
-        gpu = SimpleNamespace(Event=Instant, synchronize=lambda device: None)
+        gpu = SimpleNamespace(Event=Instant, Stream=Instant, synchronize=lambda device: None)
         monkeypatch.setattr(devices, "of", lambda device: gpu)
         monkeypatch.setattr(devices, "in_host_memory", torch.empty_like)
+        exchange = LoopbackExchange(CPU)
+        exchange.out, exchange.back = InlineStream(), InlineStream()
+    else:
+        exchange = lagging.loopback(lambda: noise.random() * 5e-4)
+    exchange.check = True
     sources = [torch.arange(rows * 3).view(rows, 3).to(dtype) for rows in (0, 1, 7, 100, 401)]
     flying = [exchange.rows(source, [len(source)], [len(source)]) for source in sources]
     for source, transfer in zip(sources, flying, strict=True):
@@ -63,15 +75,9 @@ def test_counts_are_copied_to_the_host_on_the_way() -> None:
     assert transfer.finish(timedelta(seconds=5)).tolist() == [[3, 0, 1]]
 
 
-def test_bytes_that_changed_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrive = loopback._arrive
-
-    def flipped(memory: torch.Tensor, place: torch.Tensor) -> None:
-        arrive(memory, place)
-        place[5] ^= 1
-
-    monkeypatch.setattr(loopback, "_arrive", flipped)
+def test_bytes_that_changed_on_the_way_are_noticed() -> None:
     exchange = LoopbackExchange(CPU, check=True)
+    exchange.out, exchange.back = InlineStream(), Flipping()
     exchange.rows(torch.randn(4, 4)).finish()
     exchange.rows(torch.randn(4, 4)).finish()
     assert exchange.mismatches() == 2
