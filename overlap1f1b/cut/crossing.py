@@ -22,14 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import noop_context_fn
 
 from overlap1f1b.cut.declaration import (
-    Arrived,
-    Watched,
+    check,
     declared_of,
     functional_operations,
     group_named,
-    sizes_of,
-    watched_functional,
-    watched_parts,
+    needs_gradient,
+    undeclared,
 )
 from overlap1f1b.cut.edges import ASKS, LAST, applying
 from overlap1f1b.cut.weights import SplitGroupedMM, SplitLinear
@@ -42,67 +40,91 @@ _OWN = (SplitLinear, SplitGroupedMM)
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
 
 
-class Replaces:
-    """A forward that decides what enters its running segment, and which exchanges suspend it."""
+class Lookout:
+    """Finds, in a forward of the first step, exchanges of rows that nothing can hide.
 
-    again = False
-    """Whether a part of the forward runs a second time: nothing enters it, since its graph is not walked."""
-    noting = False
-    """Whether exchanges are noted, and run where they stand: in the first step."""
-    inside: list[Watched] | None = None
-    """All-to-alls of torch inside the Function that runs in the first step; None outside."""
-    forward: Forward | None = None
-    """What an exchange may suspend; None if nothing."""
-    hides_plain = False
-    """Whether plain calls of ``all_to_all_single`` suspend the forward."""
+    Args:
+        ranks: Global numbers of the ranks that share the experts: exchanges over others are left out.
+        where: Name of the block.
+        tell: Called with what is found, as a line for the user.
+    """
 
-    def entered(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or what enters the running segment in its place."""
-        raise NotImplementedError
+    def __init__(self, ranks: Sequence[int], where: str, tell: Callable[[str], object]) -> None:
+        self._ranks, self._where, self._tell = ranks, where, tell
+        self._inside: list[list[bool]] = []  # of each Function that runs: whether its exchanges are over these ranks
 
-    def used_apart(self, weight: Parameter) -> None:
-        """Note that a layer uses a weight whose gradient it leaves to a queue."""
+    def exchanges(self, sent: Any, group: Any) -> None:
+        """Note a call of torch's all-to-all, functional or not, that sends a tensor or one to each rank."""
+        shares = dist.get_process_group_ranks(group_named(group)) == list(self._ranks)
+        if self._inside:
+            self._inside[-1].append(shares)
+        elif shares and torch.is_grad_enabled() and needs_gradient(sent):
+            self._tell(
+                f"all_to_all_single outside of a Function, in {self._where}, exchanges rows where it stands, and is "
+                "not hidden; allowed: overlap1f1b.exchange, torch's functional one, or a declared Function"
+            )
 
-    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        """Note a call of a Function in the first step, with the all-to-alls inside it."""
-
-    def called_plain(self, call: Watched) -> None:
-        """Note a plain call of ``all_to_all_single`` in the first step, outside of any Function."""
-
-    def claim(self, output: Tensor) -> Tensor | None:
-        """Return the rows of a hidden plain call, for the Function that adds its backward; None if there is none."""
-
-    def fill(self, output: Tensor, rows: Tensor) -> None:
-        """Fill the output of a hidden plain call with the rows that it has brought."""
+    def apply(self, function: type[torch.autograd.Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Apply a Function where it stands, and look at it."""
+        self._inside.append([])
+        try:
+            result = plain_apply(function)(*args, **kwargs)
+        finally:
+            exchanged = self._inside.pop()
+        declared = declared_of(function)
+        if declared is not None:
+            with torch._C.DisableTorchFunction():
+                check(declared, function, args, result, self._ranks)
+        elif any(exchanged) and needs_gradient(result):
+            self._tell(undeclared(function))
+        return result
 
 
 class CrossingMode(TorchFunctionMode):
     """Hands every tensor argument of torch's functions to a forward, which may replace it.
 
     ``autograd.Function.apply`` passes by torch's function modes: see :func:`functions_cross`.
+
+    Args:
+        entered: Returns a tensor, or what enters the running segment in its place; None if nothing enters, as in a
+            second forward, whose graph is not walked.
+        apart: Called with a weight whose gradient a layer leaves to a queue.
+        lookout: Looks on in the first step, in which all exchanges run where they stand.
     """
 
     ended = False
     """Whether the forward has nothing left to run. Torch takes a mode off while it is called, and after a Ctrl-C it may
     put it back later, when Python collects what was interrupted: it then does nothing."""
 
-    def __init__(self, run: Replaces) -> None:
+    def __init__(
+        self,
+        entered: Callable[[Tensor], Tensor] | None = None,
+        apart: Callable[[Parameter], object] | None = None,
+        lookout: Lookout | None = None,
+    ) -> None:
         super().__init__()
-        self.run = run
-        self._entered = uncompiled(run.entered)  # a compiler looks into whatever a call in its region runs
+        # A compiler looks into whatever a call in its region runs.
+        self._entered = None if entered is None else uncompiled(entered)
+        self._apart, self.lookout = apart, lookout
+
+    def end(self) -> None:
+        """Do nothing any more, and let go of the forward."""
+        self.ended, self._entered, self._apart, self.lookout = True, None, None, None
+
+    def queues(self, weight: Parameter) -> None:
+        """Note that a layer leaves the gradient of a weight to a queue."""
+        if self._apart is not None:
+            self._apart(weight)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.ended or self.run.again:
+        if self._entered is None:
             return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
-        run = self.run
-        if run.inside is not None and func in (c10d.all_to_all_single, dist.all_to_all):
-            read, result = Watched.of if func is c10d.all_to_all_single else watched_parts, func(*args, **kwargs)
-            call = read(*args, **kwargs)
-            run.inside += [] if call is None else [call]
-            return result
+        if self.lookout is not None and func in (c10d.all_to_all_single, dist.all_to_all):
+            call = signature(func).bind(*args, **kwargs).arguments
+            self.lookout.exchanges(list(call.values())[1], call.get("group"))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = args
@@ -120,6 +142,8 @@ class CrossingMode(TorchFunctionMode):
     def replaced(self, values: Sequence[Any]) -> Any:
         """Return arguments with the tensors that enter: the same objects where none does."""
         entered, new = self._entered, []
+        if entered is None:
+            return values
         for value in values:
             if isinstance(value, Tensor):
                 new.append(entered(value))
@@ -167,24 +191,21 @@ def applied_outside(mode: CrossingMode, function: type[torch.autograd.Function],
             torch._C._push_on_torch_function_stack(mode)
 
 
-def _exchanged(run: Replaces, tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
+def _exchanged(tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup) -> Tensor | None:
     """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
     forward = Forward.running()
     splits = splits_of(len(tensor), send, receive, group.size())
-    if forward is not run.forward or forward is None or not forward.hides((tensor,), splits, group):
+    if forward is None or not forward.hides((tensor,), splits, group):
         return None
     rows: Tensor = forward.bring(lambda: forward.suspend([ExchangeCall([tensor], splits, False)]))[0]
     return rows
 
 
-def _hidden(run: Replaces, function: type, args: Sequence[Any]) -> Any:
+def _hidden(function: type, args: Sequence[Any]) -> Any:
     """Return what a declared Function would, by a hidden exchange; None if it is to run where it stands."""
     declared = declared_of(function)
-    if declared is None:
-        return None
-    claims = declared.backward_only
-    rows = run.claim(declared.given("output", args)) if claims else _exchanged(run, *declared.of(args))
-    return None if rows is None else declared.result(args, rows)
+    rows = None if declared is None else _exchanged(*declared.call(args))
+    return None if declared is None or rows is None else declared.result(args, rows)
 
 
 class Asking(OpOverloadPacket):
@@ -200,38 +221,12 @@ class Asking(OpOverloadPacket):
     def __call__(self, input: Tensor, output_split_sizes: Any, input_split_sizes: Any, group_name: Any) -> Any:
         mode = running_mode()
         if mode is not None and torch.is_grad_enabled():
-            rows = _exchanged(mode.run, input, input_split_sizes, output_split_sizes, group_named(group_name))
+            rows = _exchanged(input, input_split_sizes, output_split_sizes, group_named(group_name))
             if rows is not None:
                 return rows
-        output = super().__call__(input, output_split_sizes, input_split_sizes, group_name)
-        if mode is not None and mode.run.inside is not None and not torch.is_grad_enabled():
-            mode.run.inside += [watched_functional(output, input, output_split_sizes, input_split_sizes, group_name)]
-        return output
-
-
-def asking_single(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``all_to_all_single``, whose calls suspend the forward if a Function behind them adds their backward."""
-
-    @wraps(plain)
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return plain(*args, **kwargs)
-        mode = running_mode()
-        if mode is None or not torch.is_grad_enabled() or not (mode.run.noting or mode.run.hides_plain):
-            return plain(*args, **kwargs)
-        if mode.run.noting:
-            result = plain(*args, **kwargs)
-            mode.run.called_plain(Watched.of(*args, **kwargs))
-            return result
-        call = Watched.of(*args, **kwargs)
-        rows = _exchanged(mode.run, call.input, sizes_of(call.send), sizes_of(call.receive), call.group)
-        if rows is None:
-            return plain(*args, **kwargs)
-        assert isinstance(call.output, Tensor)
-        mode.run.fill(call.output, rows)
-        return Arrived(rows.device) if call.later else None
-
-    return all_to_all_single
+        elif mode is not None and mode.lookout is not None:
+            mode.lookout.exchanges(input, group_name)
+        return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
 
 
 def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
@@ -329,9 +324,8 @@ def _change(crossing: _Crossing) -> None:
     """Let torch ask the mode in force, until ``crossing`` is closed.
 
     What changes is the method that ``apply`` calls: models keep ``MyFunction.apply`` under names of their own (which
-    torch 2.14 calls directly). The functional all-to-all and ``all_to_all_single`` ask it, too. A function mode is no
-    place to suspend a forward: torch's bindings are then on the stack, and do not bear a switch. Checkpoints ask the
-    forward itself.
+    torch 2.14 calls directly). The functional all-to-all asks it, too. A function mode is no place to suspend a
+    forward: torch's bindings are then on the stack, and do not bear a switch. Checkpoints ask the forward itself.
     """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -340,25 +334,17 @@ def _change(crossing: _Crossing) -> None:
             return plain_apply(cls)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if cls in _OWN:  # it queues the gradient of its weight
-                mode.run.used_apart(*args[1])
+                mode.queues(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
-        run = mode.run
         if cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
-        if not run.noting:
-            result = _hidden(run, cls, args)
-            return applied_outside(mode, cls, *args, **kwargs) if result is None else result
-        before, calls = run.inside, list[Watched]()
-        run.inside = calls
-        try:
-            result = plain_apply(cls)(*args, **kwargs)
-        finally:
-            run.inside = before
-        run.called(cls, args, calls, result)
-        _hidden(run, cls, args)  # notes it
-        return result
+        result = None if mode.lookout is None else mode.lookout.apply(cls, args, kwargs)
+        hidden = _hidden(cls, args)
+        if mode.lookout is not None:
+            return result
+        return applied_outside(mode, cls, *args, **kwargs) if hidden is None else hidden
 
     autograd: Any = torch.autograd
     plain = autograd.grad
@@ -383,7 +369,4 @@ def _change(crossing: _Crossing) -> None:
     around = getattr(checkpoints, name)
     crossing.callback(setattr, checkpoints, name, around)
     setattr(checkpoints, name, _repeating(around))
-    collectives: Any = dist
-    crossing.callback(setattr, collectives, "all_to_all_single", collectives.all_to_all_single)
-    collectives.all_to_all_single = asking_single(collectives.all_to_all_single)
     crossing.callback(applying(apply))

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
 from operator import and_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.cut.declaration import Positions, Watched, positions, warning_of
 from overlap1f1b.plan import Op
 from overlap1f1b.transport.calls import Splits
 from overlap1f1b.transport.mesh import Mesh
@@ -32,13 +30,12 @@ def forms_of(tensors: Sequence[Tensor]) -> Forms:
 
 
 class Seen(NamedTuple):
-    """An exchange of one microbatch in the first step, by a library, or by a plain call of ``all_to_all_single``."""
+    """An exchange of one microbatch in the first step."""
 
     send: list[int]
     receive: list[int]
     forms: Forms
     by_library: bool = False
-    plain: bool = False
 
 
 class ForeignExchange(NamedTuple):
@@ -84,50 +81,20 @@ class Foreign:
         same on all ranks, so they are all hidden or none."""
         self.seen: dict[int, dict[int, list[Seen]]] | None = None
         """Exchanges of the first step, by block and microbatch; None in later steps."""
-        self.undeclared: dict[type, Positions | None] = {}
-        """Functions that have exchanged rows in the first step, and what their calls have shown; None for one that
-        makes several exchanges."""
-        self.alone: set[str] = set()
-        """Names of blocks with a plain call of ``all_to_all_single`` for whose rows no Function adds a backward."""
-        self.claimed = False  # whether a declared Function adds the backward of a plain call
-        self.plain_stands = False  # whether all plain calls run where they stand, since one of them is not claimed
+        self.standing: set[str] = set()
+        """What to tell of exchanges in the first step that nothing can hide."""
 
     def look(self, blocks: Sequence[int]) -> None:
         """Note in the next step the exchanges of some blocks."""
-        self.seen = {block: {} for block in blocks}
-        self.undeclared, self.alone = {}, set()
-        self.claimed = self.plain_stands = False
-
-    def note(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        """Note a call of a Function that nobody has declared, with its exchanges."""
-        found = positions(args, calls[0], result) if len(calls) == 1 else None
-        before = self.undeclared.setdefault(function, found)
-        if found is not None and before is not None:
-            found = {name: before[name] & places for name, places in found.items() if name in before}
-        self.undeclared[function] = None if before is None else found
-
-    def shares(self, call: Watched) -> bool:
-        """Return whether a call exchanges over the ranks that share the experts."""
-        return list(self.ranks) == dist.get_process_group_ranks(call.group)
-
-    @property
-    def hides_plain(self) -> bool:
-        """Whether plain calls of ``all_to_all_single`` are hidden."""
-        return self.claimed and not self.plain_stands
+        self.seen, self.standing = {block: {} for block in blocks}, set()
 
     def _hides(self, one: Seen) -> bool:
-        return not (one.by_library and self.library_stands) and not (one.plain and not self.hides_plain)
+        return not (one.by_library and self.library_stands)
 
     def shown(self) -> dict[int, Shown]:
         """Return what this rank's microbatches have shown of each block; warn of what is not hidden."""
-        for name in sorted(self.alone):
-            warnings.warn(
-                f"all_to_all_single outside of a Function, in {name}, exchanges rows where it stands, and is not "
-                "hidden; allowed: overlap1f1b.exchange, torch's functional all_to_all_single, or a declared Function",
-                stacklevel=2,
-            )
-        for function, found in self.undeclared.items():
-            warnings.warn(warning_of(function, found), stacklevel=2)
+        for line in sorted(self.standing):
+            warnings.warn(line, stacklevel=2)
         seen, self.seen = self.seen or {}, None
         return {
             block: reduce(and_, [Shown.by(filter(self._hides, every)) for every in by_microbatch.values()])

@@ -24,8 +24,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from overlap1f1b.cut.blocks import MicrobatchBlock
-from overlap1f1b.cut.crossing import CrossingMode, Replaces, eager
-from overlap1f1b.cut.declaration import Watched, check, declared_of, needs_gradient
+from overlap1f1b.cut.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.cut.edges import edge_of, is_walked_often, nodes_behind
 from overlap1f1b.cut.exchanges import Seen, check_back, forms_of
 from overlap1f1b.cut.replacement import Replacement
@@ -44,7 +43,7 @@ Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
 
 
-class BlockRun(Replaces):
+class BlockRun:
     """The nodes of one block for one microbatch, in the order of the plan's chains.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
@@ -63,11 +62,6 @@ class BlockRun(Replaces):
         self.seen = None if seen is None else seen.get(block)
         if self.seen is not None:
             self.seen[microbatch.index] = []
-        self.noting = self.seen is not None
-        self.plain: list[Watched] = []
-        """Plain calls of ``all_to_all_single`` in the first step, whose rows no Function has claimed."""
-        self.hides_plain = stage.foreign.hides_plain
-        self._arrived: list[tuple[Tensor, Tensor]] = []  # outputs of hidden plain calls, with the rows of each
         shape, self.drops_own, self.drops_experts = stage.shape[block], False, False
         if microbatch.grad and shape.recompute != "none":
             self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
@@ -79,6 +73,8 @@ class BlockRun(Replaces):
         self.uses = stage.uses[block]
         self.learns = not self.uses.known
         self.queue = WeightQueue()
+        self.forward: Forward | None = None
+        """The block's forward on a stack of its own; None if nothing suspends it, and after its end."""
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
         self.segments: list[Segment] = []
@@ -127,7 +123,9 @@ class BlockRun(Replaces):
         given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
         mode = grad and stage.watches(self.block)
         if mode or self.suspends:
-            self.mode = CrossingMode(self)
+            tell = stage.foreign.standing.add
+            lookout = None if self.seen is None else Lookout(stage.foreign.ranks, self.name, tell)
+            self.mode = CrossingMode(self.entered, self.used_apart, lookout)
         with stage.draws.within(self.block, self.microbatch.random), eager(mode):
             if self.suspends:
                 self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
@@ -291,10 +289,6 @@ class BlockRun(Replaces):
                 self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
             self.uses.known = True
             self.stage.attributes[self.block].learning = self.seen is not None
-            if self.plain:
-                self.stage.foreign.alone.add(self.name)
-                self.stage.foreign.plain_stands = True
-                self.plain.clear()
         if self.is_last:
             microbatch.outputs, microbatch.forwarded = tuple(passed), True
             microbatch.requires_grad = tuple(requires_grad)
@@ -351,11 +345,9 @@ class BlockRun(Replaces):
             )
 
     # ---------------------------------------------------------------------------------------------- entering
-    # Methods without a docstring have it in :class:`~overlap1f1b.cut.crossing.Replaces`.
 
     def entered(self, tensor: Tensor) -> Tensor:
-        if self.again:  # its graph is not walked
-            return tensor
+        """Return the tensor, or what enters the running segment in its place."""
         node = tensor.grad_fn
         if node is None:
             return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
@@ -404,8 +396,8 @@ class BlockRun(Replaces):
         )
 
     def used_apart(self, weight: Parameter) -> None:
-        if not self.again:
-            self.uses.defers(weight, len(self.segments) - 1)
+        """Note that a layer uses a weight whose gradient it leaves to a queue."""
+        self.uses.defers(weight, len(self.segments) - 1)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
@@ -448,43 +440,12 @@ class BlockRun(Replaces):
             self._note(tensors, splits)
         return bool(self.foreign) and not (library and foreign.library_stands)
 
-    def _note(self, tensors: Sequence[Tensor], splits: Splits, *, plain: bool = False) -> None:
+    def _note(self, tensors: Sequence[Tensor], splits: Splits) -> None:
         assert self.seen is not None
         if self._state is not None:
             self._state.look()
-        self.seen[self.microbatch.index].append(
-            Seen(splits.send, splits.receive, forms_of(tensors), isinstance(splits, LibrarySplits), plain)
-        )
-
-    def called(self, function: type, args: Sequence[Any], calls: Sequence[Watched], result: Any) -> None:
-        foreign, declared, claimed = self.stage.foreign, declared_of(function), None
-        if not calls:  # it may add the backward of a plain call before it
-            claimed = next((one for one in self.plain if any(argument is one.output for argument in args)), None)
-            calls = [] if claimed is None else [claimed]
-        if declared is not None and calls:
-            check(declared, function, args, calls, result)
-        results = result if isinstance(result, tuple) else (result,)
-        if declared is None and any(map(foreign.shares, calls)) and any(map(needs_gradient, results)):
-            foreign.note(function, args, calls, result)
-        if claimed is not None:
-            self.plain = [one for one in self.plain if one is not claimed]
-            foreign.claimed |= declared is not None
-            foreign.plain_stands |= declared is None
-
-    def called_plain(self, call: Watched) -> None:
-        if self.stage.foreign.shares(call) and call.input.requires_grad:
-            self.plain.append(call._replace(plain=True))
-            self._note((call.input,), call.splits, plain=True)
-
-    def fill(self, output: Tensor, rows: Tensor) -> None:
-        with torch._C.DisableTorchFunction():
-            output.copy_(rows.detach())
-        self._arrived.append((output, rows))
-
-    def claim(self, output: Tensor) -> Tensor | None:
-        rows = next((rows for filled, rows in self._arrived if filled is output), None)
-        self._arrived = [pair for pair in self._arrived if pair[1] is not rows]
-        return rows
+        by_library = isinstance(splits, LibrarySplits)
+        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, forms_of(tensors), by_library))
 
     # ---------------------------------------------------------------------------------------------- backward
 
@@ -603,8 +564,8 @@ class BlockRun(Replaces):
 
     def _end_mode(self) -> None:
         if self.mode is not None:
-            self.mode.ended = True
-        self.mode = None  # it refers to this run
+            self.mode.end()
+        self.mode = None
 
     def stop(self) -> None:
         """Unwind a suspended forward, and release the graph: parts that are computed again refer to this run."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.cut.buffers import version_of
-from overlap1f1b.cut.crossing import eager
+from overlap1f1b.cut.crossing import CrossingMode, eager
 from overlap1f1b.cut.random import RandomStream
 from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.cut.segment import Entry, storage_of
@@ -99,7 +99,7 @@ class Again:
         assert forward is not None
         self._run, self._function, self._inside, self._around = run, function, inside, around
         state = ThreadState.capture(run.stage.device)
-        modes = tuple([mode for mode in state.function_modes if mode is not run.mode])
+        modes = tuple([mode for mode in state.function_modes if not isinstance(mode, CrossingMode)])
         self._state = state._replace(function_modes=modes, hooks=())
         self._hooks = next(iter(reversed(users_hooks(state))), None)
         self._saved: list[weakref.ref[Saved]] = []
@@ -203,9 +203,9 @@ class Again:
             mode = stage.shape[run.block].recompute
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
-        second, carried = Forward(function, run.name, stage.device, stacks, run.mode), stage.state_of(run.block)
+        second, carried = Forward(function, run.name, stage.device, stacks, CrossingMode()), stage.state_of(run.block)
         second.hides, second.again, second.bring = run.hides, _part_of_another, _answered
-        run.again, run.seen, run.noting, run.forward = True, None, False, second
+        run.seen = None
         answers, self._kept = iter(self._kept), []
         go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
         if carried is not None:
@@ -220,7 +220,6 @@ class Again:
                     if reached is not second:  # its end
                         break
         finally:
-            run.again, run.forward = False, None
             second.stop()
             if carried is not None:
                 carried.leave(ended=True)

@@ -21,8 +21,8 @@ from overlap1f1b import declare
 from overlap1f1b.cut.declaration import KNOWN, Declared, declared_of
 from tests.all_to_all import Own
 from tests.cut.test_crossing import Block as Layers
-from tests.cut.test_exchanges import Behind, WithHandle
-from tests.play.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
+from tests.cut.test_exchanges import WithHandle
+from tests.play.plain import MICROBATCHES, batch, compare, engine_of
 from tests.ranks import Ranks, over
 
 
@@ -91,32 +91,12 @@ class ScalesForward(Own):
         return Own.forward(ctx, group, rows, receive, send).mul_(2)
 
 
-class RestoreBackward(torch.autograd.Function):
-    """A Function of the form and name of Tutel's, which the table knows; its group may be left out."""
-
-    __module__ = "tutel.impls.communicate"
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, rows: Tensor, group: Any = None) -> Tensor:
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        back = torch.empty_like(grads[0])
-        dist.all_to_all_single(back, grads[0].contiguous())
-        return None, back
-
-
 class Undeclared(Own):
     """A subclass, which does not inherit the declaration."""
 
 
 class UndeclaredHandle(WithHandle):
     """Returns a handle."""
-
-
-class UndeclaredBehind(Behind):
-    """Adds the backward of a plain call."""
 
 
 declare(OneSize, tensor=0, send=1, receive=1)
@@ -147,23 +127,6 @@ def applied(function: Any) -> Any:
     return lambda rows, receive, send, group: function.apply(group, rows, receive, send)
 
 
-def behind(function: Any) -> Any:
-    def way(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
-        output = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group)
-        return function.apply(output, rows, receive, send, group)
-
-    return way
-
-
-def as_tutel(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
-    """Rows in another order of dimensions, sent as a contiguous copy."""
-    sent = rows.view(3, 2, HIDDEN).transpose(0, 1)
-    output = torch.empty_like(sent, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(output, sent.contiguous(), group=group, async_op=True).wait()
-    return RestoreBackward.apply(output, sent).flatten(0, 1)
-
-
 def left_alone(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
     """Exchange rows without a gradient for them."""
     output = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -172,34 +135,29 @@ def left_alone(rows: Tensor, receive: Any, send: Any, group: Any) -> Any:
 
 
 OWN = applied(Own)
-STANDS = "exchanges rows where it stands, and is not hidden; allowed"
-HERE = f"{__name__}."
-LINES: dict[str, tuple[Any, str]] = {
-    "a subclass": (
-        applied(Undeclared),
-        f"{HERE}Undeclared {STANDS}, if it is an all-to-all and no more: "
-        "overlap1f1b.declare(Undeclared, tensor=1, send=3, receive=2, group=0)",
-    ),
-    "a handle": (
+STANDS = "exchanges rows where it stands, and is not hidden; allowed: overlap1f1b.exchange, "
+
+
+def line_of(name: str, arguments: str) -> str:
+    return (
+        f"{__name__}.{name} {STANDS}or, if it is an all-to-all and no more, overlap1f1b.declare({name}, tensor=?, "
+        f"send=?, receive=?, group=?) with positions in {name}.apply({arguments})"
+    )
+
+
+LINES: list[tuple[Any, str]] = [
+    (applied(Undeclared), line_of("Undeclared", "group, rows, receive, send")),
+    (applied(Twice), line_of("Twice", "group, rows, receive, send")),
+    (
         lambda rows, receive, send, group: UndeclaredHandle.apply(rows, receive, send, group, False)[0],
-        f"{HERE}UndeclaredHandle {STANDS}, if it is an all-to-all and no more: "
-        "overlap1f1b.declare(UndeclaredHandle, tensor=0, send=2, receive=1, group=3, async_op=4)",
+        line_of("UndeclaredHandle", "rows, receive, send, group, later"),
     ),
-    "behind a plain call": (
-        behind(UndeclaredBehind),
-        f"{HERE}UndeclaredBehind {STANDS}, if it is an all-to-all and no more: "
-        "overlap1f1b.declare(UndeclaredBehind, tensor=1, send=3, receive=2, group=4, output=0, backward_only=True)",
-    ),
-    "several": (
-        applied(Twice),
-        f"{HERE}Twice {STANDS}: Functions with one all_to_all_single, overlap1f1b.exchange",
-    ),
-    "a plain call": (
+    (
         left_alone,
-        f"all_to_all_single outside of a Function, in block 0 (Block), {STANDS}: overlap1f1b.exchange, torch's "
-        "functional all_to_all_single, or a declared Function",
+        f"all_to_all_single outside of a Function, in block 0 (Block), {STANDS}torch's functional one, or a declared "
+        "Function",
     ),
-}
+]
 """Ways that nobody has declared, and what is said of them."""
 
 
@@ -208,19 +166,13 @@ def test_one_line_says_how_to_declare_a_function(rank: int, size: int) -> None:
     """What is not declared runs where it stands, beside exchanges that are hidden."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     group, problems = mesh.get_group("ep"), list[str]()
-    both_sizes = (
-        f"{HERE}Undeclared {STANDS}, if it is an all-to-all and no more: "
-        "overlap1f1b.declare(Undeclared, tensor=1, send=?, receive=?, group=0)"
-    )
-    cases = [(name, partial(numbered, ways=(way, OWN)), line, 4) for name, (way, line) in LINES.items()]
-    cases += [("equal sizes", partial(even, way=applied(Undeclared)), both_sizes, 0)]
-    for name, body, line, hidden in cases:
+    for way, line in LINES:
+        build = lambda way=way: nn.Sequential(Layers(group, partial(numbered, ways=(way, OWN))))  # noqa: E731
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            exchanges = MICROBATCHES * hidden
-            problems += compare(name, lambda body=body: nn.Sequential(Layers(group, body)), mesh, exchanges=exchanges)  # type: ignore[misc]
+            problems += compare(line, build, mesh, exchanges=MICROBATCHES * 4)
         lines = [str(one.message) for one in told if STANDS in str(one.message)]
-        problems += [f"{name}: {lines}"] * (lines != [line])
+        problems += [f"{lines}, not {line}"] * (lines != [line])
     assert not problems, problems
 
 
@@ -231,25 +183,24 @@ def test_declared_functions_are_hidden(rank: int, size: int) -> None:
     group, problems = mesh.get_group("ep"), list[str]()
     sized = lambda rows, receive, send, group: Sized.apply(rows, receive, send, group, sum(receive), rows.shape)  # noqa: E731
     no_sizes = lambda rows, receive, send, group: Own.apply(group, rows, None, None)  # noqa: E731
-    evens = (no_sizes, as_tutel, lambda rows, receive, send, group: OneSize.apply(rows, send))
+    evens = (no_sizes, lambda rows, receive, send, group: OneSize.apply(rows, send))
     for name, ways in (("sizes", (OWN, sized)), ("unseen", (applied(Unseen), OWN))):
         build = lambda ways=ways: nn.Sequential(Layers(group, partial(numbered, ways=ways)))  # noqa: E731
         problems += compare(name, build, mesh, exchanges=2 * 4 * MICROBATCHES)
     build = lambda: nn.Sequential(*(Layers(group, partial(even, way=way)) for way in evens))  # noqa: E731
-    problems += compare("equal sizes", build, mesh, exchanges=3 * 2 * 2 * MICROBATCHES)
+    problems += compare("equal sizes", build, mesh, exchanges=2 * 2 * 2 * MICROBATCHES)
     assert not problems, problems
 
 
-WRONG: dict[str, dict[str, Any]] = {
-    "tensor": {"tensor": 4, "send": 3, "receive": 2, "group": 0},
-    "send, receive": {"tensor": 1, "send": 2, "receive": 3, "group": 0},
-    "send": {"tensor": 1, "receive": 2, "group": 0},
-    "receive, group": {"tensor": 1, "send": 3, "receive": 3, "group": 2},
-    "output": {"tensor": 1, "send": 3, "receive": 2, "group": 0, "output": 5},
-    "async_op": {"tensor": 1, "send": 3, "receive": 2, "group": 0, "async_op": 4},
-    "output, backward_only": {"tensor": 1, "send": 3, "receive": 2, "group": 0, "output": 5, "backward_only": True},
-}
-"""Declarations of :class:`Own` that its call contradicts, by what is wrong."""
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tensor": 4, "send": 3, "receive": 2, "group": 0}, "has no such arguments: tuple index out of range"),
+    ({"tensor": 1, "send": 2, "receive": 3, "group": 0}, "sizes of its call do not fit on all ranks"),
+    ({"tensor": 1, "receive": 2, "group": 0}, "sizes of its call do not fit on all ranks"),
+    ({"tensor": 1, "send": 3, "receive": 3, "group": 2}, "has no such arguments: ["),
+    ({"tensor": 1, "send": 3, "receive": 2, "group": 0, "output": 5}, "its call shows another output"),
+    ({"tensor": 1, "send": 3, "receive": 2, "group": 0, "async_op": 4}, "its call shows another async_op"),
+]
+"""Declarations of :class:`Own` that its call contradicts, and what is said of them."""
 
 
 def _first_step(rank: int, size: int, functions: Sequence[Any]) -> list[str]:
@@ -271,15 +222,12 @@ def _first_step(rank: int, size: int, functions: Sequence[Any]) -> list[str]:
 
 
 def test_a_contradicted_declaration_is_one_line(ranks2: Ranks) -> None:
-    every = ranks2.run(_first_step, [*WRONG.values(), ScalesForward, ScalesBack], timeout=60)
-    shows = "is declared, and its call of all_to_all_single shows another"
-    right = "tensor=1, send=3, receive=2, group=0)"
-    wanted = [
-        f"Wrong {shows} {wrong}; allowed: overlap1f1b.declare(_first_step.<locals>.Wrong, {right}" for wrong in WRONG
-    ]
+    every = ranks2.run(_first_step, [*(given for given, _ in WRONG), ScalesForward, ScalesBack], timeout=60)
+    wanted = [f".Wrong is declared, and {what}" for _, what in WRONG]
     wanted += [
-        f"{HERE}ScalesForward {shows} result; allowed: overlap1f1b.declare(ScalesForward, {right}",
-        f"{HERE}ScalesBack is declared, and its backward does more than an all-to-all; allowed: Functions that do",
+        f"{__name__}.ScalesForward is declared, and its call shows another rows; allowed: positions of an all-to-all's "
+        "arguments in ScalesForward.apply(group, rows, receive, send)",
+        f"{__name__}.ScalesBack is declared, and its backward does more than an all-to-all; allowed: Functions that do",
     ]
     for text, lines in zip(wanted, zip(*every, strict=True), strict=True):
         assert any(text in line for line in lines), (text, lines)
@@ -289,9 +237,8 @@ def test_a_contradicted_declaration_is_one_line(ranks2: Ranks) -> None:
     ("function", "places", "message"),
     [
         (nn.Linear, {"tensor": 0}, r"^declare\(<class.*Linear'>\); allowed: a subclass of torch.autograd.Function"),
-        (Undeclared, {"tensor": -1}, r"^overlap1f1b.declare\(Undeclared, tensor=-1\); allowed: positions from 0"),
+        (Undeclared, {"tensor": -1}, r"^declare\(Undeclared, tensor=-1\); allowed: positions from 0"),
         (Undeclared, {"tensor": 0, "send": 0}, r"tensor=0, send=0\); allowed: positions from 0, each for one"),
-        (Undeclared, {"tensor": 0, "backward_only": True}, r"backward_only=True\); allowed: .* an output"),
     ],
 )
 def test_declarations_that_are_refused(function: Any, places: dict[str, Any], message: str) -> None:

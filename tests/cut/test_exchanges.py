@@ -89,32 +89,9 @@ class Functional(torch.autograd.Function):
         return funcol.wait_tensor(back), None, None, None  # type: ignore[no-untyped-call]
 
 
-class Behind(torch.autograd.Function):
-    """The backward of an exchange that was a plain call, as in Tutel."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, rows: Tensor, receive: Any, send: Any, group: Any) -> Tensor:
-        ctx.given = receive, send, group
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        receive, send, group = ctx.given
-        back = grads[0].new_empty((sum(send), *grads[0].shape[1:]))
-        dist.all_to_all_single(back, grads[0].contiguous(), send, receive, group=group)
-        return None, back, None, None, None
-
-
 declare(InParts, tensor=0, receive=2, send=3, group=1)
 declare(WithHandle, tensor=0, receive=1, send=2, group=3, async_op=4)
 declare(Functional, tensor=0, receive=1, send=2, group=3)
-declare(Behind, tensor=1, receive=2, send=3, group=4, output=0, backward_only=True)
-
-
-def in_halves(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
-    output = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(output, rows.contiguous(), receive, send, group=group, async_op=True).wait()
-    return Behind.apply(output, rows, receive, send, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def awaited(rows: Tensor, receive: Sequence[int], send: Sequence[int], group: Any) -> Tensor:
@@ -153,7 +130,6 @@ WAYS: dict[str, Way] = {
     "a Function of the functional one": lambda rows, receive, send, group: Functional.apply(
         rows, receive, send, group.group_name
     ),
-    "a plain call before a Function": in_halves,
     "exchange": lambda rows, receive, send, group: exchange(rows, send, receive, group),
 }
 
@@ -238,13 +214,13 @@ def build(group: dist.ProcessGroup, ways: Sequence[str], kind: str) -> nn.Sequen
     return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
 
 
-NAMES = list(WAYS)
+NAMES = [*WAYS, "functional"]  # an even number
 CASES: list[tuple[Sequence[str], str, Any, Any]] = [
     *[(pair, "blocks", 3, "none") for pair in zip(NAMES[::2], NAMES[1::2], strict=True)],
     (("exchange",) * 2, "probabilities", 3, "block"),
     (("a Function of its own",) * 2, "one block", 3, "none"),
     (("functional",) * 2, "one block", 2, "attention"),
-    (("a plain call before a Function",) * 2, "one block", "pairs", "block"),
+    (("exchange",) * 2, "one block", "pairs", "block"),
     (("exchange",) * 2, "one block", "serial", "none"),
     (("exchange",) * 2, "blocks", 3, "experts"),
 ]
