@@ -177,7 +177,7 @@ def train(fault: Fault, rank: int, folder: Path) -> None:
         ),
     )
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
-    for reduction in engine.reductions if fault.phase.startswith("reduce") else ():
+    for reduction in engine.connection.links.reductions if fault.phase.startswith("reduce") else ():
         reduction.launch = _striking(striker, reduction.launch)  # type: ignore[method-assign]
     for step in range(STEPS):
         striker.step = step

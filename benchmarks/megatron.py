@@ -354,7 +354,7 @@ class MegatronBench:
         """Return the sizes of the exchanges of the last step, in its plan's order."""
         engine = row.engine
         assert engine is not None
-        nodes = [node for node in engine.plan.ranks[engine.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        nodes = [node for node in engine.plan.ranks[engine.mesh.rank("pp")] if node.op in (Op.DISPATCH, Op.COMBINE)]
         return [self.recording.sizes[node.tag] for node in nodes]
 
     def _sent(self, sizes: list[Any]) -> float:
@@ -422,7 +422,7 @@ class MegatronBench:
                     samples[row.key].exposed.append(slowest(result.overlap.exposed, self.rank))
                     samples[row.key].hidden.append(-slowest(-result.overlap.hidden_fraction, self.rank))
                     assert row.engine is not None
-                    strict = self.counts.hidden_fraction(result.overlap, row.engine.player.begun)
+                    strict = self.counts.hidden_fraction(result.overlap, result.times.begun)
                     self.strict.setdefault(row.key, []).append(-slowest(-strict, self.rank))
         share = slowest(busy / lasted, self.rank) * self.rank.size / cores()
         return {name: median(values[1:]) for name, values in bounds.items()}, samples, share

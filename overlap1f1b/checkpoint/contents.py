@@ -58,7 +58,8 @@ class Held:
             for path, module in self.model.named_modules(remove_duplicate=False)
             if self.slices > 1
             for label, parameter in module.named_parameters(recurse=isinstance(module, Experts), remove_duplicate=False)
-            if (isinstance(module, Experts) and parameter not in engine.sharding.sliced) or marked_as_slice(parameter)
+            if (isinstance(module, Experts) and parameter not in engine.connection.sharding.sliced)
+            or marked_as_slice(parameter)
         }
         """Names of parameters that are sliced over the ranks that share the experts, without a DTensor that says so."""
         self.tensor_sliced: dict[str, int] = {}

@@ -118,7 +118,7 @@ def save_checkpoint(
         together.each(lambda: writing.planner.copy(writing.own))  # before the next step changes the tensors
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
-    device = engine.boundary.device
+    device = engine.connection.device
     gpu = devices.of(device)
 
     def write() -> Path:
@@ -127,7 +127,7 @@ def save_checkpoint(
         try:
             return _finish(writing, aside)
         except LostRankError as error:
-            engine.failures.explain(error)
+            engine.mesh.failures.explain(error)
             raise
 
     engine.wait_later(saving.settle)

@@ -18,6 +18,8 @@ from overlap1f1b.checkpoint.folder import latest
 from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import parse_overlap
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.times import Times
 from overlap1f1b.profiling import read
 from overlap1f1b.record import Profile
 from overlap1f1b.running.bench.command import kind_of
@@ -42,6 +44,13 @@ def counters(timeline: Timeline, *, alone: bool) -> dict[str, float | None]:
     return dict(zip(COUNTERS, times, strict=True)) | {"hidden_fraction": timeline.hidden_fraction if exchange else None}
 
 
+class Last(Observer):
+    """Keeps the times of the last step."""
+
+    def begin(self, times: Times) -> None:
+        self.spans = times.spans
+
+
 def profile(options: Options, rank: Rank) -> None:
     """Profile a few steps; every rank writes its files, and the first rank reports."""
     screen = console(options.json, quiet=rank.rank != 0)
@@ -59,6 +68,7 @@ def profile(options: Options, rank: Rank) -> None:
                 while engine.tuner.counts_next:  # the first of a plan is compared with a plain loop instead
                     step()
         counted = []
+        engine.observers.append(last := Last())
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
         if rank.rank == 0:
             remove_others(options.out, rank.size)
@@ -66,7 +76,7 @@ def profile(options: Options, rank: Rank) -> None:
             for number in range(options.profile_steps):
                 say(f"{number} {steps}")
                 step()
-                counted.append(counters(Timeline(engine.player.measured()()), alone=rank.group is None))
+                counted.append(counters(Timeline(last.spans()), alone=rank.group is None))
         say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
         mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": counted}

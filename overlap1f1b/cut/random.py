@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -53,27 +54,21 @@ class Draws:
     """Blocks that draw random numbers, as their first forwards have shown: only these enter their streams.
 
     A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
-    next step on all blocks enter their streams. ``always`` tells which blocks must enter in any case: those of whose
-    forward parts are computed again.
+    next step on all blocks enter their streams. ``always`` says that a block must enter in any case: parts of its
+    forward are computed again.
     """
 
-    def __init__(
-        self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...], always: Sequence[bool]
-    ) -> None:
-        self._blocks, self._generators, self._always = blocks, generators, list(always)
+    def __init__(self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...]) -> None:
+        self._blocks, self._generators = blocks, generators
         self._draws: dict[tuple[int, bool], bool] = {}  # whether a block draws, by its number and training mode
 
-    def within(self, block: int, stream: RandomStream) -> AbstractContextManager[None]:
+    def within(self, block: int, stream: RandomStream, *, always: bool) -> AbstractContextManager[None]:
         """Return the context of a segment of a block."""
         key = block, self._blocks[block].training
         draws = self._draws.get(key)
-        if draws is False:
-            return _NO_CONTEXT
-        return stream if draws or self._always[block] else self._watched(key, stream)
-
-    def draws(self, block: int) -> bool | None:
-        """Return whether a block draws, or enters in any case; None before it has run in its mode."""
-        return self._always[block] or self._draws.get((block, self._blocks[block].training))
+        if always or draws:
+            return stream
+        return _NO_CONTEXT if draws is False else self._watched(key, stream)
 
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
@@ -83,9 +78,9 @@ class Draws:
             if not all(map(torch.equal, before, _states(self._generators))):
                 self._draws[key] = True
 
-    def forwarded(self, block: int) -> None:
+    def forwarded(self, block: int, *, always: bool) -> None:
         """Note that a block has run a whole forward."""
-        if not self._always[block]:
+        if not always:
             self._draws.setdefault((block, self._blocks[block].training), False)
 
     @contextmanager
@@ -94,8 +89,7 @@ class Draws:
         before = None if all(self._draws.values()) else _states(self._generators)
         yield
         if before is not None and not all(map(torch.equal, before, _states(self._generators))):
-            self._draws.clear()
-            self._always = [True] * len(self._always)
+            self._draws.update(dict.fromkeys(product(range(len(self._blocks)), (False, True)), True))
 
 
 def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:

@@ -1,18 +1,17 @@
-"""A stage: its blocks, and what the engine changes in them while a step lasts."""
+"""A stage: facts about its blocks, and how they are cut. Nothing here changes after the construction.
+
+What changes on modules while a step lasts is in :mod:`overlap1f1b.play.install`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
-from operator import is_, itemgetter
+from operator import is_
 from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,26 +24,47 @@ from overlap1f1b.cut.blocks import (
     refuse_wrappers,
 )
 from overlap1f1b.cut.buffers import Buffers
-from overlap1f1b.cut.crossing import functions_cross
-from overlap1f1b.cut.edges import next_sequence_number
 from overlap1f1b.cut.exchanges import Foreign, Shown, matched
 from overlap1f1b.cut.places import ModuleAttributes
 from overlap1f1b.cut.random import Draws, generators_of
-from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.cut.uses import ParameterUses
-from overlap1f1b.cut.weights import WeightQueue, split_grouped_mm, split_linear
-from overlap1f1b.kernels.grouped_mm import EightBits
-from overlap1f1b.moe.experts import Experts, GroupedProduct
-from overlap1f1b.moe.route import Route
+from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
 from overlap1f1b.schedule import Placement
-from overlap1f1b.transport import devices
-from overlap1f1b.transport.calls import ExchangeCall
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
-from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
+
+
+class Cut:
+    """A stage that is cut as a plan says, by the shapes of its blocks.
+
+    Attributes:
+        shape: Shapes of the blocks.
+        segments: Segments of each block, see :func:`~overlap1f1b.plan.segments_of`; and whether its weight gradients
+            have a node of their own. The first segment shares this node with the rest of the block.
+        behind: Exchanges of rows behind each segment of each block.
+        exchange_after: The next exchange of the same part, each given by its block and its place there.
+        exchange_before: The same the other way round.
+    """
+
+    def __init__(self, shape: StageShape) -> None:
+        self.shape = shape
+        every = [segments_of(block) for block in shape]
+        self.segments = [
+            [(place, bool(number) and block.defers(place[0])) for number, (place, _) in enumerate(segments)]
+            for block, segments in zip(shape, every, strict=True)
+        ]
+        self.behind = [[behind for _, behind in segments] for segments in every]
+        self.exchange_after: dict[tuple[int, Place], tuple[int, Place]] = {}
+        last: dict[int, tuple[int, Place]] = {}  # of each part
+        for number, behind in enumerate(self.behind):
+            for place in chain.from_iterable(behind):
+                *_, part = place
+                if part in last:
+                    self.exchange_after[last[part]] = number, place
+                last[part] = number, place
+        self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
 
 
 class Stage:
@@ -61,6 +81,7 @@ class Stage:
         first: Position of the first block in the model, for messages.
         recompute: Parts of each block that are computed a second time before their backward: see :class:`Engine`.
         parts: Parts of the tokens of each call of experts: see :class:`Engine`.
+        gathered: Blocks whose sharded parameters are gathered by nodes inside a step.
         sliced: DTensors of which the ranks that share the experts have different parts.
         device: Device of the stage's tensors; by default the first parameter's, or the CPU.
 
@@ -68,13 +89,6 @@ class Stage:
         ValueError: No block, one under ``DistributedDataParallel``, experts made for another exchange, or an unknown
             ``recompute``.
     """
-
-    thread: ThreadState
-    """State of the thread between the nodes of a step."""
-    began: int
-    """Sequence number below those of all autograd nodes of a step, and above earlier ones."""
-    stacks: list[Stack]
-    """Stacks without a forward, in a step: all its nodes run from the same depth of C calls."""
 
     def __init__(
         self,
@@ -87,30 +101,19 @@ class Stage:
         first: int = 0,
         recompute: Recompute = "none",
         parts: int = 1,
+        gathered: Set[int] = frozenset(),
         sliced: Set[Tensor] = frozenset(),
         device: torch.device | None = None,
     ) -> None:
-        self.number, self.parts, self._sliced = number, parse_parts(parts), sliced
+        parse_parts(parts)
+        self.number, self._sliced = number, sliced
         self.exchange = exchange or LocalExchange()
-        self.capacity: float | None = None
-        """Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes."""
-        self.on_route: Callable[[Route, str], None] | None = None
-        """Called with the route of every call of experts, its block and its microbatch, under a capacity."""
-        self.adds_to_main = not reduce_experts
-        """Whether experts' weight gradients may go to ``main_grad``: not if the engine reduces ``.grad``."""
-        self.agree: Callable[[Mapping[str, object]], None] | None = None
-        """Called with the sizes of each call of experts before its first exchange, which must be equal on all ranks."""
-        self._agreed: set[tuple[int, int]] = set()  # blocks and calls
-        self.first_rows: dict[tuple[int, int], Tensor] | None = None
-        """``[≤ 64, H]``, the first rows that went to experts, by (block, call); None if nobody asks for them."""
         self.blocks = blocks_of(blocks)
         if not self.blocks:
             raise ValueError("a stage without blocks; allowed: an nn.Sequential or a list of at least one module")
-        self.input_names = options_of(self.blocks[0]).input_names
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         self.device = device or device_of(self.blocks) or torch.device("cpu")
-        self.generators = generators_of(self.device)
         self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
         self.dense_parameters: list[list[nn.Parameter]] = []
         """Trained parameters of each block outside its experts."""
@@ -137,22 +140,23 @@ class Stage:
                 parts=parts if self.experts_of(index) else 1,
                 experts_split=not self.experts_of(index)
                 or any(p.requires_grad for m in self.experts_of(index) for p in m.weights()),
+                gathered=index in gathered,
             )
             for index, block in enumerate(self.blocks)
         )
-        self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
-        self._find_exchanges()
+        """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
+        self.draws = Draws(self.blocks, generators_of(self.device))
+        self._cuts: dict[StageShape, Cut] = {}
         self._shares = [
             any(self.tied.get(p, block) != block for p in dense) for block, dense in enumerate(self.dense_parameters)
         ]
         """Whether a block uses parameters of an earlier one."""
-        self.uses = [
-            ParameterUses(self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)})
+        self._apart = [
+            self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
             for index, linears in enumerate(self.linears)
         ]
-        """Where each block uses its parameters."""
-        self.made: list[tuple[int, int, int]] = []
-        """First and last sequence number, which is excluded, of each segment in this step, and its microbatch."""
+        """Weights of each block whose gradients are computed apart."""
+        self._uses: dict[tuple[int, BlockShape], ParameterUses] = {}
         self.foreign = Foreign()
         self.attributes = [ModuleAttributes(block, options_of(block).state) for block in self.blocks]
         """What each block's forward keeps between its exchanges."""
@@ -160,9 +164,16 @@ class Stage:
         """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
         """Whether all experts are alike, so that a receive can be announced one call ahead."""
-        self.queue = WeightQueue()
-        """Where forwards that run now leave their weight gradients."""
-        self.anchor = torch.empty(0, requires_grad=True)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of the inputs of the first block, if it has any."""
+        return options_of(self.blocks[0]).input_names
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Generators of random numbers that a forward may draw from."""
+        return generators_of(self.device)
 
     def _find_parameters(self) -> None:
         refuse_wrappers(self.blocks, self.names)
@@ -205,46 +216,33 @@ class Stage:
     def _apart_of(self, block: int) -> set[nn.Parameter]:
         return set(options_of(self.blocks[block]).apart) - self.tied.keys()
 
-    def _find_exchanges(self) -> None:
-        segments = [segments_of(shape) for shape in self.shape]
-        self.segments = [
-            [(place, bool(number) and shape.defers(place[0])) for number, (place, _) in enumerate(of_block)]
-            for shape, of_block in zip(self.shape, segments, strict=True)
-        ]
-        """Segments of each block, see :func:`segments_of`; and whether its weight gradients have a node of their own.
-        The first segment shares this node with the rest of the block."""
-        self.behind = [[behind for _, behind in of_block] for of_block in segments]
-        """Exchanges of rows behind each segment of each block."""
-        self.exchange_after: dict[tuple[int, Place], tuple[int, Place]] = {}
-        """The next exchange of the same part, each given by its block and its place there."""
-        last: dict[int, tuple[int, Place]] = {}  # of each part
-        for block, behind in enumerate(self.behind):
-            for place in chain.from_iterable(behind):
-                *_, part = place
-                if part in last:
-                    self.exchange_after[last[part]] = block, place
-                last[part] = block, place
-        self.exchange_before = {following: exchange for exchange, following in self.exchange_after.items()}
+    def cut(self, shape: StageShape) -> Cut:
+        """Return how the stage is cut by the shapes of a plan."""
+        if shape not in self._cuts:
+            self._cuts[shape] = Cut(shape)
+        return self._cuts[shape]
 
-    @cached_property
-    def library_stream(self) -> SideStream:
-        """The stream of exchanges that a library carries out."""
-        return InlineStream() if devices.of(self.device) is None else side_stream(self.device, "library")
+    def uses_of(self, block: int, shape: BlockShape) -> ParameterUses:
+        """Return where a block of this shape uses its parameters, as its forwards show."""
+        key = block, shape._replace(recompute="none", gathered=False)
+        if key not in self._uses:
+            self._uses[key] = ParameterUses(set(self._apart[block]))
+        return self._uses[key]
 
-    def watches(self, block: int) -> bool:
+    def watches(self, block: int, uses: ParameterUses) -> bool:
         """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
         foreign = self.foreign
         looked_at = foreign.seen is not None and block in foreign.seen
-        return self._shares[block] or looked_at or block in foreign.hidden or self.uses[block].watched
+        return self._shares[block] or looked_at or block in foreign.hidden or uses.watched
 
     def look_for_exchanges(self) -> None:
         """Note in the next step the exchanges that blocks make by themselves."""
         self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
 
-    def adopt_exchanges(self, shown: Mapping[tuple[int, int], Shown]) -> None:
-        """Cut blocks from now on at the exchanges that the microbatches of all ranks have shown, by (stage, block)."""
-        shapes = list(self.shape)
-        for block, shape in enumerate(shapes):
+    def cut_at(self, shape: StageShape, shown: Mapping[tuple[int, int], Shown]) -> StageShape:
+        """Return shapes cut at the exchanges that the microbatches of all ranks have shown, by (stage, block)."""
+        shapes = list(shape)
+        for block, before in enumerate(shapes):
             place = self.number, block
             exchanges = matched(shown[place], self.names[block]) if place in shown else ()
             if not exchanges:
@@ -256,50 +254,22 @@ class Stage:
                     "itself runs eagerly there; allowed: a block that calls Experts",
                     stacklevel=2,
                 )
-            shapes[block] = shape.cut(tuple(exchange.op for exchange in exchanges))
-            self.uses[block].forget()
-        self.shape = tuple(shapes)
-        self._find_exchanges()
+            shapes[block] = before.cut(tuple(exchange.op for exchange in exchanges))
+        return tuple(shapes)
 
-    def cut_into(self, parts: int) -> None:
-        """Cut calls of experts into another number of parts from the next step on."""
-        self.parts = parse_parts(parts)
-        for uses, shape in zip(self.uses, self.shape, strict=True):
-            if shape.expert_calls:
-                uses.forget()
-        self.shape = tuple(shape._replace(parts=parts) if shape.expert_calls else shape for shape in self.shape)
-        self._find_exchanges()
-
-    def drop(self, modes: Sequence[Recompute]) -> None:
-        """Compute activations of each block again as its mode says from the next step on, as far as it can."""
-        self.shape = tuple(
-            shape.dropping("none" if options_of(block).keeps else mode)
-            for block, shape, mode in zip(self.blocks, self.shape, modes, strict=True)
+    def shaped(self, shape: StageShape, modes: Sequence[Recompute], parts: int) -> StageShape:
+        """Return shapes of blocks that drop the activations of these modes, as far as they can, and cut calls."""
+        return tuple(
+            before.dropping("none" if options_of(block).keeps else mode)._replace(
+                parts=parts if before.expert_calls else before.parts
+            )
+            for block, before, mode in zip(self.blocks, shape, modes, strict=True)
         )
-        self.draws = Draws(self.blocks, self.generators, [shape.recompute != "none" for shape in self.shape])
-
-    def gather(self, blocks: Set[int]) -> None:
-        """Let nodes gather the sharded parameters of these blocks inside a step."""
-        self.shape = tuple(shape._replace(gathered=block in blocks) for block, shape in enumerate(self.shape))
 
     def state_of(self, block: int) -> ModuleAttributes | None:
         """Return what a block's forward keeps while it is suspended; None if it keeps nothing."""
         attributes = self.attributes[block]
         return attributes if attributes.carries else None
-
-    def note_route(self, call: ExchangeCall, route: Route, block: int, number: int, microbatch: int) -> None:
-        """Note a call of experts, by its number in the block, and its sizes."""
-        if call.back:
-            return
-        if self.on_route is not None:
-            self.on_route(route, f"{self.names[block]}, microbatch {microbatch}")
-        if self.agree is not None and (block, number) not in self._agreed:
-            self._agreed.add((block, number))
-            bits = f", sent in {route.precision}" if route.precision else ""
-            sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.tensors[0].dtype)[6:]}{bits}"
-            self.agree({f"call {number} of experts in {self.names[block]} of stage {self.number}": sizes})
-        if self.first_rows is not None and (block, number) not in self.first_rows:
-            self.first_rows[block, number] = call.tensors[0].detach()[:64, : route.hidden].clone()
 
     def dense_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""
@@ -324,70 +294,6 @@ class Stage:
         own = [parameter for experts in self.experts_of(block) for parameter in self.expert_parameters[experts]]
         return own + [p for p in self._complete(block) if self.is_slice(p)]
 
-    @contextmanager
-    def installed(self, aux_scale: float | None = 1.0) -> Iterator[None]:
-        """Replace the forwards of linear layers and the products of experts, which split their weight gradients off.
-
-        Only attributes of module instances change, and all of them change back at the end.
-
-        Args:
-            aux_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
-        """
-        for uses in self.uses:
-            uses.settle()
-        stacks: list[Stack] = []
-        self.thread, self.stacks = ThreadState.capture(self.device), stacks
-        self.began, self.made = next_sequence_number(), []
-        with replaced(self._replacements(aux_scale)), functions_cross(), self.draws.checked():
-            try:
-                yield
-            finally:
-                while stacks:
-                    stacks.pop().end()
-
-    def maker_of(self, number: int) -> int | None:
-        """Return the microbatch whose segment has made the autograd node with a sequence number; None if none has."""
-        at = bisect_right(self.made, number, key=itemgetter(0)) - 1
-        return self.made[at][2] if at >= 0 and number < self.made[at][1] else None
-
-    def _replacements(self, aux_scale: float | None) -> Iterator[Replacement]:
-        for experts in self.expert_parameters:
-            attributes = vars(experts)
-            yield attributes, "forward", uncompiled(experts.forward)
-            yield attributes, "capacity", self.capacity
-            yield attributes, "parts", self.parts
-            yield attributes, "product", uncompiled(self._split_product(experts))
-        for linear in (m for linears in self.linears for m in linears):
-            yield vars(linear), "forward", uncompiled(self._split_forward(linear))
-        for carrier in (m for carriers in self.carriers for m in carriers) if aux_scale is not None else ():
-            yield vars(carrier), "aux_scale", aux_scale
-
-    def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
-        """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
-
-        def forward(input: Tensor) -> Tensor:
-            weight, bias = linear.weight, linear.bias
-            # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no
-            # Function.
-            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
-            if plain or torch._C._are_functorch_transforms_active():
-                return F.linear(input, weight, bias)
-            return split_linear(input, (weight,), bias, self.queue, self.anchor)
-
-        return forward
-
-    def _split_product(self, experts: Experts) -> GroupedProduct:
-        """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
-        kernels = experts.kernels if self.adds_to_main else None
-        precision = experts.precision
-        eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
-
-        def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-            anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
-
-        return product
-
 
 def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
@@ -410,8 +316,8 @@ def parameters_of(stages: Mapping[int, Stage]) -> Iterator[tuple[str, str, nn.Pa
                 yield name, f"{stage.names[index]} of stage {number}", parameter, expert
 
 
-def all_shapes(stages: Mapping[int, Stage], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
+def all_shapes(mine: Mapping[int, StageShape], placement: Placement, mesh: Mesh) -> tuple[StageShape, ...]:
     """Return the shapes of all stages, from the ranks that hold them; replicas have agreed on theirs before."""
-    every = mesh.every({number: stage.shape for number, stage in stages.items()})
+    every = mesh.every(dict(mine))
     shapes = {stage: shape for table in every.values() for stage, shape in table.items()}
     return tuple(shapes[stage] for stage in range(placement.stages))

@@ -21,6 +21,7 @@ from overlap1f1b.cut.bits import sum_of_bits
 from overlap1f1b.cut.blocks import tensor_dimension
 from overlap1f1b.cut.stage import Stage, parameters_of
 from overlap1f1b.cut.weights import main_grad
+from overlap1f1b.play.observers import Observer, Routed
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
@@ -135,10 +136,43 @@ Kernels may round in another order on each rank, in bfloat16, too, and a gradien
 """
 
 
-def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
+class CallSizes(Observer):
+    """Compares the sizes of each call of experts before its first exchange: they must be equal on all ranks."""
+
+    rehearses = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._agreed: set[tuple[int, int, int]] = set()  # stages, blocks, calls
+
+    def routed(self, call: Routed) -> None:
+        if call[:3] in self._agreed:
+            return
+        self._agreed.add(call[:3])
+        route = call.route
+        bits = f", sent in {route.precision}" if route.precision else ""
+        sizes = f"{route.top_k} experts a token, hidden {route.hidden}, {str(call.rows.dtype)[6:]}{bits}"
+        name = f"call {call.call} of experts in {call.where} of stage {call.stage}"
+        self._mesh.agree({name: sizes}, over=("dp", "ep", "cp", "tp"))
+
+
+class FirstRows(Observer):
+    """Keeps the first rows that went to experts: ``found`` has ``[≤ 64, H]`` by (stage, block, call)."""
+
+    rehearses = True
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, int, int], Tensor] = {}
+
+    def routed(self, call: Routed) -> None:
+        if call[:3] not in self.found:
+            self.found[call[:3]] = call.rows.detach()[:64, : call.route.hidden].clone()
+
+
+def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh, first: Mapping[tuple[int, int, int], Tensor]) -> None:
     """Compare what the ranks of a tensor group have computed in the first step. All of them must call this.
 
-    Of gradients 64 entries are compared, of tokens the first rows.
+    Of gradients 64 entries are compared, of tokens the ``first`` rows of each call.
 
     Raises:
         ValueError: They hold copies of a parameter, and its gradients differ, as where each rank has other tokens; or
@@ -153,13 +187,7 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh) -> None:
         and _is_copied(p, mesh, expert=expert)
         and (grad := main_grad(p) if p.grad is None else p.grad) is not None
     }
-    rows = {
-        (number, call): first.double().cpu()
-        for number, stage in stages.items()
-        for call, first in (stage.first_rows or {}).items()
-    }
-    for stage in stages.values():
-        stage.first_rows = None
+    rows = {call: of.double().cpu() for call, of in first.items()}
     ranks = mesh.gathered("tp", (grads, rows))
     _check_gradients([found for found, _ in ranks], mesh)
     if rows and all(_are_the_same([found[call] for _, found in ranks]) for call in rows):

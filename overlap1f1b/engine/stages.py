@@ -94,8 +94,11 @@ def stages_of(
     *,
     reduce_dense: bool,
     reduce_experts: bool,
+    gathers: bool,
 ) -> tuple[dict[int, Stage], Sharding]:
     """Return the stages of this rank by their number, and what FSDP2 holds of them.
+
+    ``gathers`` says whether nodes gather sharded parameters inside a step.
 
     Raises:
         ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages that do not tie it; a
@@ -134,6 +137,8 @@ def stages_of(
         sharing=mesh.ranks(pp=[mesh.rank("pp")], over=mesh.experts_over),
         tensor=mesh.along("tp"),
     )
+    if gathers:
+        sharding.divide(held_blocks)
     with sharding.gathered():
         # A stage without parameters computes where the rank's others do.
         recompute, parts = options.settings[0]
@@ -149,6 +154,7 @@ def stages_of(
                 reduce_experts=reduce_experts,
                 recompute=recompute,
                 parts=parts,
+                gathered={block for of, block in sharding.of_block if of == stage},
                 device=device,
             )
             for stage, blocks in held_blocks.items()

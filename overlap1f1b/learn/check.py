@@ -20,7 +20,9 @@ import math
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,10 +33,9 @@ from overlap1f1b.cut.buffers import version_of
 from overlap1f1b.cut.places import places
 from overlap1f1b.cut.stage import Stage, parameters_of
 from overlap1f1b.learn.undo import Undo
-from overlap1f1b.plan import Node, Plan
-from overlap1f1b.play.microbatch import Microbatch
-from overlap1f1b.play.player import Player
-from overlap1f1b.play.result import PlayedStep
+from overlap1f1b.plan import Node, Place, Plan, Resource
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.fsdp import Sharding
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.mesh import Mesh
@@ -48,7 +49,8 @@ ALLOWED = (
 
 _MOST = 4  # places that a message names
 
-PlayNodes = Callable[[Plan], PlayedStep]
+Rehearse = Callable[..., PlayedStep]
+"""Plays a plan, with some more observers."""
 Outcome = Iterator[tuple[str, Tensor]]
 Copies = dict[str, Tensor]
 Tables = Callable[[], Iterable[MutableMapping[Any, Any]]]
@@ -63,41 +65,35 @@ class VerificationError(RuntimeError):
 class Verification:
     """Compares a step with a plain loop.
 
-    Attributes:
-        tables: Returns tables beside the model that a step changes, such as the losses that a framework logs.
+    ``tables`` returns tables beside the model that a step changes, such as the losses that a framework logs.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, player: Player, sharding: Sharding) -> None:
-        self._stages, self._mesh, self._player, self._sharding = stages, mesh, player, sharding
-        self.tables: Tables = tuple
+    def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, sharding: Sharding, tables: Tables = tuple) -> None:
+        self._stages, self._mesh, self._sharding = stages, mesh, sharding
+        self._tables = [tables]
 
-    def play(self, plan: Plan, twin: Plan, play_nodes: PlayNodes, observe: Callable[[Any], None]) -> PlayedStep:
-        """Play a step of a plan for the first time; return it if it leaves what the loop leaves.
+    def watch(self, tables: Tables) -> None:
+        """Take back what a step changes in tables, too."""
+        self._tables.append(tables)
+
+    def play(self, step: Step, twin: Plan) -> PlayedStep:
+        """Play a step for the first time; return it if it leaves what the loop leaves.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
         step is played once more, since it can be compared only without these sums.
 
         Args:
-            plan: Plan of the step.
+            step: The step.
             twin: Plan of one microbatch after another.
-            play_nodes: Plays the batch by a plan.
-            observe: Lets a recorder follow, or nobody.
 
         Raises:
             VerificationError: It differs from the loop, or changes a parameter.
         """
         undo, weights = self.undo(), self._weights()
 
-        def rehearse(order: Plan) -> PlayedStep:
-            """Play without a recorder, and without what stands around nodes."""
-            recorder, around = self._player.recorder, self._player.around
-            observe(None)
-            self._player.around = None
-            try:
-                return play_nodes(order)
-            finally:
-                observe(recorder)
-                self._player.around = around
+        def rehearse(order: Plan, *more: Observer) -> PlayedStep:
+            """Play with those alone who look on at rehearsals."""
+            return replace(step, plan=order, observers=(*filter(attrgetter("rehearses"), step.observers), *more)).run()
 
         loop = _bits(self._outcome(rehearse(twin)))
         changed = self._first(name for name, bits in self._weights().items() if bits != weights[name])
@@ -107,18 +103,18 @@ class Verification:
                 f"{changed} changes inside a step, as by an optimizer in the backward, so no step can be compared with "
                 "it; allowed: verify=False, on a model that no step has changed"
             )
-        summed_outside = self._player.around is not None
-        played = (rehearse if summed_outside else play_nodes)(plan)
+        summed_outside = any(one.acts for one in step.observers)
+        played = rehearse(step.plan) if summed_outside else step.run()
         if self._mesh.sums(_bits(self._outcome(played)) != loop)[0]:
-            step = _copies(self._outcome(played))
+            left = _copies(self._outcome(played))
             undo()
-            self._judge(plan, twin, step, rehearse, undo)
+            self._judge(step.plan, twin, left, rehearse, undo)
         elif not summed_outside:
             return played
         undo()
-        return play_nodes(plan)
+        return step.run()
 
-    def _judge(self, plan: Plan, twin: Plan, step: Copies, rehearse: PlayNodes, undo: Undo) -> None:
+    def _judge(self, plan: Plan, twin: Plan, left: Copies, rehearse: Rehearse, undo: Undo) -> None:
         """Compare a step with two more loops: the one before it may have compiled blocks. All ranks must call this.
 
         Raises:
@@ -138,7 +134,7 @@ class Verification:
             )
             return
         # 2. How far the step is from them.
-        apart = ((name, _apart(loop.get(name), step.get(name))) for name in loop | step)
+        apart = ((name, _apart(loop.get(name), left.get(name))) for name in loop | left)
         difference = self._first(
             f"{name} by {by:.2g} of its largest entry"
             for name, by in apart
@@ -147,8 +143,8 @@ class Verification:
         if difference is None:
             return
         # 3. Why.
-        with ChangedPlaces(self._stages, self._player) as changed:
-            rehearse(plan)
+        changed = ChangedPlaces(self._stages)
+        rehearse(plan, changed)
         undo()
         found = list(dict.fromkeys(chain.from_iterable(self._mesh.every(list(changed.names)).values())))
         more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
@@ -178,7 +174,10 @@ class Verification:
         places = {number: place for state in states for number, place in state.places.items()}
         return Undo(
             gradients=((owner, attribute) for _, owner, attribute in self._gradients()),
-            tables=[*(place.table for place in places.values() if not place.shared), *self.tables()],
+            tables=[
+                *(place.table for place in places.values() if not place.shared),
+                *(table for tables in self._tables for table in tables()),
+            ],
             shared=[(number, place.table) for number, place in places.items() if place.shared],
             known=lambda: {key for state in states for key in state.known},
             generators=dict.fromkeys(generator for stage in stages for generator in stage.generators),
@@ -230,34 +229,24 @@ def _apart(one: Tensor | None, other: Tensor | None) -> float:
     return math.inf if math.isnan(by) else by
 
 
-class ChangedPlaces:
+class ChangedPlaces(Observer):
     """Notes, inside its context, places that other microbatches change between two nodes of a microbatch's forward.
 
     Attributes:
         names: Of these places, the first ones first.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], player: Player) -> None:
-        self._stages, self._player = stages, player
+    keeps_order = True
+
+    def __init__(self, stages: Mapping[int, Stage]) -> None:
+        self._stages = stages
         self.names: dict[str, None] = {}
         self._before: dict[str, _Look] = {}  # at the begin of the running node
         self._left: dict[tuple[int, int], dict[str, _Look]] = {}  # by a microbatch in the places that it has changed
 
-    def __enter__(self) -> ChangedPlaces:
-        self._compute, self._player.compute = self._player.compute, self._watched
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._player.compute = self._compute
-
-    def _watched(self, node: Node, microbatch: Microbatch, received: Mapping[Any, Any]) -> None:
-        self.ready(node)
-        self._compute(node, microbatch, received)
-        self.after(node)
-
-    def ready(self, node: Node) -> None:
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
         """Look at the places before a node of a forward."""
-        if node.kind is Kind.F:
+        if _is_forward(node):
             self._before = self._values(node)
             for name, value in self._left.get((node.stage, node.microbatch), {}).items():
                 if name in self._before and self._before[name][0] != value[0]:
@@ -265,7 +254,7 @@ class ChangedPlaces:
 
     def after(self, node: Node) -> None:
         """Note what the node has left in places that its microbatch has changed."""
-        if node.kind is Kind.F:
+        if _is_forward(node):
             left, before = self._left.setdefault((node.stage, node.microbatch), {}), self._before
             for name, value in self._values(node).items():
                 if name in left or name not in before or before[name][0] != value[0]:
@@ -280,6 +269,10 @@ class ChangedPlaces:
             for block, where in zip(stage.blocks, stage.names, strict=True)
             for name, value in places(block, where, known)
         }
+
+
+def _is_forward(node: Node) -> bool:
+    return node.kind is Kind.F and node.resource is Resource.COMPUTE
 
 
 def _look(value: Any) -> _Look:

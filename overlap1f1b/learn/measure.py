@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
-from overlap1f1b.plan import RESOURCE_OF, CostKey, Node, NodeCosts, Op, Resource, Span, cost_key
+from overlap1f1b.plan import EXCHANGED, RESOURCE_OF, CostKey, Node, NodeCosts, Op, Place, Resource, Span, cost_key
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import Mark
 
 _Links = dict[CostKey, tuple[float, ...]]
+
+
+class OneByOne(Observer):
+    """Keeps nodes apart while they are measured: no exchange of one is under way while another runs.
+
+    Args:
+        barrier: Lets all ranks come to the same place, so that the time of a transfer contains no wait of one rank for
+            another.
+    """
+
+    keeps_order = True
+
+    def __init__(self, barrier: Callable[[], None]) -> None:
+        self._barrier = barrier
+        self._times: Times | None = None
+
+    def begin(self, times: Times) -> None:
+        self._times = times
+
+    def before(self, node: Node) -> None:
+        if node.op in EXCHANGED:
+            self._barrier()
+
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        assert self._times is not None
+        if self._times.watch is not None and node.resource is Resource.COMPUTE:
+            self._times.watch.hold()
+
+    def after(self, node: Node) -> None:
+        assert self._times is not None
+        if node.op is Op.COUNTS and self._times.watch is None:
+            self._times.flights[-1].arrive()  # the dispatch that waits for them comes after a barrier of all ranks
+
+    def end(self, *, failed: bool) -> None:
+        self._times = None
 
 
 class BackToBack:

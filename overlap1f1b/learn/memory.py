@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.plan import CostKey, Held, Node, Place, balanced, cost_key
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.times import Times
 from overlap1f1b.transport import devices
 
 
@@ -45,6 +46,11 @@ class ByteCount(TorchDispatchMode):
         self._level = 0  # when the last node had ended
         self._noted: dict[Node, Held] = {}
 
+    @property
+    def sees_operators(self) -> bool:
+        """Whether it counts the arguments and results of operators, not an allocator."""
+        return self._gpu is None
+
     def __enter__(self) -> ByteCount:
         if self._gpu is not None:
             self._gpu.reset_peak_memory_stats(self._device)
@@ -60,7 +66,7 @@ class ByteCount(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         if self._gpu is None:
-            super().__exit__(*error)
+            super().__exit__(*(error or (None, None, None)))
         else:
             devices.settle(self._device)
             self.read()
@@ -116,17 +122,10 @@ class ByteCount(TorchDispatchMode):
         self._noted[node] = Held(kept + now - since, max(top, kept + most - since))
         return now
 
-    def came(self, node: Node, received: Mapping[Place, Any]) -> None:
-        """Note what the exchanges before a node have brought, which another thread has allocated, as held by them."""
-        for (op, call, part), brought in received.items() if self._gpu is None else ():
-            with self.held_by(node._replace(op=op, call=call, part=part)):
-                self.meet(leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
-
-    @contextmanager
-    def held_by(self, node: Node) -> Iterator[None]:
-        """Note what the body allocates as held by a transfer, not by the node that waits for it."""
+    def came(self, node: Node, tensors: Iterable[Tensor]) -> None:
+        """Note what an exchange has brought, which another thread has allocated, as held by it."""
         before, _ = self.read()
-        yield
+        self.meet(tensors)
         self._level += self._add(node, before) - before
 
     def by_node(self) -> dict[CostKey, Held]:
@@ -139,3 +138,26 @@ class ByteCount(TorchDispatchMode):
             kept, most = median(held.kept for held in others or [first]), max(held.most for held in others or [first])
             found[key] = Held(kept, most, first.kept - kept)
         return balanced(found)
+
+
+class NodeBytes(Observer):
+    """Counts the bytes of a step; with ``notes`` also what each node holds."""
+
+    def __init__(self, count: ByteCount, *, notes: bool) -> None:
+        self.count, self.keeps_order = count, notes
+
+    def begin(self, times: Times) -> None:
+        self.count.__enter__()
+
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        if self.keeps_order and self.count.sees_operators:
+            for (op, call, part), brought in received.items():
+                leaves = (leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
+                self.count.came(node._replace(op=op, call=call, part=part), leaves)
+
+    def after(self, node: Node) -> None:
+        if self.keeps_order:
+            self.count.note(node)
+
+    def end(self, *, failed: bool) -> None:
+        self.count.__exit__()

@@ -12,6 +12,8 @@ from operator import itemgetter
 from statistics import median
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch
+
 from overlap1f1b import plan as planning
 from overlap1f1b.cut.exchanges import shown_by_all
 from overlap1f1b.cut.options import EngineOptions, parse_memory
@@ -19,11 +21,9 @@ from overlap1f1b.cut.stage import Stage, all_shapes
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount
 from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
-from overlap1f1b.play.player import Player
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.groups import collectives_begun, gathered
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
@@ -108,8 +108,7 @@ class Tuner:
     that is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch,
     so they hold for any number: the first step with another number has a plan for them, and none is serial.
 
-    ``program`` is the schedule of the first step. Player and boundary have timed what the host launched on a device,
-    and the transfers between stages. ``counts_block`` says whether the host waits for counts.
+    ``program`` is the schedule of the first step. ``counts_block`` says whether the host waits for counts.
 
     Attributes:
         steps: Number of steps so far.
@@ -132,15 +131,14 @@ class Tuner:
         stages: Mapping[int, Stage],
         mesh: Mesh,
         options: EngineOptions,
-        player: Player,
-        boundary: Boundary,
         *,
+        device: torch.device,
         counts_block: bool,
     ) -> None:
         self._first, self.stages, self.mesh, self.options = program, stages, mesh, options
-        self._player, self._boundary = player, boundary
+        self._device, self._on_gpu = device, devices.of(device) is not None
         self.overlap: Overlap = planning.parse_overlap(options.overlap)
-        self.shapes = all_shapes(stages, program.placement, mesh)
+        self.shapes = self._gathered({number: stage.shape for number, stage in stages.items()})
         self.rendezvous, self._counts_block = not mesh.on_gloo, counts_block
         self.looks = mesh.exchanging is not None
         self.outside_groups: Sequence[Sequence[int]] | None = None
@@ -155,14 +153,14 @@ class Tuner:
         self._more = [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
         self._measured: dict[tuple[Recompute, int], tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
-        self._warm = 1 + (options.memory is not None) if player.watch is None else WARM_STEPS
-        self._counts = options.memory is not None or player.watch is not None
-        if options.memory == "auto" and player.watch is None:
-            raise ValueError(f"memory='auto' on {boundary.device}; allowed: on a GPU, else bytes such as 70GB")
+        self._warm = WARM_STEPS if self._on_gpu else 1 + (options.memory is not None)
+        self._counts = options.memory is not None or self._on_gpu
+        if options.memory == "auto" and not self._on_gpu:
+            raise ValueError(f"memory='auto' on {device}; allowed: on a GPU, else bytes such as 70GB")
         self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
         self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
         if self._counts and options.costs is not None:
-            with ByteCount(boundary.device) as count:
+            with ByteCount(device) as count:
                 self._count(count)
         self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
         self._now = Numbered(program)
@@ -361,8 +359,13 @@ class Tuner:
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
         return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
 
-    def learn(self, plan: Plan, result: StepResult, count: ByteCount | None = None) -> None:
-        """Note what a step has shown: it decides how the next ones are played. All ranks must call this."""
+    def learn(
+        self, plan: Plan, result: StepResult, transfers: Mapping[CostKey, float], count: ByteCount | None = None
+    ) -> None:
+        """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
+
+        ``transfers`` are the seconds of those between stages, ``count`` has the bytes of nodes, if any.
+        """
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
         if self.outside_groups is None:
@@ -377,13 +380,13 @@ class Tuner:
         if state is State.TRYING:
             self._note_time(result.overlap.makespan)
         elif state is State.MEASURING and not warm:
-            self._note_nodes(plan, result.overlap.spans)
+            self._note_nodes(plan, result, transfers)
         self.steps += 1
 
     def _count(self, count: ByteCount) -> None:
         """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
         limit, held = parse_memory(self.options.memory), count.by_node()
-        limit = devices.obtainable(self._boundary.device) if limit == "auto" else limit
+        limit = devices.obtainable(self._device) if limit == "auto" else limit
         room = math.inf if limit is None else float(limit - count.before)
         whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
         fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
@@ -398,18 +401,17 @@ class Tuner:
     def _adopt_exchanges(self) -> None:
         self.looks = False
         shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
-        for stage in self.stages.values():
-            stage.adopt_exchanges(shown)
-        shapes, cut = all_shapes(self.stages, self.program.placement, self.mesh), self._cut_plan
+        shapes = self._gathered({n: stage.cut_at(self.shapes[n], shown) for n, stage in self.stages.items()})
+        cut = self._cut_plan
         if shapes != self.shapes or cut is not None:
             self.shapes, self._cut_plan = shapes, None
             self.costs = self._costs
             if cut is not None:
                 self._set(cut, self._numbered(cut.program.microbatches))
 
-    def _note_nodes(self, plan: Plan, spans: Sequence[Span]) -> None:
+    def _note_nodes(self, plan: Plan, result: StepResult, transfers: Mapping[CostKey, float]) -> None:
         """Note the times of the nodes of a step; go on to another number of parts, or to the plans for the costs."""
-        self._spans += (spans,)
+        self._spans += (result.overlap.spans,)
         if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
             return
         measured = self._agreed_outside(
@@ -418,8 +420,8 @@ class Tuner:
                 chain.from_iterable(self._spans),
                 self.mesh,
                 shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
-                launches=self._player.launches,
-                transfers=self._boundary.timed(),
+                launches=result.times.launches,
+                transfers=transfers,
             )
         )
         self._measured[self._setting[0], self.parts] = replace(measured, bytes=self._held), self.shapes
@@ -464,12 +466,12 @@ class Tuner:
 
     def _use(self, modes: Sequence[Sequence[Recompute]], parts: int) -> None:
         """From the next step on, recompute the blocks of each stage as these modes say, and cut calls of experts."""
-        for number, stage in self.stages.items():
-            stage.drop(modes[number])
-            if parts != self.parts:
-                stage.cut_into(parts)
         self.parts, self._warm, self._held = parts, 1, {}
-        self.shapes = all_shapes(self.stages, self.program.placement, self.mesh)
+        mine = {n: stage.shaped(self.shapes[n], modes[n], parts) for n, stage in self.stages.items()}
+        self.shapes = self._gathered(mine)
+
+    def _gathered(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
+        return all_shapes(mine, self._first.placement, self.mesh)
 
     def _with_parts(self) -> Choice:
         """Choose into how many parts calls of experts are cut."""
@@ -552,7 +554,7 @@ class Tuner:
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
         # For costs that were measured: a GPU has no memory to spare for a forward that gains nothing.
-        chooses = self._player.watch is not None and (self._tries or (self._costs is None and self.options.tries > 0))
+        chooses = self._on_gpu and (self._tries or (self._costs is None and self.options.tries > 0))
         others = lighter(program) if rooms else warmups(program) if chooses else (program,)
         for number, other in enumerate(others):
             self._go_on()

@@ -6,6 +6,7 @@ from overlap1f1b.plan.clock import Span, play_clocks, play_ranks
 from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
+    EXCHANGED,
     OF_PARAMETERS,
     RECOMPUTES,
     RESOURCE_OF,
@@ -29,6 +30,7 @@ from overlap1f1b.plan.routing import exchanged_bytes, row_bytes, rows_per_token
 from overlap1f1b.plan.search import found_orders
 
 __all__ = [
+    "EXCHANGED",
     "OF_PARAMETERS",
     "RECOMPUTES",
     "RESOURCE_OF",

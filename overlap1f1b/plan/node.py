@@ -67,6 +67,8 @@ SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
 CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
 """Sub-ops whose backward may contribute to gradients of parameters."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
+EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
+"""Sub-ops that exchange rows, or say how many."""
 OF_PARAMETERS = frozenset((Op.REDUCE, Op.GATHER, Op.RELEASE))
 """Sub-ops of a block's parameters: they belong to no action. Their kind is W, and their microbatch the last one that
 contributes to the gradients, or the one for which the parameters are gathered."""

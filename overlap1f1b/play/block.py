@@ -33,6 +33,7 @@ from overlap1f1b.cut.weights import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
 from overlap1f1b.play.microbatch import Microbatch, Tensors, absent, check_call, is_absent
+from overlap1f1b.play.observers import Routed
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
 from overlap1f1b.transport.suspension import OUTSIDE, Forward
 
@@ -55,14 +56,16 @@ class BlockRun:
         self.microbatch, self.block = microbatch, block
         stage = microbatch.stage
         self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
-        self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad else ()
-        self.exchanges = sum(map(len, stage.behind[block])) if self.foreign or stage.shape[block].expert_calls else 0
+        self.installed = microbatch.installed
+        shape = self.installed.cut.shape[block]
+        self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad and shape.exchanges else ()
+        self.exchanges = sum(map(len, self.installed.cut.behind[block]))
         """Number of the block's exchanges of rows."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)
         if self.seen is not None:
             self.seen[microbatch.index] = []
-        shape, self.drops_own, self.drops_experts = stage.shape[block], False, False
+        self.drops_own = self.drops_experts = False
         if microbatch.grad and shape.recompute != "none":
             self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
         self.suspends = bool(self.exchanges) or self.seen is not None or self.drops_own
@@ -70,7 +73,7 @@ class BlockRun:
         self.buffers: list[Replacement] | None = None
         """Copies of its buffers before its first part that is computed again."""
         self.is_last = block == len(stage.blocks) - 1
-        self.uses = stage.uses[block]
+        self.uses = self.installed.uses[block]
         self.learns = not self.uses.known
         self.queue = WeightQueue()
         self.forward: Forward | None = None
@@ -85,6 +88,7 @@ class BlockRun:
         """Exchanges that the forward has reached, until their backward."""
         self._state = stage.state_of(block)
         self._carried: Any = None  # what the suspended forward has taken along
+        self._again = shape.recompute != "none"
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
@@ -120,20 +124,20 @@ class BlockRun:
         """Run the module from its inputs to its first exchange or to its outputs."""
         grad, stage = self.microbatch.grad, self.stage
         segment = self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x], stage.anchor)
-        mode = grad and stage.watches(self.block)
+        given = segment.enter(x, [grad and t.requires_grad for t in x], self.installed.anchor)
+        mode = grad and stage.watches(self.block, self.uses)
         if mode or self.suspends:
             tell = stage.foreign.standing.add
             lookout = None if self.seen is None else Lookout(stage.foreign.ranks, self.name, tell)
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
-        with stage.draws.within(self.block, self.microbatch.random), eager(mode):
+        with stage.draws.within(self.block, self.microbatch.random, always=self._again), eager(mode):
             if self.suspends:
-                self.forward = Forward(self._run_module, self.name, stage.device, stage.stacks, self.mode)
+                self.forward = Forward(self._run_module, self.name, stage.device, self.installed.stacks, self.mode)
                 self.forward.hides = self.hides
                 self.begin(self.forward)
                 if self._state is not None:
                     self._state.begin(self.microbatch.random.seed)
-                return self._carry(self.forward.start(tuple(given), self.stage.thread, grad=grad, mode=mode))
+                return self._carry(self.forward.start(tuple(given), self.installed.thread, grad=grad, mode=mode))
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return self._run_module(*given)
@@ -149,12 +153,12 @@ class BlockRun:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             requires_grad += sent.results_require_grad
-        given = segment.enter(received, requires_grad, self.stage.anchor)
+        given = segment.enter(received, requires_grad, self.installed.anchor)
         mode = grad and not results[0][0].call.feeds_part
-        with self.stage.draws.within(self.block, self.microbatch.random), eager(mode):
+        with self.stage.draws.within(self.block, self.microbatch.random, always=self._again), eager(mode):
             if self._state is not None:
                 self._state.enter(self._carried)
-            return self._carry(self.forward.resume(tuple(given), self.stage.thread, mode=mode))
+            return self._carry(self.forward.resume(tuple(given), self.installed.thread, mode=mode))
 
     def _carry(self, reached: Reached) -> Reached:
         """Take what the forward has set on its modules along while it is suspended."""
@@ -166,32 +170,39 @@ class BlockRun:
 
     def _open(self) -> Segment:
         """Add the next segment; its weight gradients go to the queue of its weight node."""
-        place, deferred = self.stage.segments[self.block][len(self.segments)]
+        place, deferred = self.installed.cut.segments[self.block][len(self.segments)]
         segment = Segment(place, WeightQueue() if deferred else self.queue)
         if segment.part:  # the parts of a call have one weight node
             segment.queue = self.segments[-1].queue
         self.segments.append(segment)
-        self.stage.queue = segment.queue
+        self.installed.queue = segment.queue
         return segment
 
     def _close(self, segment: Segment) -> list[int]:
         """Close the running segment; return the storages that it has changed in place."""
         changed = segment.close()
-        self.stage.made.append((segment.start, segment.end, self.microbatch.index))
+        self.installed.made.append((segment.start, segment.end, self.microbatch.index))
         return changed
 
     def _reach(self, calls: list[ExchangeCall]) -> None:
         """Take what the forward hands out for exchanges; of its graph only the edges stay."""
-        stage, number = self.stage, len(self.segments) - 1
-        behind = stage.behind[self.block][number] if len(self.sent) < self.exchanges else ()
+        number = len(self.segments) - 1
+        behind = self.installed.cut.behind[self.block][number] if len(self.sent) < self.exchanges else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
         for call, (_, at, _) in zip(calls, behind, strict=True):
             if self.foreign:
                 self._check_expected(call, number)
             elif isinstance(call.splits, Route):
-                stage.note_route(call, call.splits, self.block, at, self.microbatch.index)
+                self._tell_routed(call, call.splits, at)
         self._send(calls)
+
+    def _tell_routed(self, call: ExchangeCall, route: Route, number: int) -> None:
+        """Tell the observers of a call of experts, by its number in the block, when its rows leave."""
+        if not call.back:
+            places = self.stage.number, self.block, number, self.microbatch.index
+            for tell in self.installed.observers.routed:
+                tell(Routed(*places, self.name, route, call.tensors[0]))
 
     def _check_expected(self, call: ExchangeCall, number: int) -> None:
         """Check that an exchange of the block's own is as in the first step."""
@@ -210,7 +221,7 @@ class BlockRun:
         segment, grad = self.segments[-1], self.microbatch.grad
         every = [[self.entered(tensor) for tensor in call.tensors] if grad else list(call.tensors) for call in calls]
         self._changed |= dict.fromkeys(self._close(segment), segment.start)
-        for place, call in zip(self.stage.behind[self.block][len(self.segments) - 1], calls, strict=True):
+        for place, call in zip(self.installed.cut.behind[self.block][len(self.segments) - 1], calls, strict=True):
             call.tensors.clear()
             sent = self.sent[place] = self._prepared(place, call, every.pop(0))
             segment.sent.append(sent)
@@ -226,7 +237,7 @@ class BlockRun:
             bare.append(tensor.detach())
         layout = Layout.of(bare)
         if isinstance(call.splits, LibrarySplits):
-            library = LibraryExchange(call.splits.function, self.stage.library_stream, self.stage.anchor)
+            library = LibraryExchange(call.splits.function, self.installed.library_stream, self.installed.anchor)
             return Sent(place, call, layout, requires_grad, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
@@ -241,7 +252,7 @@ class BlockRun:
         """
         first = self.segments[0].start
         for node in nodes_behind(edge.node for edge in edges if edge is not None):
-            if not self.stage.began <= node._sequence_nr() < segment.start or is_walked_often(node):
+            if not self.installed.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
                 self.uses.reaches_out = True
@@ -259,7 +270,7 @@ class BlockRun:
             )
 
     def _wrong_number(self, found: str) -> str:
-        expected = self.stage.shape[self.block].expert_calls
+        expected = self.installed.cut.shape[self.block].expert_calls
         if self.foreign:
             return (
                 f"{self.name} exchanges rows {found} times; "
@@ -273,7 +284,7 @@ class BlockRun:
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch, passed, requires_grad = self.microbatch, list[Tensor](), list[bool]()
-        self.stage.draws.forwarded(self.block)
+        self.stage.draws.forwarded(self.block, always=self._again)
         for out in outs:
             requires_grad.append(out.requires_grad)
             passed.append(out.detach() if self.is_last else out.detach().requires_grad_(out.requires_grad))
@@ -352,10 +363,10 @@ class BlockRun:
         if node is None:
             return self._entered_parameter(tensor) if isinstance(tensor, Parameter) and tensor.requires_grad else tensor
         segment, number = self.segments[-1], node._sequence_nr()
-        if not self.stage.began <= number < segment.start:
+        if not self.installed.began <= number < segment.start:
             return tensor
         if number < self.segments[0].start:
-            if self.stage.maker_of(number) not in (None, self.microbatch.index):
+            if self.installed.maker_of(number) not in (None, self.microbatch.index):
                 self._check_walked_often(node)
             return tensor
         key = id(node), tensor.output_nr
@@ -366,7 +377,7 @@ class BlockRun:
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
             if tensor._version != version or number < self._changed.get(storage, 0):
                 raise ValueError(self._changed_in_place)
-            segment.crossed[key], entered = Crossing.of(tensor, self.stage.anchor)
+            segment.crossed[key], entered = Crossing.of(tensor, self.installed.anchor)
             segment.here[key] = entered
             segment.uses[key] = Use(storage, tensor._version, entered.grad_fn, entered.grad_fn)
         entered, use = segment.here[key], segment.uses[key]
@@ -410,7 +421,7 @@ class BlockRun:
             return parameter
         if parameter not in segment.here:
             uses.enters(parameter, number)
-            segment.parameters[parameter], entered = Crossing.of(parameter, self.stage.anchor)
+            segment.parameters[parameter], entered = Crossing.of(parameter, self.installed.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
         return segment.here[parameter]
@@ -458,7 +469,7 @@ class BlockRun:
             self._take(received)
         # 2. Walk the segment once.
         segment = self.segments[-1]
-        self.stage.queue = segment.queue
+        self.installed.queue = segment.queue
         if segment.parameters or self._summed or self.microbatch.tied:
             self._add_tied(segment)
         self._walk(segment)
@@ -545,7 +556,7 @@ class BlockRun:
 
     def _finish_backward(self, first: Segment) -> None:
         passed = tuple([None if entry is None else entry.dense() for entry in first.received])
-        shape = self.stage.shape[self.block]
+        shape = self.installed.cut.shape[self.block]
         if shape.split:
             self.microbatch.queues[shape.own, self.block, 0] = self.queue
         else:

@@ -9,10 +9,8 @@ from typing import NamedTuple, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.cut.stage import Stage
-from overlap1f1b.moe.route import Route
-from overlap1f1b.plan import Plan
-from overlap1f1b.play.result import PlayedStep
+from overlap1f1b.play.observers import Observer, Routed
+from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.reduction import GradientsAside
 from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
@@ -32,67 +30,62 @@ class Dropped(NamedTuple):
     room: int  # choices that can be sent to each rank
 
 
-class Capacity:
+class Capacity(Observer):
     """The room for rows in a step's exchanges, and the rows that found none.
 
-    ``factor`` is the room as a multiple of an even share; None for exchanges of exact sizes.
+    A step that has lost rows leaves gradients as they were before it, and raises.
+
+    Args:
+        factor: Room as a multiple of an even share.
+        mesh: Ranks that are told of rows that another has lost.
+        parameters: Returns those of this rank's stages.
 
     Raises:
         ValueError: An unknown ``factor``; in a step, ranks along "ep" with other numbers of tokens.
+        CapacityOverflowError: At the end of a step.
     """
 
-    def __init__(self, factor: float | None, stages: Iterable[Stage], mesh: Mesh) -> None:
-        if factor is not None and not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
+    rehearses = True
+
+    def __init__(self, factor: float, mesh: Mesh, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        if not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
             raise ValueError(f"capacity={quoted(factor)}; allowed: more than 0, or None")
-        self.factor, self.stages, self.mesh = factor, list(stages), mesh
+        self.factor, self._mesh, self._parameters = factor, mesh, parameters
         self._compared = False
         self._dropped: list[Dropped] = []
-        for stage in self.stages if factor is not None else ():
-            stage.capacity, stage.on_route = factor, self._note
-            stage.adds_to_main = False  # the gradients of a step that lost rows must be taken back
+        self._aside = GradientsAside()
 
-    def _note(self, route: Route, where: str) -> None:
-        """Note rows of a call that found no room; compare the first call's tokens over the ranks that exchange.
+    def begin(self, times: Times) -> None:
+        self._dropped = []
+        self._aside.take(self._parameters())
 
-        Raises:
-            ValueError: Numbers differ: sizes would not be equal, and ranks would wait for rows that nobody sends.
-        """
+    def routed(self, call: Routed) -> None:
+        """Note rows of a call that found no room; compare the first call's tokens over the ranks that exchange."""
+        route = call.route
         if not self._compared:
-            route.check_tokens(self.mesh.gathered_by_experts(route.tokens))
+            route.check_tokens(self._mesh.gathered_by_experts(route.tokens))
             self._compared = True
         if route.dropped is not None:
             assert route.room is not None
+            where = f"{call.where}, microbatch {call.microbatch}"
             self._dropped.append(Dropped(where, route.dropped, route.counts, route.send[0], route.room))
 
-    def refusing(
-        self, play_nodes: Callable[[Plan], PlayedStep], parameters: Iterable[nn.Parameter]
-    ) -> Callable[[Plan], PlayedStep]:
-        """Return a function that plays a step; if rows found no room, it undoes it and raises."""
-        held = dict.fromkeys(parameters)
-
-        def drop_gradients() -> None:
-            for parameter in held:
+    def end(self, *, failed: bool) -> None:
+        lost, undo = None, True
+        try:
+            lost = None if failed else self._lost()
+            undo = failed or lost is not None
+        finally:
+            for parameter in self._parameters() if undo else ():
                 parameter.grad = None
+            self._aside.add_back()
+        if lost is not None:
+            raise CapacityOverflowError(lost)
 
-        def play(plan: Plan) -> PlayedStep:
-            self._dropped.clear()
-            aside = GradientsAside()
-            aside.take(held)
-            try:
-                played, mine = play_nodes(plan), self._lost_here()
-                lost = (
-                    next(filter(None, self.mesh.every(mine).values())) if self.mesh.sums(mine is not None)[0] else None
-                )
-                if lost is not None:
-                    raise CapacityOverflowError(lost)
-                return played
-            except BaseException:
-                drop_gradients()
-                raise
-            finally:
-                aside.add_back()
-
-        return play
+    def _lost(self) -> str | None:
+        """Return a text about the first call of experts on any rank that lost rows, or None."""
+        mine = self._lost_here()
+        return next(filter(None, self._mesh.every(mine).values())) if self._mesh.sums(mine is not None)[0] else None
 
     def _lost_here(self) -> str | None:
         """Return a text about the first call of experts here that lost rows, or None; waits for the device once."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.cut.stage import Stage
+from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
-from overlap1f1b.play.player import MicrobatchKey
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh
 
@@ -196,6 +196,10 @@ def _shares(
 _GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
 
 
+MicrobatchKey = tuple[int, int]
+"""Numbers of stage and microbatch."""
+
+
 class Microbatches(dict[MicrobatchKey, Microbatch]):
     """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
 
@@ -203,10 +207,12 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
         ValueError: The feed is another object, or lacks the share of a microbatch that ends on this rank.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], program: Program, rank: int, feed: Feed, *, grad: bool) -> None:
+    def __init__(
+        self, installations: Mapping[int, Installation], program: Program, rank: int, feed: Feed, *, grad: bool
+    ) -> None:
         if not isinstance(feed, Feed):
             raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
-        self._stages, self._count, self._feed, self._grad = stages, program.placement.stages, feed, grad
+        self._installations, self._count, self._feed, self._grad = installations, program.placement.stages, feed, grad
         for pipe, stage in program.placement.places(rank):
             missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
             if stage == self._count - 1 and missing:
@@ -226,7 +232,10 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
             raise ValueError(f"a feed gives microbatch {index} no inputs; allowed: at least () for the first stage")
         if number == self._count - 1 and self._grad and given.get("loss_fn") is None:
             raise ValueError(f"a feed gives microbatch {index} no loss_fn; allowed: one for the last stage")
-        made = self[key] = Microbatch(self._stages[number], index=index, **given, seed=seed, grad=self._grad)
+        installed = self._installations[number]
+        made = self[key] = Microbatch(
+            installed.stage, index=index, **given, seed=seed, grad=self._grad, installed=installed
+        )
         made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
         if made.before is not None:
             made.before.after = made

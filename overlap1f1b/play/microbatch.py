@@ -14,6 +14,7 @@ from overlap1f1b.cut.random import RandomStream
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.cut.weights import Gradients, WeightQueue, accumulate
 from overlap1f1b.plan import Node, Op, Place, awaited_by
+from overlap1f1b.play.install import Installation
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight
@@ -54,6 +55,7 @@ class Microbatch:
         seed: Seed of its stream of random numbers.
         grad: Whether a backward follows.
         return_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
+        installed: The stage in the step that plays it.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Microbatch:
         seed: int = 0,
         grad: bool = True,
         return_outputs: bool = False,
+        installed: Installation | None = None,
     ) -> None:
+        self.installed = Installation(stage) if installed is None else installed
         self.stage, self.index, self.loss_fn, self.grad = stage, index, loss_fn, grad
         self.target, self.loss_grad, self.return_outputs = tensors(target), loss_grad, return_outputs
         self.forwarded = self.ended = self.finished = False
@@ -96,6 +100,12 @@ class Microbatch:
         """Gradients of parameters that blocks share, summed until the first of these blocks adds them."""
         self.memo: dict[object, Any] = {}
         """Values that blocks share, see :class:`~overlap1f1b.cut.blocks.MicrobatchBlock`."""
+
+    def install(self, installed: Installation) -> None:
+        """Go on in another step."""
+        self.installed = installed
+        for run in self.runs.values():
+            run.installed = installed
 
     @property
     def output(self) -> Tensor | OptionalTensors | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -10,11 +10,16 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.cut.segment import check_gradients_possible
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
+from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch, OptionalTensors
+from overlap1f1b.play.observers import Observers, WithoutAutocast
 from overlap1f1b.play.player import Player
+from overlap1f1b.play.times import Times
+from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
@@ -90,15 +95,8 @@ def combined_forward_backward_step(
         for number, microbatch in members.items()
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap)
-    watch = watch_of(stages[0].device)
-    player = Player(Failures(limit=timedelta(seconds=timeout)), exchange=stages[0].exchange, watch=watch)
-    with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
-        for stage in stages:
-            changed.enter_context(stage.installed(forward.loss_grad if forward else 1.0))
-        player.play(
-            [node for node in nodes if not (split and node.kind is Kind.W)],
-            {(action.stage, action.microbatch): members[action.microbatch] for action in actions},
-        )
+    nodes = [node for node in nodes if not (split and node.kind is Kind.W)]
+    _play(nodes, members, stages, forward.loss_grad if forward else 1.0, timedelta(seconds=timeout))
     return (forward.output if forward else None), (backward.input_grad if backward else None)
 
 
@@ -109,3 +107,28 @@ def _order(actions: Sequence[Action], chains: Chains, overlap: Overlap) -> Seque
     if overlap == "pairs":
         return list(pairs([Pair(actions[1], actions[0])] if len(actions) == 2 else actions, chains))
     return ListScheduler(actions, chains, _TYPICAL, Policy(overlap), peak=2).run()
+
+
+def _play(
+    nodes: Sequence[Node],
+    members: Mapping[int, Microbatch],
+    stages: Sequence[Stage],
+    aux_scale: float,
+    limit: timedelta,
+) -> None:
+    """Play the nodes of these microbatches, given by their numbers in the nodes."""
+    failures, exchange, watch = Failures(limit=limit), stages[0].exchange, watch_of(stages[0].device)
+    links = Links(failures, exchange, lanes_of(exchange, failures, watch), watch=watch)
+    observers = Observers(WithoutAutocast.here())
+    with Kept(stages[0].device), ExitStack() as changed, torch.no_grad():
+        for stage in stages:
+            installed = Installation(stage, observers=observers)
+            changed.enter_context(installed.on_modules(aux_scale))
+            for microbatch in members.values():
+                if microbatch.stage is stage:
+                    microbatch.install(installed)
+        microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
+        try:
+            Player(links, Times(nodes, watch), observers).play(microbatches)
+        finally:
+            observers.end(failed=False)

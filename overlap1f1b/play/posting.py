@@ -33,7 +33,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         node = node._replace(microbatch=microbatch.index, stage=stage.number)
     if op is Op.COUNTS:
         return op, _post_counts(run, node)
-    exchange = stage.exchange
+    exchange = microbatch.installed.exchange
     sent = run.sent[node.place] if kind is Kind.F else run.sent.pop(node.place)
     rows, sent.rows = sent.rows, None
     if sent.library is not None:
@@ -67,7 +67,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
 
 def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
-    microbatch, exchange = run.microbatch, run.stage.exchange
+    microbatch, exchange = run.microbatch, run.installed.exchange
     splits = run.sent[Op.DISPATCH, node.call, node.part].call.splits
 
     def start() -> Transfer[Tensor]:
@@ -82,8 +82,8 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
 
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
-    stage, exchange, call = run.stage, run.stage.exchange, sent.call
-    following = stage.exchange_after.get((run.block, node.place))
+    stage, exchange, call = run.stage, run.installed.exchange, sent.call
+    following = run.installed.cut.exchange_after.get((run.block, node.place))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
         return _back(run, sent, like, node._replace(kind=Kind.I)) if run.microbatch.grad else None
@@ -91,14 +91,14 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
     node, counts = node._replace(op=op, block=block, call=number, part=part), call.splits.told
     if call.answer is not None:  # rows went to the experts and come back next
         return _back(run, sent, call.answer, node)
-    if not stage.alike or not call.back or counts is None or not stage.shape[block].expert_calls:
+    if not stage.alike or not call.back or counts is None or not run.installed.cut.shape[block].expert_calls:
         return None
     node = node._replace(op=Op.COUNTS)
     return node, lambda: exchange.expect_counts(counts, node.tag)
 
 
 def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
-    before = run.stage.exchange_before.get((run.block, node.place))
+    before = run.installed.cut.exchange_before.get((run.block, node.place))
     if before is None or (before[0] != run.block and not run.stage.alike):
         return None
     block, (op, call, part) = before
@@ -111,5 +111,5 @@ def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
 
 def _back(run: BlockRun, sent: Sent, like: Tensor, node: Node) -> Announcement:
     """Return what expects rows by the sizes of a call, swapped; these may still have to arrive."""
-    exchange, call = run.stage.exchange, sent.call
+    exchange, call = run.installed.exchange, sent.call
     return node, lambda: exchange.expect_rows(like, call.splits.sizes(back=not call.back)[1], node.tag)

@@ -200,7 +200,7 @@ class Again:
                 if self._kept[0].is_changed
                 else f"{run.name} changes in place what an exchange has brought"
             )
-            mode = stage.shape[run.block].recompute
+            mode = run.installed.cut.shape[run.block].recompute
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
         second, carried = Forward(function, run.name, stage.device, stacks, CrossingMode()), stage.state_of(run.block)
@@ -213,7 +213,7 @@ class Again:
         try:
             with self._state.applied(run.name, stage.device), replaced(self._scales), ExitStack() as inside:
                 for kept in answers:
-                    values = kept.enter(inside, stage.anchor)
+                    values = kept.enter(inside, run.installed.anchor)
                     with eager(kept.mode):
                         reached = go(values, self._state, mode=kept.mode)
                     go = second.resume
@@ -296,4 +296,4 @@ class RecomputedRun(BlockRun):
         """Compute a part again: the experts of the last segment, or everything else."""
         part = self.parts.pop(len(self.segments) - 1) if op is Op.RECOMPUTE_EXPERTS else self.own
         assert part is not None
-        part.compute(self.stage.stacks)
+        part.compute(self.installed.stacks)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.plan import Span
-from overlap1f1b.play.feed import Microbatches
 from overlap1f1b.play.microbatch import Microbatch, OptionalTensors, one
-from overlap1f1b.play.player import Player
+from overlap1f1b.play.player import Alive
+from overlap1f1b.play.times import Times
 from overlap1f1b.simulation import Timeline
 
 
@@ -26,7 +24,7 @@ class StepResult:
         losses: Loss of each microbatch that ended on this rank, in their order.
         shares: Share of each microbatch in the mean over all ranks.
         outputs: Arguments of each loss that the last block returned, if ``return_outputs`` was set.
-        measured: Returns the measured spans of the nodes.
+        times: Times of the nodes.
         peak_activations: Most microbatches of a stage that were alive at once.
         peak_held: The same, counting microbatches that wait for weight gradients alone.
         peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None if nobody has counted: on a
@@ -36,7 +34,7 @@ class StepResult:
     losses: tuple[Tensor, ...]
     shares: tuple[float, ...]
     outputs: tuple[Tensor | OptionalTensors | None, ...]
-    measured: Callable[[], tuple[Span, ...]]
+    times: Times
     peak_activations: int
     peak_held: int
     peak_bytes: int | None = None
@@ -47,7 +45,7 @@ class StepResult:
 
         On a GPU it has the device's times, and the first access waits for the device.
         """
-        return Timeline(self.measured())
+        return Timeline(self.times.spans())
 
     @property
     def loss(self) -> Tensor:
@@ -84,19 +82,11 @@ class StepResult:
         return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
 
 
-class PlayedStep(NamedTuple):
-    """A step that was played: its result, and its microbatches with their outputs and input gradients."""
-
-    result: StepResult
-    microbatches: Microbatches
-
-
-def result_of(ended: Sequence[Microbatch], shares: Sequence[float], player: Player) -> StepResult:
+def result_of(ended: Sequence[Microbatch], shares: Sequence[float], times: Times, alive: Alive) -> StepResult:
     """Return the result of a step that was played, with the microbatches that ended on this rank."""
     losses = tuple(outputs[0] for m in ended if (outputs := m.outputs) is not None)
     assert len(losses) == len(ended)
     # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
     kept = tuple(one(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
-    peaks = player.peak_activations, player.peak_held, player.peak_bytes
-    return StepResult(losses, tuple(shares), kept, player.measured(), *peaks)
+    return StepResult(losses, tuple(shares), kept, times, alive.most, alive.most_held)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,9 +17,22 @@ import torch.distributed as dist
 
 from overlap1f1b.cut.bits import local_part
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.plan import OF_PARAMETERS, About, ActionRange, Label, Node, NodeRange, Op, Resource, Span, StepRange
+from overlap1f1b.plan import (
+    EXCHANGED,
+    OF_PARAMETERS,
+    About,
+    ActionRange,
+    Label,
+    Node,
+    NodeRange,
+    Place,
+    Resource,
+    Span,
+    StepRange,
+)
 from overlap1f1b.plan.ranges import FORMAT, VERSION
-from overlap1f1b.play.player import Around, Issue
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Action, Kind, Program
 from overlap1f1b.transport.lanes import Flight
 
@@ -70,7 +83,7 @@ class RecordedStep(NamedTuple):
     device: Callable[[], tuple[Span, ...]] | None = None
 
 
-class Recorder:
+class Recorder(Observer):
     """Writes a range for every node, action, wait and step of an engine while it is open, and keeps their times.
 
     >>> with Recorder(engine, TorchRanges()) as recorder:
@@ -101,78 +114,91 @@ class Recorder:
         self._label: AbstractContextManager[object] = nullcontext()
         self._spans: list[RecordedSpan] = []
         self._open: dict[Action, tuple[Any, float]] = {}
+        self._ends: dict[Action, Node] = {}  # last node of each action of the step
+        self._step, self._begun = ExitStack(), 0.0
+        self._node: ExitStack | None = None  # the range of the present node
+        self._times: Times | None = None
         self._flying: dict[Flight[Any], Any] = {}
 
     def __enter__(self) -> Recorder:
-        if self.engine.player.recorder is not None:
+        if any(isinstance(one, Recorder) for one in self.engine.observers):
             raise ValueError("the engine is recorded already; allowed: one recorder at a time")
         self._thread = threading.get_ident()
         self._label = self.writer.range(str(Label(self.rank, self.mesh)))
         self._label.__enter__()
-        self.engine.observe(self)
+        self.engine.observers.insert(0, self)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.engine.observe(None)
+        self.engine.observers.remove(self)
         self._label.__exit__(*error)
 
-    # ------------------------------------------------------------------------------------- called by the engine
+    # ------------------------------------------------------------------------------------- called in a step
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Record a step; one that fails leaves no record."""
+    def begin(self, times: Times) -> None:
+        """Open the range of a step; one that fails leaves no record."""
         if self.engine.program is not self._program:  # of another number of microbatches
             self._program = self.engine.program
             self._actions = _actions_of(self._program)
-        self._spans, number, before = [], self.next, time.perf_counter()
-        try:
-            with self.writer.range(str(StepRange(number))):
-                begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
-                yield
-                ended = time.perf_counter()
-        finally:
-            for handle, _ in self._open.values():
-                self.writer.range_end(handle)
-            self._open.clear()
+        self._times, self._spans = times, []
+        self._ends = {action: node for node in times.nodes if (action := self._action(node)) is not None}
+        before = time.perf_counter()
+        self._step = ExitStack()
+        self._step.enter_context(self.writer.range(str(StepRange(self.next))))
+        self._begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
+        for lane in self.engine.connection.lanes:
+            lane.observe(self)
+
+    def before(self, node: Node) -> None:
+        """Open the range of an action at its first node, and of a node that does not compute."""
+        action = self._action(node)
+        if action is not None and action not in self._open and action in self._ends:
+            self._open[action] = self.writer.range_start(str(ActionRange(action))), time.perf_counter()
+        if node.resource is not Resource.COMPUTE:
+            self._enter(node)
+
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        """Open the range of a compute node, behind its waits."""
+        if node.resource is Resource.COMPUTE:
+            self._enter(node)
+
+    def after(self, node: Node) -> None:
+        """Close the range of a node, and that of an action at its last one."""
+        if self._node is None:  # a gather that has been taken
+            return
+        self._node.close()
+        self._node = None
+        action = self._action(node)
+        if action is not None and self._ends.get(action) is node:
+            handle, start = self._open.pop(action)
+            self.writer.range_end(handle)
+            self._spans.append(RecordedSpan(ActionRange(action), start, time.perf_counter()))
+
+    def end(self, *, failed: bool) -> None:
+        """Close what is open; keep the step unless it has failed."""
+        ended = time.perf_counter()
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+        self._step.close()
+        for lane in self.engine.connection.lanes:
+            lane.observe(None)
+        for handle, _ in self._open.values():
+            self.writer.range_end(handle)
+        self._open.clear()
+        times, number, self._times = self._times, self.next, None
+        if failed or times is None:
+            return
         self.next += 1
-        spans = sorted([*self._spans, *self._flights()], key=lambda span: (span.start, span.end))
-        player = self.engine.player
-        device = player.measured() if player.launches else None
-        sent = {str(flight.node): flight.sent for flight in player.flights if flight.sent}
-        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), player.begun, sent, device))
+        spans = sorted([*self._spans, *self._flights(times)], key=lambda span: (span.start, span.end))
+        device = times.spans if times.launches else None
+        sent = {str(flight.node): flight.sent for flight in times.flights if flight.sent}
+        begun = self._begun
+        self.steps.append(RecordedStep(number, begun, ended - begun, tuple(spans), times.begun, sent, device))
 
-    def issuing(self, nodes: Sequence[Node], issue: Issue) -> Issue:
-        """Return the function that plays each of these nodes in place of ``issue``, with its ranges."""
-        begins: dict[Action, Node] = {}
-        ends: dict[Action, Node] = {}
-        for node in nodes:
-            action = self._action(node)
-            if action is not None:
-                begins.setdefault(action, node)
-                ends[action] = node
-
-        def ranged(node: Node, microbatches: Mapping[Any, Any]) -> None:
-            action = self._action(node)
-            if action is not None and begins[action] is node:
-                self._open[action] = self.writer.range_start(str(ActionRange(action))), time.perf_counter()
-            with nullcontext() if node.resource is Resource.COMPUTE else self._ranged("node", node):
-                issue(node, microbatches)
-            if action is not None and ends[action] is node:
-                handle, start = self._open.pop(action)
-                self.writer.range_end(handle)
-                self._spans.append(RecordedSpan(ActionRange(action), start, time.perf_counter()))
-
-        return ranged
-
-    def computing(self, around: Around | None) -> Around:
-        """Return the context of a compute node behind its waits; the player's own ``around`` goes inside."""
-
-        @contextmanager
-        def ranged(node: Node) -> Iterator[None]:
-            with self._ranged("node", node), nullcontext() if around is None else around(node):
-                yield
-
-        return ranged
+    def _enter(self, node: Node) -> None:
+        self._node = ExitStack()
+        self._node.enter_context(self._ranged("node", node))
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
         """Record a wait of the issuing thread; other threads' waits are not recorded."""
@@ -230,7 +256,7 @@ class Recorder:
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             bytes={str(step.number): step.sent for step in self.steps},
             held=held,
-            sharded=bool(engine.sharding.groups),
+            sharded=bool(engine.connection.sharding.groups),
             parameters=sum(local_part(parameter).nbytes for parameter in parameters),
         )
         return asdict(about)
@@ -244,11 +270,11 @@ class Recorder:
             end = time.perf_counter()
         self._spans.append(RecordedSpan(found, start, end))
 
-    def _flights(self) -> Iterator[RecordedSpan]:
+    def _flights(self, times: Times) -> Iterator[RecordedSpan]:
         """Yield the flights of the step, without exchanges of a rank that shares its experts with no other."""
-        alone, host = self.engine.exchange.ranks == 1, self.engine.boundary.device.type == "cpu"
-        for flight in self.engine.player.flights:
-            if flight.arrived_at and not (alone and flight.node.op in _EXCHANGED):
+        alone, host = self.engine.connection.exchange.ranks == 1, self.engine.connection.device.type == "cpu"
+        for flight in times.flights:
+            if flight.arrived_at and not (alone and flight.node.op in EXCHANGED):
                 found = NodeRange("flight", flight.node)
                 lane = flight.lane.name if host or flight.lane.background else ""
                 yield RecordedSpan(found, flight.departed_at, flight.arrived_at, lane)
@@ -257,9 +283,6 @@ class Recorder:
         if node.op in OF_PARAMETERS:
             return None
         return self._actions.get((node.kind, node.stage, node.microbatch, node.pipe))
-
-
-_EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
 
 
 def _actions_of(program: Program) -> dict[tuple[Kind, int, int, int], Action]:

@@ -181,9 +181,9 @@ class Sharding:
         for group in self.process_groups:
             abort(group)
 
-    def divide(self, stages: Mapping[int, Stage]) -> None:
-        """Let nodes gather what lies inside a single block, and tell the stages."""
-        blocks = {(n, at): block for n, stage in stages.items() for at, block in enumerate(stage.blocks)}
+    def divide(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
+        """Let nodes gather what lies inside a single one of these blocks, given by stage."""
+        blocks = {(n, at): block for n, stage in stages.items() for at, block in enumerate(stage)}
         inside = {place: set(block.modules()) for place, block in blocks.items()}
         # Their weight gradients are computed with the parameters, at any time.
         whole = {p for p, held in inside.items() if options_of(blocks[p]).delays or any(map(is_parametrized, held))}
@@ -192,8 +192,10 @@ class Sharding:
             places = [place for place, held in inside.items() if not held.isdisjoint(called)]
             if len(places) == 1 and places[0] not in whole and inside[places[0]].issuperset(called):
                 self.of_block.setdefault(places[0], []).append(module)
-        for number, stage in stages.items():
-            stage.gather({at for of, at in self.of_block if of == number})
+
+    def gather_at_once(self) -> None:
+        """Gather all modules at the start of a step: ranks that gather together play other plans."""
+        self.ahead = None
 
     def gather(self, by_nodes: Collection[BlockKey] = ()) -> None:
         """Start to gather parameters in order, and keep FSDP2's hooks still; forwards wait for their own.

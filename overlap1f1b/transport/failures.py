@@ -100,6 +100,7 @@ class Failures:
 
     Attributes:
         failed: Whether this rank failed, so that transfers under way will not end.
+        place: Where in a step it did, until :meth:`tell`; None outside of one.
         lost: Cause of another rank's failure, once a watchdog has found it: transfers bring nothing any more.
     """
 
@@ -109,6 +110,7 @@ class Failures:
         self.labels = dict(labels or {})
         self.limit = limit or dist.distributed_c10d.default_pg_timeout
         self.failed = False
+        self.place: str | None = None
         self.lost: str | None = None
         self._store: Store | None = None
         self._leave_word: Callable[[], object] = lambda: None
@@ -142,9 +144,13 @@ class Failures:
         self.failed |= getattr(sys, "last_value", None) is not None
         self._leave_word()
 
+    def fail(self, place: str | None) -> None:
+        """Note that this rank failed at a place in a step."""
+        self.failed, self.place = True, self.place or place
+
     def tell(self, error: BaseException, message: str) -> None:
         """Add ``message`` to an error and leave word of it; if no other rank caused it, it is the first cause."""
-        self.failed = True
+        self.failed, self.place = True, None
         error.add_note(message)
         if self._store is not None:
             word = f"{message}: {headline(error)}"

@@ -234,6 +234,10 @@ class Lane:
         self.close = weakref.finalize(self, self._crew.dismiss)
         """Let the threads end after the transfers launched so far."""
 
+    def observe(self, observer: Observer | None) -> None:
+        """Let an observer follow the transfers, or nobody."""
+        self.recorder = observer
+
     def launch(self, node: Node, post: Post[T]) -> Flight[T]:
         """Start a transfer after all that were launched before, and return its flight."""
         flight: Flight[T] = Flight(node, self)

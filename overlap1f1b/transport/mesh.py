@@ -45,7 +45,6 @@ class Mesh:
         experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
         exchanging: Group of the ranks that share the experts; None for this rank alone.
         device_type: Type of the ranks' devices.
-        same: Values that must be equal on all ranks, by name; compared whenever ranks gather values.
         labels: Name of each rank in messages, by its number in the default group.
         failures: Record of failures, shared by these ranks.
 
@@ -71,7 +70,6 @@ class Mesh:
         self.devices = mesh
         self.experts_over: tuple[Dimension, ...] = tuple(name for name in DIMENSIONS if name in experts_over)
         self.device_type = "cpu" if mesh is None else mesh.device_type
-        self.same: dict[str, object] = {}
         self._groups: dict[Dimension, Group] = {}
         self._beside: dict[str, Mesh] = {}
         self._rank = dist.get_rank() if dist.is_initialized() else 0
@@ -192,7 +190,7 @@ class Mesh:
         """
         if purpose not in self._beside:
             other = self._beside[purpose] = copy(self)
-            other.same, other._control = {}, self._comparing(purpose)
+            other._control = self._comparing(purpose)
         return self._beside[purpose]
 
     def warm_up(self, device: torch.device) -> None:
@@ -242,17 +240,13 @@ class Mesh:
         """Return the values of all ranks along a dimension, in the mesh's order.
 
         Raises:
-            ValueError: Ranks differ in a value of :attr:`same`.
             LostRankError: A rank failed, or did not answer within the limit.
         """
         group = self._control.get(dimension)
         if group is None:
             return [value]
-        ranks = self.along(dimension)
         with _naming(dimension):
-            found = gather_objects(group, ranks, (self.same, value))
-        self._compare(ranks, [same for same, _ in found])
-        return [value for _, value in found]
+            return gather_objects(group, self.along(dimension), value)
 
     def gathered_by_experts(self, value: T) -> list[T]:
         """Return the values of all ranks that share the experts; raises as :meth:`gathered`."""

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from overlap1f1b.cut.blocks import refuse_wrappers
 from overlap1f1b.engine import Stage, blocks_of
+from overlap1f1b.play.install import Installation
 from tests import models
 
 
@@ -18,7 +19,7 @@ def test_modules_are_as_they_were_after_a_step_that_fails_too() -> None:
     stage, before = Stage(model), [dict(module.__dict__) for module in model.modules()]
 
     def fail() -> None:
-        with stage.installed(0.5):
+        with Installation(stage).on_modules(0.5):
             assert [dict(module.__dict__) for module in model.modules()] != before
             raise KeyError
 

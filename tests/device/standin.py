@@ -599,7 +599,7 @@ def installed() -> Iterator[None]:
             (HostCopy, "on", _delivering(HostCopy.on)),
             (HostCopy, "read", _noting_reads(HostCopy.read)),
             (EventMark, "synchronize", _behind(_block, EventMark.synchronize)),
-            (Player, "_issue", _behind(lambda _, node, *others: here().write("node", str(node)), Player._issue)),
+            (Player, "_play", _behind(lambda _, node: here().write("node", str(node)), Player._play)),
             (Mesh, "gathered", _behind(_note_meeting, Mesh.gathered)),
             (Mesh, "barrier", _behind(_note_meeting_of_experts, Mesh.barrier)),
         ):

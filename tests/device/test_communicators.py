@@ -33,8 +33,12 @@ def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:
         made = len(here().log)
         inputs, target = batch_of(program, layout, rank)
         engine.step(inputs, target=target)
-        assert isinstance(engine.exchange, CollectiveExchange)
-        links = [link.payload for links in (engine.boundary._out, engine.boundary._in) for link in links.values()]
+        assert isinstance(engine.connection.exchange, CollectiveExchange)
+        links = [
+            link.payload
+            for links in (engine.connection.boundary._out, engine.connection.boundary._in)
+            for link in links.values()
+        ]
         neighbours = 2 if 0 < rank // layout.ep < layout.pp - 1 else 1
         assert len({id(link) for link in links}) == len(links) == 2 * neighbours
         found[rank] = here().log[:made], here().log[made:]

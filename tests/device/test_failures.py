@@ -230,11 +230,11 @@ def _uses_what_nobody_computed(rank: int, size: int) -> list[str]:
     said = []
     for told in (False, True):
         if told and rank == 0:
-            engine.failures.tell(ValueError("bad weather"), "rank cp 0 failed")
+            engine.mesh.failures.tell(ValueError("bad weather"), "rank cp 0 failed")
         BOTH.wait(10)
         if rank == 1:
             try:
-                with engine._communicators.watched():
+                with engine.connection._communicators.watched():
                     raise IndexError("index out of range in self")
             except (IndexError, RuntimeError) as error:
                 said.append(f"{type(error).__name__}: {error}")

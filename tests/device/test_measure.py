@@ -17,15 +17,15 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
     program = program_of("combined_1f1b", LAYOUT.pp)
     engine, _ = engine_of(program, LAYOUT, costs=None, tries=1)
     inputs, target = batch_of(program, LAYOUT, rank)
-    steps, timed, alone = 0, set[CostKey](), engine.boundary.timed
-    computed = sum(node.resource == "compute" for node in engine.plan.ranks[engine.rank])
+    steps, timed, alone = 0, set[CostKey](), engine.connection.boundary.timed
+    computed = sum(node.resource == "compute" for node in engine.plan.ranks[engine.mesh.rank("pp")])
 
     def noted() -> dict[CostKey, float]:
         took = alone()
         timed.update(took)
         return took
 
-    engine.boundary.timed = noted  # type: ignore[method-assign]
+    engine.connection.boundary.timed = noted  # type: ignore[method-assign]
     while engine.costs is None:
         begin = len(here().log)
         engine.step(inputs, target=target)

@@ -72,7 +72,7 @@ def _step(rank: int, size: int, folder: str, culprit: int, what: str, microbatch
     program = build_schedule("combined_1f1b", ranks=2, microbatches=M)
     engine = make(blocks, program, mesh=mesh, overlap=3, timeout=LIMIT)
     if rank == culprit and when == "reduce":
-        (reduction,) = engine.reductions
+        (reduction,) = engine.connection.links.reductions
         reduction.launch = lambda node: die(folder)  # type: ignore[method-assign,return-value]
     inputs, target = models.batch(M, seed=rank)
     try:

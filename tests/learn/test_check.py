@@ -24,7 +24,7 @@ from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import NodeCosts, Overlap
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from overlap1f1b.schedule.program import program_of
-from tests import models
+from tests import models, observing
 from tests.campaign.hidden import Block
 from tests.campaign.places import Shared
 from tests.engines import COSTS, make
@@ -212,7 +212,7 @@ def test_what_stands_around_nodes_meets_the_step_alone() -> None:
         seen.append(node)
         yield
 
-    engine.player.around = around
+    engine.observers.append(observing.Around(around, acts=True))
     engine.step(inputs, target=target)
     assert len(seen) == len(set(seen))
     _, expected = models.plain_gradients(models.build(), inputs, target, 4)

@@ -17,14 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.cut.options import parse_memory
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.learn.memory import ByteCount
-from overlap1f1b.learn.tuner import LEAST_WARMUP_GAIN, SPARE, State, Tuner, lighter
+from overlap1f1b.learn.tuner import LEAST_WARMUP_GAIN, SPARE, Tuner, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
-from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, Node, NodeCosts, Op, Recompute, cost_key, fastest
+from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, NodeCosts, Op, Recompute, cost_key, fastest
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from tests import models
 from tests.engines import COSTS, make
+from tests.observing import Last
 from tests.ranks import Ranks, over
-from tests.tiers import first, wide
+from tests.tiers import first
 
 CPU, M = torch.device("cpu"), 4
 PROGRAM = build_schedule("combined_1f1b", microbatches=M)
@@ -86,7 +87,7 @@ def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -
             found += [("measuring", held / plans[0].peak_bytes[0])]
         for plan in plans[: 2 if extra else 1]:
             played = make(transformer(group), program, mesh=mesh, plan=plan, verify=False)
-            played.player._fills = False  # weight gradients that run early free memory early
+            played.observers.append(Last(keeps_order=True))  # weight gradients that run early free memory early
             count, _ = counted(played, data)
             found.append((f"{program.name} {plan.order}", count.peak / plan.peak_bytes[0]))
     problems = [one for one in found if abs(one[1] - 1) > 0.05]
@@ -243,54 +244,3 @@ def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
             plan = tuner._with_recompute().plans[0]
             assert plan.peak_bytes[0] <= room
             assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor
-
-
-class Spoiled:
-    """What carries out compute nodes, and runs out of memory at one of a trial."""
-
-    def __init__(self, engine: Engine, at: int) -> None:
-        self.engine, self.inner, self.left = engine, engine.player.compute, at
-
-    def __call__(self, node: Node, *given: Any) -> None:
-        if self.engine.tuner.state is State.TRYING:
-            self.left -= 1
-            if not self.left:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        self.inner(node, *given)
-
-
-def _spoiled(rank: int, size: int, pp: int) -> list[Any]:
-    """Problems where the last rank has too little memory in a trial."""
-    mesh = init_device_mesh("cpu", (pp, size // pp), mesh_dim_names=("pp", "ep")) if size > 1 else None
-    data, found, problems = models.batch(M, seed=mesh.get_local_rank("ep") if mesh else 0), [], []
-    program = build_schedule("combined_1f1b", ranks=pp, microbatches=M)
-    for at in (0, 40):
-        model = models.build(mesh.get_group("ep") if mesh else None, layers=pp)
-        with patch("overlap1f1b.learn.tuner.TRIED_WITHIN", 1e9):
-            engine = make(model, program, mesh=mesh, memory="1TB", tries=1, timeout=30)
-            while engine.tuner.state is State.MEASURING:
-                engine.step(data[0], target=data[1])
-            turns, before = list(engine.tuner._now.turns), engine.failures
-            if at and rank == size - 1:
-                engine.player.compute = Spoiled(engine, at)
-            model.zero_grad()
-            engine.step(data[0], target=data[1])
-            found.append(models.gradients(model))
-            if at:
-                left = [plan.fingerprint for plan in turns if plan not in engine.tuner._now.turns]
-                gone = turns[: 1 if len(turns) > 2 else 2]  # of two the other is kept at once
-                problems += [] if left == [plan.fingerprint for plan in gone] else [f"left {len(left)} of {len(turns)}"]
-                problems += [] if mesh is None or engine.failures is not before else ["the old groups"]
-                settled(engine, data).evaluate(data[0], target=data[1])
-        engine.close()
-    return problems + models.equal(*found)
-
-
-@pytest.mark.wide
-def test_a_trial_without_memory_is_left_in_the_same_step() -> None:
-    assert _spoiled(0, 1, 1) == []
-
-
-@pytest.mark.parametrize("pp", [1, *wide(2)])
-def test_a_trial_without_memory_on_one_rank_is_left_by_all(ranks2: Ranks, pp: int) -> None:
-    assert ranks2.run(_spoiled, pp, timeout=100) == [[], []]

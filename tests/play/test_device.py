@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.engines import make
 from tests.lagging import loopback
+from tests.observing import Around
 from tests.tiers import wide
 
 CPU = torch.device("cpu")
@@ -58,8 +60,9 @@ HOST = Watch(time.perf_counter, lambda a, b: b - a, lambda: None)
 
 def clocked(engine: Engine, watch: Watch = HOST) -> None:
     """Let an engine take the times of its nodes by another clock, as by a device's."""
-    engine.player.watch = watch
-    for lane in engine.player.lanes.values():
+    connection = engine.connection
+    connection.links = replace(connection.links, watch=watch)
+    for lane in connection.links.lanes.values():
         lane.stamp = watch.stamp
 
 
@@ -86,19 +89,17 @@ def test_a_step_is_measured_by_the_device_and_read_late() -> None:
     spans = {span.node: span for span in result.overlap.spans if span.node.resource is Resource.COMPUTE}
     assert settled == [True]
     assert set(spans) == {node for node in overlapped.plan.nodes if node.resource is Resource.COMPUTE}
-    seen = {span.node: span for span in overlapped.player.measured()()}
+    seen = {span.node: span for span in result.times.spans()}
     assert all(abs(spans[node].start - seen[node].start) < 0.05 for node in spans)
 
 
 def test_launches_are_measured_without_waits_for_counts() -> None:
     """Counts take 50 ms; on a CPU no launch is measured."""
     overlapped = engine(2, loopback(lambda: 0.0, lambda: 0.05), 2, costs=COSTS)
-    step(overlapped)
-    assert overlapped.player.launches == []
+    assert step(overlapped).times.launches == []
     clocked(overlapped)
     begun = time.perf_counter()
-    step(overlapped)
-    launches = overlapped.player.launches
+    launches = step(overlapped).times.launches
     assert [span.node for span in launches] == list(overlapped.plan.nodes)
     assert all(begun <= span.start <= span.end <= time.perf_counter() for span in launches)
     rows = [span.end - span.start for span in launches if span.node.op is Op.DISPATCH and span.node.kind is Kind.F]
@@ -117,7 +118,7 @@ def _slowly(node: Node) -> Iterator[None]:
 def test_the_streams_know_when_an_exchange_ended() -> None:
     """It ends when its bytes are there, not when compute asks for them."""
     overlapped = engine(2, LoopbackExchange(CPU), 2, costs=COSTS)
-    overlapped.player.around = _slowly
+    overlapped.observers.append(Around(_slowly))
     result = step(overlapped)
     rows = [span for span in result.overlap.spans if span.node.op in (Op.DISPATCH, Op.COMBINE)]
     assert len(rows) == 2 * 2 * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import Node, NodeCosts, Op, Resource, compile
+from overlap1f1b.plan import Node, NodeCosts, Op, Place, Resource, compile
+from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
+from tests.observing import Around
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks, over
 from tests.tiers import wide
@@ -32,23 +35,44 @@ def engine(model: Any, name: str = "combined_1f1b", microbatches: int = 4) -> En
     return make(model, program, costs=COSTS, verify=False)
 
 
-def test_around_before_launch_and_spans_see_every_node_in_the_plans_order() -> None:
-    played, (inputs, target) = engine(models.build()), models.batch(4)
-    seen: list[Node | str] = []
+class Noting(Observer):
+    """Notes what it is told."""
 
-    @contextmanager
-    def around(node: Node) -> Iterator[None]:
-        seen.append(node)
-        yield
+    keeps_order = True
 
-    played.player.around = around
-    played.player.before_launch = lambda: seen.append("exchange")
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Node | None]] = []
+
+    def begin(self, times: Times) -> None:
+        self.told.append(("begin", None))
+
+    def before(self, node: Node) -> None:
+        self.told.append(("before", node))
+
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        self.told.append(("ready", node))
+
+    def after(self, node: Node) -> None:
+        self.told.append(("after", node))
+
+    def end(self, *, failed: bool) -> None:
+        self.told.append((f"end {failed}", None))
+
+
+def test_an_observer_is_told_of_every_node_in_the_plans_order() -> None:
+    played, (inputs, target), noting = engine(models.build()), models.batch(4), Noting()
+    played.observers.append(noting)
     spans = played.step(inputs, target=target).overlap.spans
     nodes = played.plan.ranks[0]
-    assert seen == [node if node.resource is Resource.COMPUTE else "exchange" for node in nodes]
+    each = [(when, node) for node in nodes for when in ("before", "ready", "after")]
+    assert noting.told == [("begin", None), *each, ("end False", None)]
     assert {span.node for span in spans} == set(nodes)
     computed = [span for span in spans if span.node.resource is Resource.COMPUTE]
     assert all(a.end <= b.start for a, b in pairwise(computed))
+    played.observers.remove(noting)
+    told = len(noting.told)
+    played.step(inputs, target=target)
+    assert len(noting.told) == told
 
 
 def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
@@ -64,8 +88,8 @@ def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:
         dist.barrier()
 
     with patch.object(played.mesh, "barrier", barrier):
-        spans = played.step(inputs, target=target).overlap.spans
-    ends = {span.node: played.player.begun + span.end for span in spans}
+        result = played.step(inputs, target=target)
+    ends = {span.node: result.times.begun + span.end for span in result.overlap.spans}
     exchanges = [node for node in played.plan.ranks[0] if node.op in (Op.COUNTS, Op.DISPATCH, Op.COMBINE)]
     assert len(exchanges) == len(meetings)
     following = zip(exchanges, meetings[1:], strict=False)
@@ -87,7 +111,7 @@ def test_a_backward_runs_outside_the_autocast_of_its_step() -> None:
         enabled.setdefault(node.kind, set()).add(torch.is_autocast_enabled("cpu"))
         yield
 
-    played.player.around = around
+    played.observers.append(Around(around))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         played.step(inputs, target=target)
     assert enabled == {Kind.F: {True}, Kind.I: {False}, Kind.W: {False}}
@@ -128,11 +152,10 @@ def test_the_position_of_a_node_that_fails_is_known() -> None:
             raise KeyError("mine")
         yield
 
-    played.player.around = around
+    played.observers.append(Around(around))
     with pytest.raises(KeyError, match="mine") as raised:
         played.step(inputs, target=target)
     position = next(at for at, node in enumerate(played.plan.ranks[0]) if node.kind is Kind.W)
-    assert played.player.position == position
     assert any(f"position {position} of its plan" in note for note in raised.value.__notes__)
 
 

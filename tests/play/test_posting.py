@@ -37,5 +37,5 @@ def test_a_wait_for_counts_on_the_host_has_the_engines_limit_and_looks_for_failu
     )
     engine.step(x, target=target)
     assert asked
-    assert all(failures is engine.failures for failures in asked)
-    assert engine.failures.limit == timedelta(seconds=7)
+    assert all(failures is engine.mesh.failures for failures in asked)
+    assert engine.mesh.failures.limit == timedelta(seconds=7)

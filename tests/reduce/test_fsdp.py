@@ -30,6 +30,7 @@ from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engines import COSTS, make
+from tests.observing import Around
 from tests.ranks import Ranks, over
 from tests.tiers import wide
 
@@ -236,7 +237,7 @@ def test_what_the_user_has_set_holds(rank: int, size: int) -> None:
     engine = engine_over(model, programs(2)[0], mesh)
     engine.step(data[0], target=data[1])
     problems = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) or p.grad is not None]
-    assert {group.gradient_divide_factor for group in engine.sharding.groups} == {7.0}
+    assert {group.gradient_divide_factor for group in engine.connection.sharding.groups} == {7.0}
     for module in sharded(model):
         module.set_requires_gradient_sync(True)
     engine.step(data[0], target=data[1])
@@ -291,7 +292,7 @@ def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> None:
         return models.loss_fn(output, target)
 
     engine = engine_over(model, programs(3)[0], mesh, loss_fn=loss_fn)
-    groups = engine.sharding.groups
+    groups = engine.connection.sharding.groups
     most = 0
 
     def counting(gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -338,7 +339,7 @@ class Watched:
         self.here: dict[Any, Any] = {}
         self.most = self.bytes = 0
         self.whole: dict[Any, list[Tensor]] = {}
-        for place, modules in engine.sharding.of_block.items():
+        for place, modules in engine.connection.sharding.of_block.items():
             groups = [group for module in modules for group in fsdp._groups(module)]
             self.whole[place] = [t for group in groups for one in group.fsdp_params for t in one.all_gather_outputs]
             for group in groups:
@@ -383,7 +384,7 @@ def test_nodes_gather_two_blocks_at_a_time(
         engine.plan = plan = compile(program, engine.shapes, COSTS, overlap)
         watched = Watched(engine)
         engine.step(data[0], target=data[1])
-        blocks = len({place for place in engine.sharding.of_block if place[1]})
+        blocks = len({place for place in engine.connection.sharding.of_block if place[1]})
         problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
         problems += [] if blocks >= 4 and plan.gathered(0) == watched.most == 2 else [f"{watched.most} of {blocks}"]
         assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -411,7 +412,8 @@ def test_a_module_of_two_blocks_stays_gathered(rank: int, size: int) -> None:
             engine.plan = compile(engine.program, engine.shapes, COSTS, 3)
         engine.step(data[0], target=data[1])
         found.append(gradients(model))
-    assert {place: len(modules) for place, modules in engine.sharding.of_block.items()} == {(0, b): 1 for b in range(6)}
+    held = engine.connection.sharding.of_block.items()
+    assert {place: len(modules) for place, modules in held} == {(0, b): 1 for b in range(6)}
     assert engine.plan.gathered(0) == 2
     problems = models.equal(*found)
     assert not problems, problems
@@ -456,7 +458,7 @@ def _over_stages(rank: int, size: int) -> list[str]:
             watched = Watched(engine)
         engine.step(data[0], target=data[1])
         found.append(held(engine, model))
-    assert watched.most == 2 < len(engine.sharding.of_block)
+    assert watched.most == 2 < len(engine.connection.sharding.of_block)
     return models.equal(*found)
 
 
@@ -525,8 +527,8 @@ def test_gathering_has_the_engines_limit(rank: int, size: int) -> None:
     mesh, data = meshed(size, size), models.batch(3, seed=rank)
     engine = engine_over(wrapped("blocks", mesh), programs(3)[0], mesh, timeout=1.0)
     if rank == 1:
-        gather = engine.sharding.gather
-        engine.sharding.gather = lambda *given: (time.sleep(2.5), gather(*given))  # type: ignore[assignment,func-returns-value]
+        gather = engine.connection.sharding.gather
+        engine.connection.sharding.gather = lambda *given: (time.sleep(2.5), gather(*given))  # type: ignore[assignment,func-returns-value]
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         engine.step(data[0], target=data[1])
@@ -551,9 +553,9 @@ def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> No
         if node == computed[-1]:
             done.set()
 
-    engine.player.around = last
+    engine.observers.append(Around(last))
     reached = []
-    for group in engine.sharding.groups:
+    for group in engine.connection.sharding.groups:
 
         def late(reduce: Callable[[], None] = group.post_backward) -> None:
             reached.append(done.wait(10))

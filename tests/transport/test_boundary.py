@@ -161,7 +161,7 @@ def test_each_transfer_is_timed_where_it_arrives(rank: int, size: int, dynamic: 
     }.items():
         engine, _ = engine_over(mesh, name, 4, dynamic_shapes=dynamic)
         engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
-        took = engine.boundary.timed()
+        took = engine.connection.boundary.timed()
         assert all(0 < seconds < 20 for seconds in took.values())
         engine.step(list(batch([3, 4, 1, 7], seed=1)), target=[()] * 4)
         assert sorted((kind, stage) for _, kind, stage, *_ in took) == arrived[rank]

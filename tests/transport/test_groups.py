@@ -51,8 +51,8 @@ def _undefined(rank: int, size: int, folder: str, backend: str | None) -> list[s
     model = models.build(group)
     engine = make(model, build_schedule("sequential", microbatches=2), mesh=mesh, timeout=20)
     engine.step(data[0], target=data[1])
-    assert isinstance(engine.exchange, PeerExchange)
-    assert engine.exchange.background  # as on gloo
+    assert isinstance(engine.connection.exchange, PeerExchange)
+    assert engine.connection.exchange.background  # as on gloo
     assert isinstance(next(m for m in model.modules() if hasattr(m, "exchange")).exchange, PeerExchange)
     return [dist.get_backend(), backend_of(None), backend_of(group)]
 

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.plan import Overlap
+from overlap1f1b.play.install import Installation
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.suspension import Forward, Stack, ThreadState
 from tests import models
@@ -332,7 +333,7 @@ def test_experts_called_outside_a_step_compute_plainly() -> None:
     model = models.build()
     inputs, target = models.batch(1)
     engine = Engine(model, build_schedule("sequential", microbatches=1), loss_fn=models.loss_fn)
-    with engine.stages[0].installed():
+    with Installation(engine.stages[0]).on_modules():
         inside = models.loss_fn(model(inputs), target)
     assert torch.equal(inside, models.loss_fn(model(inputs), target))
 

@@ -37,6 +37,7 @@ from overlap1f1b.integrations.megatron.layers import (
 from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
+from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.transport.suspension import Forward
 
@@ -55,7 +56,7 @@ class Chunk(MicrobatchBlock):
     """Whether its last input (in a decoder: the encoder's output) is appended to its output."""
     step: ChunkStep | None = None
     """The call that is played."""
-    _stage: Any = None
+    _installed: Installation | None = None  # while a step lasts
 
     def __init__(
         self, model: nn.Module, stage: int, *, last: bool, exchanges: bool, dispatcher: Dispatcher = "own"
@@ -95,12 +96,13 @@ class Chunk(MicrobatchBlock):
     def stepping(self, step: ChunkStep) -> AbstractContextManager[None]:
         """Use a step's arguments inside the context, and let MoE layers of Megatron-Core's own be suspended."""
 
-        def stage() -> Any:
-            return self._stage
+        def stage() -> Installation:
+            assert self._installed is not None
+            return self._installed
 
         return replaced(
             chain(
-                [(vars(self), "step", step)],
+                [(vars(self), "step", step), (vars(self), "_installed", None)],
                 exchanging(self._dispatchers),
                 *(experts.replacing() for experts in self.experts),
                 on_one_stream(self._overlapped, self.device),
@@ -133,7 +135,7 @@ class Chunk(MicrobatchBlock):
         assert microbatch is not None
         assert step.begun == microbatch.index, "a plan begins the microbatches of a stage in their order"
         step.begun += 1
-        self._stage = microbatch.stage
+        self._installed = microbatch.installed
         mark = attribute_of(self.model, "set_is_first_microbatch")
         if microbatch.index == 0 and step.marks_first and mark is not None:
             mark()

@@ -31,6 +31,7 @@ from overlap1f1b.integrations.megatron.config import (
 )
 from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
 from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
+from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
@@ -366,7 +367,7 @@ class ChunkEngine:
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
         engine.tuner.share_plans_with(playing_alike(groups))
-        engine.verification.tables = logged
+        engine.verification.watch(logged)
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 
@@ -378,7 +379,7 @@ class ChunkEngine:
         losses, engine = steps[0].losses, self.engine
         config, engine.microbatches = losses.config, losses.microbatches
         if self._sizes not in (None, sizes):
-            engine.boundary.forget()
+            engine.forget_sizes()
         self._sizes = sizes
         microbatches, last = losses.microbatches, engine.program.placement.stages - 1
         verifies = engine.tuner.verifies_next(grad=grad)
@@ -397,6 +398,7 @@ class ChunkEngine:
             shares = dict.fromkeys(range(microbatches), 1.0)
             return Feed(given, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
 
+        observers: list[Observer] = []
         with ExitStack() as stepping:
             if grad:
                 models = {stage: chunk.model for stage, chunk in self.chunks.items()}
@@ -406,11 +408,12 @@ class ChunkEngine:
                     # Forwards would bring other ranks' new weights, which the plays of one step would not share.
                     if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
                         attribute_of(model, "start_param_sync")(force_sync=True)
-                gradient_sync = GradientSync(config, models, engine.plan.ranks[engine.rank], microbatches - 1)
+                gradient_sync = GradientSync(
+                    config, models, engine.plan.ranks[engine.mesh.rank("pp")], microbatches - 1
+                )
                 stepping.enter_context(gradient_sync)
-                engine.player.around = gradient_sync.around if gradient_sync.acts else None
-                stepping.callback(setattr, engine.player, "around", None)
+                observers += [gradient_sync] if gradient_sync.acts else []
             stepping.enter_context(losses.scaling_attached())
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))
-            engine.play(feed, grad=grad)
+            engine.play(feed, grad=grad, observers=observers)

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.cut.replacement import Replacement, replaced
-from overlap1f1b.cut.stage import Stage
 from overlap1f1b.cut.weights import added_to_main, split_linear
 from overlap1f1b.integrations.megatron.config import KERNELS, attribute_of, class_names
+from overlap1f1b.play.install import Installation
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange, exchange_by
 from overlap1f1b.transport.suspension import uncompiled
@@ -159,7 +159,7 @@ def linears_of(model: nn.Module) -> list[Any]:
     ]
 
 
-def leaving(layer: Any, stage: Callable[[], Stage]) -> Replacement:
+def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
     """Return what lets a layer leave its weight gradients to the queue in force of a stage."""
     plain = getattr(layer, PRODUCT)
 
@@ -220,7 +220,7 @@ def delayed_of(model: nn.Module) -> list[Any]:
     return layers
 
 
-def delaying(layer: Any, stage: Callable[[], Stage]) -> Replacement:
+def delaying(layer: Any, stage: Callable[[], Installation]) -> Replacement:
     """Return what lets a layer call ``backward_dw`` when the queue in force of a stage is computed."""
     store, parameters = layer.wgrad_store.put, _delayed(layer)
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.integrations.megatron.config import Config, NoSync, Sync, each
-from overlap1f1b.plan import Node, Resource
+from overlap1f1b.plan import Node, Place, Resource
+from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import Kind
 
 
@@ -187,7 +188,7 @@ class Rewound(Iterator[Any]):
         return getattr(self._iterator, name)
 
 
-class GradientSync:
+class GradientSync(Observer):
     """A switch that lets a data-parallel wrapper reduce gradients only with the last microbatch of each chunk.
 
     This holds for any order of nodes. ``no_sync_func`` is active in the context, except while gradients of a last
@@ -205,7 +206,7 @@ class GradientSync:
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
         # Whether there is anything to switch; without it weight gradients may run early.
-        self.acts = bool(self._no_sync or self._grad_sync)
+        self.acts = self.keeps_order = bool(self._no_sync or self._grad_sync)
 
     def __enter__(self) -> None:
         self._hold()
@@ -213,19 +214,22 @@ class GradientSync:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    @contextmanager
-    def around(self, node: Node) -> Iterator[None]:
-        """Allow reductions inside the context of a compute node, if it adds gradients of the last microbatch."""
-        if node.kind is Kind.F or node.microbatch != self.last:
-            yield
-            return
-        if not self._grad_sync:
+    def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        """Allow reductions in a compute node, if it adds gradients of the last microbatch."""
+        if self._adds_last(node) and not self._grad_sync:
             self._held.close()
-        yield
+
+    def after(self, node: Node) -> None:
+        """Allow none any more; reduce the gradients of a chunk if they are complete."""
+        if not self._adds_last(node):
+            return
         if self._grad_sync and node == self._ends[node.stage]:
             self._held.close()
             self._grad_sync[node.stage](self.models[node.stage].parameters())
         self._hold()
+
+    def _adds_last(self, node: Node) -> bool:
+        return node.resource is Resource.COMPUTE and node.kind is not Kind.F and node.microbatch == self.last
 
     def _hold(self) -> None:
         self._held.close()

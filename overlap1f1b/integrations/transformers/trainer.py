@@ -133,7 +133,8 @@ class Overlapped(Trainer):
             if self._model_built is not None:
                 self._model_built.engine.close()
             self._model_built = BuiltModel(self)
-        self._model_built.engine.verification.tables = lambda: [vars(self)]  # a subclass counts and logs in its losses
+            # A subclass counts and logs in its losses.
+            self._model_built.engine.verification.watch(lambda: [vars(self)])
         return self._model_built
 
     def _refuse_part(self, *_: Any) -> None:
@@ -318,7 +319,7 @@ class Overlapped(Trainer):
     def is_world_process_zero(self) -> bool:
         """Return whether this is the first rank; while a loss is computed, the first rank that computes one."""
         if self._computing:
-            return self.accelerator.process_index == 0 and self.engine.rank == self._built().loss_rank
+            return self.accelerator.process_index == 0 and self.engine.mesh.rank("pp") == self._built().loss_rank
         return super().is_world_process_zero()
 
     def _figures(self, result: StepResult) -> dict[str, float]:

@@ -223,7 +223,7 @@ class Bench:
         self.recording.keeps = True
         self.step(default)
         self._carried = self.recording.carried()
-        nodes = [node for node in default.plan.ranks[default.rank] if node.op in (Op.DISPATCH, Op.COMBINE)]
+        nodes = [node for node in default.plan.ranks[default.mesh.rank("pp")] if node.op in (Op.DISPATCH, Op.COMBINE)]
         self._replay = Replay(self.real, [self.recording.sizes[node.tag] for node in nodes], self.rank.device)
 
     def _sent(self) -> list[int]:

@@ -76,7 +76,7 @@ class Trainer:
         routers = [m for m in trained.modules() if isinstance(m, Router)]
         self._routers = routers if options.model.router == "sigmoid" else []
         # made by torch.distributed, since a router needs a process group
-        data = self.engine.mesh.ranks(pp=(self.engine.rank,), over=("dp", "ep"))
+        data = self.engine.mesh.ranks(pp=(self.engine.mesh.rank("pp"),), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
     def step(self, index: int) -> Step:

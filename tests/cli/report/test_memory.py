@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.cli.inside import report
 from tests.cli.report.test_page import open_page, without_warnings
 from tests.engines import make
+from tests.observing import Last
 from tests.profiling.simulated import simulated, write_run
 from tests.ranks import Ranks
 
@@ -63,7 +63,7 @@ def _profiled(rank: int, size: int, folder: str, limited: bool) -> Peaks:
     counted = step()
     (planned,) = engine.plan.peak_bytes or NodeCosts(bytes=engine.tuner.held).peak_bytes(engine.plan.ranks)
     os.environ["KINETO_LOG_LEVEL"] = "6"
-    engine.player.around = lambda node: nullcontext()  # no weight gradient runs early: the plan's own order
+    engine.observers.append(Last(keeps_order=True))  # no weight gradient runs early: the plan's own order
     with Profile(engine, folder):
         assert step() is None
     return Peaks(planned, counted, sum(parameter.nbytes for parameter in engine.parameters()))

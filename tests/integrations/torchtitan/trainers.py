@@ -81,7 +81,7 @@ def _train(
         trainer.train()
         if by != "torchtitan":
             engine = trainer.pp_schedule.engine
-            logged["ops"] = Counter(node.op.name for node in engine.plan.ranks[engine.rank])
+            logged["ops"] = Counter(node.op.name for node in engine.plan.ranks[engine.mesh.rank("pp")])
             logged["cut"] = [exchanges_of(shape) for shape in engine.shapes]
             engine.close()
         return logged

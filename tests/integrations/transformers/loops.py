@@ -249,4 +249,4 @@ def played(rank: int, size: int, spec: Spec) -> tuple[list[dict[str, Any]], list
 
         engine.play = recorded
         trainer.train()
-        return list(trainer.state.log_history), plays, list(engine.plan.ranks[engine.rank])
+        return list(trainer.state.log_history), plays, list(engine.plan.ranks[engine.mesh.rank("pp")])

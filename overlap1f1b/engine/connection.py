@@ -1,0 +1,240 @@
+"""What ties an engine to other ranks: groups, lanes, sums of gradients, and the guard of its calls.
+
+All communicators are made here, in one order on all ranks, and end with :meth:`Connection.close`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from overlap1f1b.cut.options import EngineOptions
+from overlap1f1b.engine.agreement import described, structure
+from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
+from overlap1f1b.play.capacity import CapacityOverflowError
+from overlap1f1b.reduce.fsdp import Gathers, ShardedReducer
+from overlap1f1b.reduce.links import Links, lanes_of
+from overlap1f1b.reduce.reduction import Reduction
+from overlap1f1b.reduce.sums import Reducer
+from overlap1f1b.reduce.tensor import TensorGradients
+from overlap1f1b.reduce.ties import TiedReduction, ties_in
+from overlap1f1b.schedule import Program
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.communicators import Communicators
+from overlap1f1b.transport.devices import watch_of
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.groups import Group
+from overlap1f1b.transport.lanes import Lane
+from overlap1f1b.transport.mesh import DATA, Mesh
+from overlap1f1b.transport.suspension import Forward
+
+Failing = type[BaseException] | tuple[type[BaseException], ...]
+
+
+class Connection:
+    """The stages of a rank, and its links to other ranks.
+
+    Args:
+        owner: The communicators end when it is dropped.
+        model, program, mesh, options, exchange: See :class:`~overlap1f1b.engine.Engine`.
+
+    Attributes:
+        mesh: Ranks by their dimensions.
+        exchange: Between the ranks that share the experts.
+        stages: Of this rank, by their numbers.
+        sharding: What FSDP2 holds of them.
+        tied: Sums parameters that several stages share.
+        boundary: Transfers between stages.
+        links: All that a step needs of this.
+        several: Whether there are other ranks.
+
+    Raises:
+        ValueError: What was given does not fit, or differs between ranks.
+        LostRankError: Another rank failed, or did not come within the limit.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        model: Model,
+        program: Program,
+        mesh: DeviceMesh | None,
+        options: EngineOptions,
+        exchange: Exchange | None,
+    ) -> None:
+        self.mesh = Mesh(mesh, options.limit, options.experts_over)
+        self._communicators = Communicators(owner, self.mesh, options.device, exchange)
+        self._failed = self._closed = self._entered = False
+        with self._reporting(lambda: "in the construction of its Engine"):
+            placement, mesh_ = program.placement, self.mesh
+            # 1. All ranks were given the same options.
+            shared = None if exchange is None else type(exchange).__name__
+            mesh_.agree(
+                {"program": described(program), "exchange": shared}
+                | options.facts
+                | {"experts_over": mesh_.experts_over}
+            )
+            # 2. Groups of ranks: for exchanges, and for sums of gradients over ranks that hold the same stages.
+            mesh_.check(program)
+            rank = mesh_.rank("pp")
+            self.exchange = self._communicators.make_exchange()
+            replicas = sorted({r for _, stage in placement.places(rank) for r in placement.replicas(stage)})
+            dense, experts = (
+                mesh_.new_group(purpose, pp=replicas, over=over, ctas=options.device.sums) if options.reduce else None
+                for purpose, over in (("reduce", DATA), ("reduce experts", mesh_.expert_copies))
+            )
+            # 3. The stages of this rank, the same on all ranks that hold them.
+            self.stages, self.sharding = stages_of(
+                model,
+                placement,
+                mesh_,
+                self.exchange,
+                options,
+                reduce_dense=dense is not None,
+                reduce_experts=experts is not None,
+                gathers=options.memory is not None and len(replicas) == 1,  # others play other plans
+            )
+            self.sharding.limit(options.limit)
+            if self.sharding.groups and not options.reduce:
+                raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")
+            mesh_.agree(structure(self.stages))
+            # 4. Transfers between stages, and sums of gradients.
+            self.device = next(iter(self.stages.values())).device
+            watch = watch_of(self.device)
+            stamp = watch and watch.stamp
+            self._communicators.use(self.device)
+            self.boundary = Boundary(
+                mesh_,
+                placement,
+                device=self.device,
+                dynamic=options.dynamic_shapes,
+                tensor_mesh=tensor_mesh_of(self.stages.values(), mesh_),
+            )
+            failures = mesh_.failures
+            reduces = Lane("reduce", failures, background=mesh_.on_gloo, stamp=stamp, abort=mesh_.abort)
+            shards = Lane("shards", failures, background=watch is None, stamp=stamp, abort=self.sharding.abort)
+            tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
+            self.tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, mesh_)
+            lanes = lanes_of(self.exchange, failures, watch)
+            # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a
+            # tensor or context group run collectives inside blocks, so they keep one order.
+            self.links = Links(
+                failures,
+                self.exchange,
+                lanes,
+                rank=rank,
+                first_replica=replicas[0],
+                boundary=self.boundary,
+                reductions=self._reductions(dense, experts, reduces, shards, replicas),
+                gathers=Gathers(self.sharding, shards, self.device) if self.sharding.of_block else None,
+                watch=watch,
+                settle=self._communicators.settle,
+                fills=not (program.splits(rank) or program.search_seconds > 0 or mesh_.inner),
+                capacity=options.capacity,
+                adds_to_main=experts is None and options.capacity is None,
+                carveout=self.exchange.sms if options.device.carveout else 0,
+            )
+            self.lanes = [*dict.fromkeys(lanes.values()), *self.boundary.lanes, reduces, shards]
+            self._communicators.warm_up()
+
+    def _reductions(
+        self, dense: Group | None, experts: Group | None, reduces: Lane, shards: Lane, replicas: list[int]
+    ) -> list[Reduction]:
+        """Return FSDP2's reduction for the parameters that it holds, and the engine's own for all others."""
+        sharded: ShardedReducer | None = None
+        if self.sharding.groups:
+            if len(replicas) > 1:  # these play other plans
+                self.sharding.gather_at_once()
+            ranks, copies = (self.mesh.ranks(pp=replicas, over=over) for over in (DATA, self.mesh.expert_copies))
+            with self.sharding.gathered():
+                sharded = ShardedReducer(self.sharding, self.stages, shards, ranks=ranks, expert_ranks=copies)
+        tensors = TensorGradients(self.stages, self.mesh, sharded)
+        apart = frozenset[torch.nn.Parameter]() if sharded is None else sharded.parameters
+        plain = Reducer(self.stages, dense, experts, reduces, apart=apart)
+        # Tied parameters are the first to be set aside, so they are summed last; tensor groups sum before other ranks.
+        found: list[Reduction] = [one for one in (self.tied, tensors) if one.reduces]
+        found += [] if sharded is None else [sharded]
+        return found + ([plain] if plain.reduces else [])
+
+    def settle(self) -> None:
+        """Wait until no sum or gather is in flight, nor anything on the device: groups can do something else."""
+        for reduction in self.links.reductions:
+            reduction.settle()
+        if self.links.gathers is not None:
+            self.links.gathers.settle()
+        self._communicators.settle(lambda: "what was launched before a barrier has not ended on the device")
+
+    @contextmanager
+    def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+        """After a failure in the body, put earlier gradients back, end the waits of all other ranks, and this engine.
+
+        Args:
+            where: Returns what this rank was doing, for messages.
+            of: Failures that end the engine, by default all; after others it can go on.
+
+        Raises:
+            RuntimeError: The engine has failed before, or is in a step.
+        """
+        if self._closed:
+            raise RuntimeError("this engine is closed; allowed: a new one, on all ranks")
+        if self._failed:
+            raise RuntimeError("this engine failed before; allowed: a new one, on all ranks")
+        # A block would take the exchanges and parameters of another engine's step for its own.
+        if self._entered or Forward.running() is not None:
+            raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
+        self._entered = True
+        try:
+            with self._reporting(where, of), self._communicators.watched():
+                yield
+        except CapacityOverflowError:  # on all ranks, after everything was played
+            raise
+        except of:
+            self.boundary.forget()
+            if self.links.gathers is not None:
+                self.links.gathers.forget()
+            for reduction in self.links.reductions:
+                reduction.restore()
+            raise
+        finally:
+            self._entered = False
+
+    @contextmanager
+    def _reporting(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+        """Tell the other ranks of a failure in the body, and end their waits."""
+        failures = self.mesh.failures
+        try:
+            yield
+        except CapacityOverflowError:
+            raise
+        except of as error:
+            self._failed = self.mesh.several
+            failures.tell(error, f"{self.mesh.label} failed {failures.place or where()}")
+            if self._failed:
+                self._communicators.abort()
+            failures.explain(error)
+            raise
+
+    def close(self, *, failed: bool = False, before: Callable[[], None] = lambda: None) -> None:
+        """Release communicators and threads; all ranks must call this, unless this one has ``failed``.
+
+        ``before`` waits for work in the background; its errors are those of an engine that has failed before.
+        """
+        self._failed |= failed and self.mesh.several  # the other ranks may not come here
+        if self._closed:
+            return
+        try:
+            before()
+        except (OSError, RuntimeError):
+            if not self._failed:
+                raise
+        finally:
+            self._closed = True
+            try:
+                self._communicators.close(failed=self._failed)
+            finally:
+                for lane in self.lanes:
+                    lane.close()
+                self.boundary.close()

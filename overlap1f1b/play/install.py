@@ -1,0 +1,143 @@
+"""A stage in a step: what changes on its modules while the step lasts, and what its forwards share meanwhile."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from operator import itemgetter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from overlap1f1b.cut.crossing import functions_cross
+from overlap1f1b.cut.edges import next_sequence_number
+from overlap1f1b.cut.replacement import Replacement, replaced
+from overlap1f1b.cut.stage import Stage
+from overlap1f1b.cut.uses import ParameterUses
+from overlap1f1b.cut.weights import WeightQueue, split_grouped_mm, split_linear
+from overlap1f1b.kernels.grouped_mm import EightBits
+from overlap1f1b.moe.experts import Experts, GroupedProduct
+from overlap1f1b.plan import StageShape
+from overlap1f1b.play.observers import Observers
+from overlap1f1b.transport import devices
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
+from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
+
+
+class Installation:
+    """A stage while its nodes are played.
+
+    Args:
+        stage: The stage.
+        shape: Shapes of its blocks in the step's plan; by default those of the stage.
+        exchange: Between the ranks that share the experts; by default the stage's.
+        capacity: Room for rows, see :class:`~overlap1f1b.moe.route.Route`; with None exchanges have exact sizes.
+        adds_to_main: Whether experts' weight gradients may go to ``main_grad``: not if ``.grad`` is reduced, or a step
+            that lost rows takes its gradients back.
+        observers: Who looks on.
+
+    Attributes:
+        cut: The stage as it is cut in the step.
+        uses: Where each block uses its parameters.
+        thread: State of the thread between the nodes.
+        began: Sequence number below those of all autograd nodes of the step, and above earlier ones.
+        made: First and last sequence number, which is excluded, of each segment, and its microbatch.
+        stacks: Stacks without a forward: all nodes run from the same depth of C calls.
+        queue: Where forwards that run now leave their weight gradients.
+        anchor: A leaf that requires a gradient, and gets none.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        shape: StageShape | None = None,
+        *,
+        exchange: Exchange | None = None,
+        capacity: float | None = None,
+        adds_to_main: bool = True,
+        observers: Observers | None = None,
+    ) -> None:
+        self.stage, self.cut = stage, stage.cut(stage.shape if shape is None else shape)
+        self.exchange = exchange or stage.exchange
+        self.observers = observers or Observers()
+        self.uses: list[ParameterUses] = [stage.uses_of(number, block) for number, block in enumerate(self.cut.shape)]
+        self._capacity, self._adds_to_main = capacity, adds_to_main
+        self.thread = ThreadState.capture(stage.device)
+        self.began = next_sequence_number()
+        self.made: list[tuple[int, int, int]] = []
+        self.stacks: list[Stack] = []
+        self.queue = WeightQueue()
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    @contextmanager
+    def on_modules(self, aux_scale: float | None = 1.0) -> Iterator[None]:
+        """Replace the forwards of linear layers and the products of experts, which split their weight gradients off.
+
+        Only attributes of module instances change, and all of them change back at the end.
+
+        Args:
+            aux_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
+        """
+        for uses in self.uses:
+            uses.settle()
+        with replaced(self._replacements(aux_scale)), functions_cross(), self.stage.draws.checked():
+            try:
+                yield
+            finally:
+                while self.stacks:
+                    self.stacks.pop().end()
+
+    @cached_property
+    def library_stream(self) -> SideStream:
+        """The stream of exchanges that a library carries out."""
+        device = self.stage.device
+        return InlineStream() if devices.of(device) is None else side_stream(device, "library")
+
+    def maker_of(self, number: int) -> int | None:
+        """Return the microbatch whose segment has made the autograd node with a sequence number; None if none has."""
+        at = bisect_right(self.made, number, key=itemgetter(0)) - 1
+        return self.made[at][2] if at >= 0 and number < self.made[at][1] else None
+
+    def _replacements(self, aux_scale: float | None) -> Iterator[Replacement]:
+        stage = self.stage
+        parts = next((shape.parts for shape in self.cut.shape if shape.expert_calls), 1)
+        for experts in stage.expert_parameters:
+            attributes = vars(experts)
+            yield attributes, "forward", uncompiled(experts.forward)
+            yield attributes, "capacity", self._capacity
+            yield attributes, "parts", parts
+            yield attributes, "product", uncompiled(self._split_product(experts))
+        for linear in (m for linears in stage.linears for m in linears):
+            yield vars(linear), "forward", uncompiled(self._split_forward(linear))
+        for carrier in (m for carriers in stage.carriers for m in carriers) if aux_scale is not None else ():
+            yield vars(carrier), "aux_scale", aux_scale
+
+    def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
+        """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
+
+        def forward(input: Tensor) -> Tensor:
+            weight, bias = linear.weight, linear.bias
+            # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no
+            # Function.
+            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
+            if plain or torch._C._are_functorch_transforms_active():
+                return F.linear(input, weight, bias)
+            return split_linear(input, (weight,), bias, self.queue, self.anchor)
+
+        return forward
+
+    def _split_product(self, experts: Experts) -> GroupedProduct:
+        """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
+        kernels = experts.kernels if self._adds_to_main else None
+        precision = experts.precision
+        eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
+
+        def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+            anchor = self.anchor if weight.requires_grad else None
+            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
+
+        return product

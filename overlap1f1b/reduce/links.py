@@ -1,0 +1,74 @@
+"""What an engine lends to each of its steps: it lives as long as the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from overlap1f1b.plan import Op
+from overlap1f1b.reduce.fsdp import Gathers
+from overlap1f1b.reduce.reduction import Reduction
+from overlap1f1b.schedule import Kind
+from overlap1f1b.transport.boundary import Boundary
+from overlap1f1b.transport.devices import Watch
+from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.lanes import Lane
+
+Lanes = dict[tuple[Op, Kind], Lane]
+"""The lane of each kind of exchange, by its sub-op and direction."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """What a step needs beside its plan and its batch.
+
+    Args:
+        rank: Pipeline rank.
+        first_replica: The first pipeline rank with the same stages, in whose order all of them sum gradients.
+        failures: Where ranks report that they failed; it has the limit of every wait for another rank.
+        exchange: Between the ranks that share the experts.
+        lanes: Lanes of the exchange, see :func:`lanes_of`.
+        boundary, reductions, gathers: Carry out transfers between stages, sums of gradients, and FSDP2's gathers.
+        watch: Clock of a device that computes while the thread goes on.
+        settle: Waits until a device has done what it was given; its argument says what has not ended.
+        fills: Whether weight gradients may run early while a thread waits.
+        capacity: Room for rows in exchanges of equal sizes; None for exact sizes.
+        adds_to_main: Whether experts' weight gradients may go to ``main_grad``.
+        carveout: Thread blocks of transfers for which products leave multiprocessors alone.
+    """
+
+    failures: Failures
+    exchange: Exchange
+    lanes: Lanes
+    rank: int = 0
+    first_replica: int = 0
+    boundary: Boundary | None = None
+    reductions: Sequence[Reduction] = ()
+    gathers: Gathers | None = None
+    watch: Watch | None = None
+    settle: Callable[[Callable[[], str]], object] = lambda pending: None
+    fills: bool = True
+    capacity: float | None = None
+    adds_to_main: bool = True
+    carveout: int = 0
+
+
+def lanes_of(exchange: Exchange, failures: Failures, watch: Watch | None) -> Lanes:
+    """Return the lanes on which an exchange's transfers travel."""
+    abort = partial(exchange.abort, ending=True)
+
+    def lane(name: str, *, background: bool = exchange.background) -> Lane:
+        return Lane(name, failures, background=background, stamp=watch and watch.stamp, abort=abort)
+
+    back = lane("combine")
+    return {
+        # A few bytes: sending them takes less time than handing them to a thread. The dispatch waits for them.
+        (Op.COUNTS, Kind.F): lane("counts", background=False),
+        # A dispatch that waits for its counts must not hold up the others; tags keep them apart on the wire.
+        (Op.DISPATCH, Kind.F): lane("dispatch"),
+        (Op.COMBINE, Kind.F): back,
+        (Op.COMBINE, Kind.I): back,
+        (Op.DISPATCH, Kind.I): back,
+    }
