@@ -84,6 +84,10 @@ class Foreign:
         self.standing: set[str] = set()
         """What to tell of exchanges in the first step that nothing can hide."""
 
+    def share(self, ranks: Sequence[int]) -> None:
+        """Say which ranks share the experts, by their numbers in the default group."""
+        self.ranks = ranks
+
     def look(self, blocks: Sequence[int]) -> None:
         """Note in the next step the exchanges of some blocks."""
         self.seen, self.standing = {block: {} for block in blocks}, set()

@@ -25,6 +25,7 @@ from overlap1f1b.engine.connection import Connection
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.learn.check import Verification
+from overlap1f1b.learn.discovery import Discovery
 from overlap1f1b.learn.measure import BackToBack, OneByOne
 from overlap1f1b.learn.memory import ByteCount, NodeBytes
 from overlap1f1b.learn.tuner import State, Tuner
@@ -254,6 +255,8 @@ class Engine:
         # 2. Who looks on because of what the step is for.
         rows, compared, notes = FirstRows(), tuner.must_verify(plan), tuner.notes
         extra: list[Observer] = [rows] if first and "tp" in self.mesh.experts_over else []
+        if tuner.looks:
+            extra.append(Discovery(self.stages.values()))
         measuring = tuner.state is State.MEASURING and not notes
         if measuring and (self._travels or step.links.watch is not None):
             extra.append(OneByOne(self._barrier))
@@ -276,7 +279,7 @@ class Engine:
         if first and self._compares:
             check_tensor_group(self.stages, self.mesh, rows.found)
         # 5. What the step has shown decides how the next ones are played.
-        tuner.learn(plan, played.result, self.connection.boundary.timed(), count.count if count and notes else None)
+        tuner.learn(plan, played.result, self.connection.boundary.timed, count.count if count and notes else None)
         return played
 
     def _evaluate(self, step: Step) -> PlayedStep:

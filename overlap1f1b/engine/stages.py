@@ -94,7 +94,7 @@ def stages_of(
     *,
     reduce_dense: bool,
     reduce_experts: bool,
-    gathers: bool,
+    gathers: bool = False,
 ) -> tuple[dict[int, Stage], Sharding]:
     """Return the stages of this rank by their number, and what FSDP2 holds of them.
 

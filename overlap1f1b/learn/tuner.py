@@ -360,11 +360,15 @@ class Tuner:
         return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
 
     def learn(
-        self, plan: Plan, result: StepResult, transfers: Mapping[CostKey, float], count: ByteCount | None = None
+        self,
+        plan: Plan,
+        result: StepResult,
+        transfers: Callable[[], Mapping[CostKey, float]],
+        count: ByteCount | None = None,
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
-        ``transfers`` are the seconds of those between stages, ``count`` has the bytes of nodes, if any.
+        ``transfers`` returns the seconds of those between stages, ``count`` has the bytes of nodes, if any.
         """
         state, warm = self.state, self._warm
         self._warm = max(0, warm - 1)
@@ -409,7 +413,7 @@ class Tuner:
             if cut is not None:
                 self._set(cut, self._numbered(cut.program.microbatches))
 
-    def _note_nodes(self, plan: Plan, result: StepResult, transfers: Mapping[CostKey, float]) -> None:
+    def _note_nodes(self, plan: Plan, result: StepResult, transfers: Callable[[], Mapping[CostKey, float]]) -> None:
         """Note the times of the nodes of a step; go on to another number of parts, or to the plans for the costs."""
         self._spans += (result.overlap.spans,)
         if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
@@ -421,7 +425,7 @@ class Tuner:
                 self.mesh,
                 shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
                 launches=result.times.launches,
-                transfers=transfers,
+                transfers=transfers(),
             )
         )
         self._measured[self._setting[0], self.parts] = replace(measured, bytes=self._held), self.shapes

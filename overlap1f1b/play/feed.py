@@ -204,14 +204,12 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
     """Microbatches of a step by the numbers of stage and microbatch, each made when its first node is played.
 
     Raises:
-        ValueError: The feed is another object, or lacks the share of a microbatch that ends on this rank.
+        ValueError: The feed lacks the share of a microbatch that ends on this rank.
     """
 
     def __init__(
         self, installations: Mapping[int, Installation], program: Program, rank: int, feed: Feed, *, grad: bool
     ) -> None:
-        if not isinstance(feed, Feed):
-            raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
         self._installations, self._count, self._feed, self._grad = installations, program.placement.stages, feed, grad
         for pipe, stage in program.placement.places(rank):
             missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]

@@ -90,7 +90,7 @@ class Player:
         After an error every suspended forward is unwound, and the exchanges in flight get a second to end.
         """
         nodes, failures, self._microbatches = self.times.nodes, self.links.failures, microbatches
-        if self.links.fills and not self.observers.keep_order:
+        if self.links.fills and self.times.watch is None and not self.observers.keep_order:
             weights = (at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE)
             self._late.extend(weights)
         try:

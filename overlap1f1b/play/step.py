@@ -67,12 +67,12 @@ class Step:
             LostRankError: Another rank failed, or did not answer within the limit.
         """
         links, program = self.links, self.plan.program
-        every = Observers((*self.observers, *WithoutAutocast.here()))
+        every = Observers((*WithoutAutocast.here(), *self.observers))
         times = Times(self.plan.ranks[links.rank], links.watch)
         player = Player(links, times, every)
         try:
             every.begin(times)
-            feed = self.make_feed()
+            feed = self._feed()
             reductions = self._begin()
             with self._install(feed.aux_scale, every) as installations:
                 microbatches = Microbatches(installations, program, links.rank, feed, grad=self.grad)
@@ -86,6 +86,12 @@ class Step:
             raise
         every.end(failed=False)
         return PlayedStep(result, microbatches)
+
+    def _feed(self) -> Feed:
+        feed = self.make_feed()
+        if not isinstance(feed, Feed):
+            raise ValueError(f"a feed of type {type(feed).__name__}; allowed: a Feed")
+        return feed
 
     def _begin(self) -> Sequence[Reduction]:
         """Set gradients of earlier steps aside, and post the first receives; return the reductions of the step."""

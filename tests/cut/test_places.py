@@ -188,7 +188,7 @@ def test_every_place_has_a_name() -> None:
         "attribute 'training' of Linear in block.gate",
         "class attribute Somewhere.shared",
         "class attribute Recipe.scale",
-        "global ORDER of test_attributes.py",
-        "attribute 'order' of Slots in STATE of test_attributes.py",
+        "global ORDER of test_places.py",
+        "attribute 'order' of Slots in STATE of test_places.py",
     ):
         assert name in names["object"]

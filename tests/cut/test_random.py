@@ -28,30 +28,30 @@ def test_the_generators_go_on_as_if_no_stream_had_drawn() -> None:
 
 def test_a_block_that_does_not_draw_leaves_the_generators_alone() -> None:
     stage = [nn.Linear(2, 2), nn.Dropout()]
-    draws, stream = Draws(stage, CPU, [False, False]), RandomStream(5, CPU)
+    draws, stream = Draws(stage, CPU), RandomStream(5, CPU)
     for block, drawn in ((0, 0), (1, 3)):
-        with draws.within(block, stream):
+        with draws.within(block, stream, always=False):
             torch.rand(drawn)
-        draws.forwarded(block)
+        draws.forwarded(block, always=False)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    with draws.within(0, stream):
+    with draws.within(0, stream, always=False):
         assert torch.equal(torch.get_rng_state(), before)
-    with draws.within(1, stream):
+    with draws.within(1, stream, always=False):
         assert not torch.equal(torch.get_rng_state(), before)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_a_block_does_in_evaluation_says_nothing_of_training() -> None:
     dropout = nn.Dropout()
-    draws, stream = Draws([dropout], CPU, [False]), RandomStream(5, CPU)
+    draws, stream = Draws([dropout], CPU), RandomStream(5, CPU)
     for _ in range(2):
         dropout.train(not dropout.training)  # first evaluation, then training
         torch.manual_seed(1)
         before = torch.get_rng_state()
-        with draws.within(0, stream):
+        with draws.within(0, stream, always=False):
             dropout(torch.ones(4))
-        draws.forwarded(0)
+        draws.forwarded(0, always=False)
         assert torch.equal(torch.get_rng_state(), before)
 
 

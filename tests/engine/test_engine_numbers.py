@@ -94,7 +94,7 @@ def any_number(
             if step >= measured and engine.tuner.state is State.MEASURING:
                 problems.append(f"step {step + 1} is serial")
             if verified.call_count:  # the first number's plans, and those that open more microbatches than any before
-                most_open = engine.tuner.verified[verified.call_args.args[1].fingerprint][2]
+                most_open = engine.tuner.verified[verified.call_args.args[1].plan.fingerprint][2]
                 if opened and number != next(iter(opened)) and most_open <= max(opened.values()):
                     problems.append(f"step {step} with {number} is compared with a serial one")
                 opened[number] = max(most_open, opened.get(number, 0))

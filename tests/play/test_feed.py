@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine, Feed, Stage
 from overlap1f1b.play.feed import Microbatches, feed_batch, split_batch
+from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import is_absent
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.mesh import Mesh
@@ -94,7 +95,9 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         asked.append((stage, microbatch))
         return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
-    made = Microbatches(stages, program, 0, Feed(given, {0: 0.5, 1: 0.5}, None), grad=True)
+    made = Microbatches(
+        {n: Installation(one) for n, one in stages.items()}, program, 0, Feed(given, {0: 0.5, 1: 0.5}, None), grad=True
+    )
     assert not made
     first, second = made[0, 1], made[1, 1]
     assert (first.after, second.before, first.before) == (second, first, None)
