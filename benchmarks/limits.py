@@ -15,7 +15,6 @@ import argparse
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.learn.tuner import lighter
+from overlap1f1b.learn.planner import Measured, Planner, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, fastest
 
@@ -43,25 +42,20 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def measured(blocks: nn.Module, times: NodeCosts) -> Engine:
-    """Return an engine that has counted the bytes of all modes of recompute; times are set."""
+def measured(blocks: nn.Module, times: NodeCosts) -> tuple[Planner, Measured]:
+    """Return an engine's planner, and the counted bytes of all modes of recompute; times are set."""
     options = EngineOptions(memory="1TB", recompute="auto", tries=0, verify=False)
     engine = Engine(blocks, PROGRAM, loss_fn=loss_fn, options=options)
-    tuner, measured = engine.tuner, {}
-    choose = tuner._with_recompute
-
-    def keeping() -> Any:  # the tuner forgets what it has measured when it has chosen
-        measured.update(tuner._measured)
-        return choose()
-
     text = torch.randint(256, (2 * MICROBATCHES, 33), generator=torch.Generator().manual_seed(1))
-    with patch.object(tuner, "_with_recompute", keeping):
-        while tuner.settling:
+    with patch.object(Planner, "chosen", autospec=True, side_effect=Planner.chosen) as chosen:
+        while engine.tuner.settling:
             engine.step(text[:, :-1], target=text[:, 1:])
-    for key, (costs, shapes) in measured.items():
-        by_node = {key: times.by_op.get(key[:2], 0.0) for key in costs.bytes}
-        tuner._measured[key] = replace(times, by_node=by_node, bytes=costs.bytes), shapes
-    return engine
+    counted: Measured = chosen.call_args.args[2]
+    set_times = {
+        key: replace(times, by_node={one: times.by_op.get(one[:2], 0.0) for one in costs.bytes}, bytes=costs.bytes)
+        for key, (costs, _) in counted.items()
+    }
+    return engine.tuner.planner, {key: (set_times[key], shapes) for key, (_, shapes) in counted.items()}
 
 
 def main() -> None:
@@ -70,11 +64,11 @@ def main() -> None:
     parser.add_argument("--exchange", type=float, default=5.25, help="time of an exchange; a layer computes 21")
     times = NodeCosts.uniform(attention=3, experts=4, dispatch=parser.parse_args().exchange, aggregate=0.2, dense=1)
     for name, config in SIZES.items():
-        tuner = measured(MoETransformer(config, seed=1), times).tuner
-        costs, shapes = tuner._measured["none", 1]
+        planner, counted = measured(MoETransformer(config, seed=1), times)
+        costs, shapes = counted["none", 1]
         plain = fastest(build_schedule("sequential", microbatches=MICROBATCHES), shapes, costs, "serial")[0]
 
-        def alike(rooms: tuple[float, ...] = (), found: Any = tuner._measured) -> float:
+        def alike(rooms: tuple[float, ...] = (), found: Measured = counted) -> float:
             """Return the best predicted step whose blocks all recompute alike."""
             return min(
                 plan.predicted
@@ -84,8 +78,8 @@ def main() -> None:
 
         print(f"{name}\n  limit  chosen   holds  best alike  times as fast  chosen plan")
         for limit in LIMITS:
-            tuner._rooms = (limit * plain.peak_bytes[0],)
-            best, plan = alike(tuner._rooms), tuner._with_recompute().plans[0]
+            rooms = (limit * plain.peak_bytes[0],)
+            best, plan = alike(rooms), planner.chosen(PROGRAM, counted, rooms, tried=False).plans[0]
             modes = ", ".join(f"{count} {mode}" for mode, count in Counter(b.recompute for b in plan.shapes[0]).items())
             holds = plan.peak_bytes[0] / plain.peak_bytes[0]
             print(

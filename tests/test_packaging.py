@@ -185,7 +185,6 @@ NOT_FROZEN = {
 OF_LIBRARIES = {"__dict__", "_modules", "args", "dtype", "grad", "weight", "width"}
 """Names of attributes that objects of torch, transformers, Python and rich have, too."""
 SET_FROM_OUTSIDE = {
-    "cli/profile.py": {"counts_next"},
     "engine/agreement.py": {"first_rows"},
     "engine/engine.py": {
         "agree", "ahead", "before_launch", "first_rows", "position", "ranks", "recorder", "same", "tables",

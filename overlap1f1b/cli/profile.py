@@ -62,10 +62,11 @@ def profile(options: Options, rank: Rank) -> None:
         say(f"0 {steps}")
         if not options.nsys:
             timed = isinstance(options, BenchOptions) and options.compute == "timed"  # computes no tensors
-            engine.tuner.counts_next = not (timed or engine.tuner.held)
+            if not (timed or engine.tuner.held):
+                engine.tuner.count_next()
             with torch_profile(acc_events=True):  # the first step under a profiler is slower
                 step()
-                while engine.tuner.counts_next:  # the first of a plan is compared with a plain loop instead
+                while engine.tuner.verifies_next():  # a step that counts is not compared with a plain loop
                     step()
         counted = []
         engine.observers.append(last := Last())

@@ -27,8 +27,9 @@ from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.learn.check import Verification
 from overlap1f1b.learn.discovery import Discovery
 from overlap1f1b.learn.measure import BackToBack, OneByOne
-from overlap1f1b.learn.memory import ByteCount, NodeBytes
-from overlap1f1b.learn.tuner import State, Tuner
+from overlap1f1b.learn.memory import NodeBytes
+from overlap1f1b.learn.purpose import Coming, Purpose
+from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.play.capacity import Capacity
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
@@ -240,28 +241,29 @@ class Engine:
             self.microbatches = microbatches
         if grad and not self._trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
-        plan = self.tuner.plan if grad else self.tuner.evaluation_of(microbatches or self.microbatches)
+        coming = self.tuner.coming if grad else None
+        plan = self.tuner.evaluation_of(microbatches or self.microbatches) if coming is None else coming.plan
+        assert plan is not None
         every = (*self.observers, *observers) if grad else tuple(one for one in self.observers if one.rehearses)
         links = self.connection.links
         step = Step(plan, make_feed, self.stages, links, grad=grad, loss_scale=loss_scale, observers=every)
-        with self.guarded(lambda: "before the first node of its plan"):
-            return self._train(step) if grad else self._evaluate(step)
+        with self.guarded(lambda: "before the first node of its plan"), self.tuner.naming_limit(plan):
+            return self._evaluate(step) if coming is None else self._train(step, coming)
 
-    def _train(self, step: Step) -> PlayedStep:
-        tuner, plan, first = self.tuner, step.plan, not self.tuner.steps
+    def _train(self, step: Step, coming: Coming) -> PlayedStep:
+        tuner, purpose, first = self.tuner, coming.purpose, not self.tuner.steps
         # 1. All ranks have the same plan and the same parameters.
         differ = self._agree(step)
         self._check_parameters(first=first)
         # 2. Who looks on because of what the step is for.
-        rows, compared, notes = FirstRows(), tuner.must_verify(plan), tuner.notes
+        rows = FirstRows()
         extra: list[Observer] = [rows] if first and "tp" in self.mesh.experts_over else []
-        if tuner.looks:
+        if purpose is Purpose.SHOW:
             extra.append(Discovery(self.stages.values()))
-        measuring = tuner.state is State.MEASURING and not notes
+        measuring = self.costs is None and purpose in (Purpose.SHOW, Purpose.WARM, Purpose.MEASURE)
         if measuring and (self._travels or step.links.watch is not None):
             extra.append(OneByOne(self._barrier))
-        counts = notes or (tuner.tries_memory and step.links.watch is not None)
-        count = NodeBytes(ByteCount(self.connection.device), notes=notes) if counts and not compared else None
+        count = NodeBytes(self.connection.device) if purpose is Purpose.COUNT else None
         if count is not None:
             extra.append(count)
         step = replace(step, observers=(*step.observers, *extra))
@@ -270,7 +272,7 @@ class Engine:
         # 3. Forwards, backwards, exchanges, reductions.
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
         with choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext():
-            played = self._run(step, compared=compared)
+            played = self._run(step, coming.loop)
         if count is not None:
             played = played._replace(result=replace(played.result, peak_bytes=count.count.peak))
         # 4. All ranks have played the same step, and scaled alike.
@@ -279,22 +281,22 @@ class Engine:
         if first and self._compares:
             check_tensor_group(self.stages, self.mesh, rows.found)
         # 5. What the step has shown decides how the next ones are played.
-        tuner.learn(plan, played.result, self.connection.boundary.timed, count.count if count and notes else None)
+        tuner.learn(coming, played.result, self.connection.boundary.timed, None if count is None else count.count)
         return played
 
     def _evaluate(self, step: Step) -> PlayedStep:
         differ = self._agree(step)
         with self.connection.sharding.gathered(gathered_in(step.plan.ranks[step.links.rank])):
-            played = self._run(step, compared=self.tuner.must_verify(step.plan))
+            played = self._run(step, self.tuner.loop_of(step.plan))
         differ(here=True)
         return played
 
-    def _run(self, step: Step, *, compared: bool) -> PlayedStep:
+    def _run(self, step: Step, loop: Plan | None) -> PlayedStep:
         if not self.tuner.steps:
             self._check_devices()
-        if not compared:
+        if loop is None:
             return step.run()
-        played = self.verification.play(step, self.tuner.reference_of(step.plan))
+        played = self.verification.play(step, loop)
         self.tuner.note_verified(step.plan)
         return played
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from overlap1f1b.learn.peers import Peers
 from overlap1f1b.plan import CostKey, Held, Node, Place, balanced, cost_key
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
+from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.mesh import DIMENSIONS
 
 
 def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
@@ -141,23 +146,58 @@ class ByteCount(TorchDispatchMode):
 
 
 class NodeBytes(Observer):
-    """Counts the bytes of a step; with ``notes`` also what each node holds."""
+    """Counts the bytes of a step, and what each node holds."""
 
-    def __init__(self, count: ByteCount, *, notes: bool) -> None:
-        self.count, self.keeps_order = count, notes
+    keeps_order = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = ByteCount(device)
 
     def begin(self, times: Times) -> None:
         self.count.__enter__()
 
     def ready(self, node: Node, received: Mapping[Place, Any]) -> None:
-        if self.keeps_order and self.count.sees_operators:
+        if self.count.sees_operators:
             for (op, call, part), brought in received.items():
                 leaves = (leaf for leaf in tree_leaves(brought) if isinstance(leaf, Tensor))
                 self.count.came(node._replace(op=op, call=call, part=part), leaves)
 
     def after(self, node: Node) -> None:
-        if self.keeps_order:
-            self.count.note(node)
+        self.count.note(node)
 
     def end(self, *, failed: bool) -> None:
         self.count.__exit__()
+
+
+class Counted(NamedTuple):
+    """What a step that counted bytes has shown.
+
+    Args:
+        held: What nodes hold, on the ranks with the least room for a microbatch: all plans are made for these.
+        rooms: Bytes that each pipeline rank may hold beyond those before a step; none where nothing limits them.
+        before: Bytes on this rank before the step.
+        fits: Bytes on this rank in the last step that ended, as far as they are known.
+    """
+
+    held: Mapping[CostKey, Held] = {}
+    rooms: tuple[float, ...] = ()
+    before: int = 0
+    fits: float = 0.0
+
+
+def counted(count: ByteCount, limit: float, peers: Peers) -> Counted:
+    """Return what a count has shown, the same on all ranks beside ``before`` and ``fits``; all must call this.
+
+    ``limit`` are the bytes that this rank may hold in all, ``math.inf`` for any number.
+    """
+    held, room, mesh = count.by_node(), limit - count.before, peers.mesh
+    whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
+    fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
+    every, mine = mesh.every((fit, -whole, room, held)), list[tuple[float, Mapping[CostKey, Held]]]()
+    for at in range(mesh.size("pp")):
+        ranks = mesh.ranks(pp=[at], over=DIMENSIONS)
+        mine.append(min((every[rank] for rank in ranks), key=itemgetter(0, 1))[2:])
+    tightest = peers.agreed(mine)
+    rooms = tuple(room for room, _ in tightest) if limit < math.inf else ()
+    nodes = {key: of for _, held in tightest for key, of in held.items()}
+    return Counted(nodes, rooms, count.before, count.before + count.peak)

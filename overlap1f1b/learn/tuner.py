@@ -1,62 +1,53 @@
-"""What the first steps learn: where blocks exchange rows by themselves, what nodes cost, which plan is the fastest."""
+"""Decides which plan a step plays, by what the steps before it have shown. All ranks decide alike.
+
+Costs are measured in serial steps. Where compute and exchanges slow each other down, or the host is late, the plan that
+is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch, so they
+hold for any number: the first step with another number has a plan for them, and none is serial.
+
+    coming = [show, warm, …, count, measure, …]     made at the start; empty if costs or a plan are given
+    each step:  plan = the next entry's, or the settled one
+                played;  the entry leaves the list
+                the last "measure" of a setting: the next setting's shapes; behind the last one costs, plans,
+                                                 and a "try" for each turn of each plan
+                the last "try": the fastest plan stays
+
+Costs that are set, other numbers of microbatches and a plan that is set change the list, and nothing else. A plan that
+needs more memory than there is gets no entry.
+"""
 
 from __future__ import annotations
 
 import math
-import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from itertools import chain
-from operator import itemgetter
 from statistics import median
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from overlap1f1b import plan as planning
 from overlap1f1b.cut.exchanges import shown_by_all
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes
 from overlap1f1b.learn.measure import measured_costs
-from overlap1f1b.learn.memory import ByteCount
-from overlap1f1b.plan import CostKey, Held, NodeCosts, Overlap, Plan, Recompute, Span, StageShape, found_orders
+from overlap1f1b.learn.memory import ByteCount, Counted, counted
+from overlap1f1b.learn.peers import Peers
+from overlap1f1b.learn.planner import Choice, Planner, megabytes, worth_trying
+from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
+from overlap1f1b.plan import CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
-from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, forwards_of, one_by_one
+from overlap1f1b.schedule import Program, forwards_of
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.groups import collectives_begun, gathered
-from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
-
-T = TypeVar("T")
+from overlap1f1b.transport.mesh import Mesh
 
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 LONE_STEPS = 4
 """Steps that are measured if each has a single microbatch: a median needs several times of each node."""
-LEAST_WARMUP_GAIN = 0.01
-"""Least predicted gain, as a share of the step, for which memory is used for another forward to warm up."""
-SPARE = 0.03
-"""Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
-LEAST_GAIN = 0.02
-"""Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
-TRIED_PLANS = 3
-"""How many plans are tried at most."""
-TRIED_WITHIN = 1.1
-"""Plans are tried whose predicted time is at most this multiple of the fastest's."""
 MOST_NUMBERS = 32
 """Numbers of microbatches whose plans are kept: those of the last steps."""
-
-
-class State(StrEnum):
-    """What the steps of an engine are for."""
-
-    MEASURING = "measuring"
-    """They play the serial plan, and the last of them times every node (with a single microbatch the last four). Each
-    number of parts to choose from has such steps."""
-    TRYING = "trying"
-    """They play in turns the plans that the costs predict to be the fastest."""
-    SETTLED = "settled"
-    """They play one plan: the fastest in fact, the predicted one for costs that are given, or one that is set."""
 
 
 class Tried(NamedTuple):
@@ -70,59 +61,37 @@ class Tried(NamedTuple):
         return f"{self.plan.program.name} {self.plan.order}: {milliseconds(self.seconds)}"
 
 
-class Choice(NamedTuple):
-    """What was chosen by measured costs."""
-
-    parts: int
-    costs: NodeCosts
-    plans: list[Plan]
-    """Those to try, for the present number of microbatches, the one that is predicted to be the fastest first."""
-    predicted: dict[int, float]
-    """Predicted seconds of a step, by numbers of parts."""
-
-
 @dataclass(eq=False)
 class Numbered:
     """What is played with one number of microbatches: its program, and the plans for the present costs."""
 
     program: Program
     plan: Plan | None = None  # compiled when it is needed
-    is_set: bool = False
-    turns: Sequence[Plan] = ()  # plans that are tried
-    seconds: list[float] = field(default_factory=list)  # of the steps in turns
+    given: bool = False  # the plan
+    coming: deque[Coming] = field(default_factory=deque)  # once costs are known
+    spans: list[Sequence[Span]] = field(default_factory=list)  # of each step that was measured
+    times: list[tuple[Plan, float]] = field(default_factory=list)  # of the steps that tried plans
     tried: Sequence[Tried] = ()
-    evaluation: Plan | None = None
-    serial: dict[tuple[str, bool], Plan] = field(default_factory=dict)  # by the plan of the same step
-
-    def keep(self, plan: Plan) -> None:
-        """Play a plan from the next step on."""
-        if self.plan is not None and plan.program != self.plan.program:
-            self.evaluation = None
-        self.plan, self.turns = plan, ()
+    others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
+    agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
 
 
 class Tuner:
-    """Decides which plan a step plays, by what the steps before it have shown. All ranks decide alike.
+    """Decides which plan a step plays.
 
-    Costs are measured in serial steps. Where compute and exchanges slow each other down, or the host is late, the plan
-    that is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch,
-    so they hold for any number: the first step with another number has a plan for them, and none is serial.
-
-    ``program`` is the schedule of the first step. ``counts_block`` says whether the host waits for counts.
+    ``program`` is the schedule of the first step, ``device`` that of the stages' tensors. ``counts_block`` says whether
+    the host waits for counts.
 
     Attributes:
         steps: Number of steps so far.
-        looks: Whether the next step shows where blocks exchange rows by themselves.
-        shapes: Of all stages.
-        parts: Parts of a call of experts in the next step.
+        planner: Compiles plans.
+        peers: The ranks that play one plan.
+        shapes: Of the blocks of all stages.
+        setting: What blocks recompute, and the parts of a call of experts, in the next step.
+        counted: What nodes hold, and how much there is room for.
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
             whether it is of an evaluation, and most microbatches of a stage that were open at once.
-        counts_next: Whether the next step that is not compared with a plain loop counts the bytes that each node holds,
-            though no plan needs them.
-        rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
-        outside_groups: Ranks outside of the mesh that must play the same plan, by groups; None until they are set, or
-            the first step shows with which ranks blocks communicate.
     """
 
     def __init__(
@@ -135,41 +104,100 @@ class Tuner:
         device: torch.device,
         counts_block: bool,
     ) -> None:
-        self._first, self.stages, self.mesh, self.options = program, stages, mesh, options
-        self._device, self._on_gpu = device, devices.of(device) is not None
-        self.overlap: Overlap = planning.parse_overlap(options.overlap)
+        self.stages, self.options, self.peers, self._device = stages, options, Peers(mesh), device
+        self.planner = Planner(
+            program,
+            options,
+            sparing=self._on_gpu,
+            rendezvous=not mesh.on_gloo,
+            counts_block=counts_block,
+            progress=self.peers.go_on,
+        )
         self.shapes = self._gathered({number: stage.shape for number, stage in stages.items()})
-        self.rendezvous, self._counts_block = not mesh.on_gloo, counts_block
-        self.looks = mesh.exchanging is not None
-        self.outside_groups: Sequence[Sequence[int]] | None = None
         self.steps = 0
         self.verified: dict[str, tuple[int, bool, int]] = {}
-        self.counts_next = False
-        self._told: float | None = None  # when ranks that wait for a search were told last; None if none waits
         self.predicted: dict[int, float] = {}
-        self._setting, *more = options.settings
-        self.parts = self._setting[1]
-        cuts = any(block.expert_calls for stage in self.shapes for block in stage)
-        self._more = [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
-        self._measured: dict[tuple[Recompute, int], tuple[NodeCosts, tuple[StageShape, ...]]] = {}
-        # Steps that are not timed; in the last of them bytes are counted, by a GPU's allocator or under a limit.
-        self._warm = WARM_STEPS if self._on_gpu else 1 + (options.memory is not None)
-        self._counts = options.memory is not None or self._on_gpu
+        self.counted = Counted()
         if options.memory == "auto" and not self._on_gpu:
             raise ValueError(f"memory='auto' on {device}; allowed: on a GPU, else bytes such as 70GB")
-        self._held: Mapping[CostKey, Held] = {}  # what nodes hold, by the last count
-        self._rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step
-        if self._counts and options.costs is not None:
+        if options.memory is not None and options.costs is not None:  # no step counts what there is already
             with ByteCount(device) as count:
-                self._count(count)
-        self._begun: Mapping[tuple[int, ...], int] = {}  # collectives before the first step, by their ranks
-        self._now = Numbered(program)
-        self._cut_plan: Plan | None = None  # to be played when the first step has shown where blocks are cut
-        self.costs = options.costs
+                pass
+            self._count(count)
+        self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
+        self._measured: dict[Setting, tuple[NodeCosts, tuple[StageShape, ...]]] = {}
+        self._numbers: dict[int, Numbered] = {}  # the last one played comes last
+        self._now = self._numbered(program.microbatches)
+        cuts = any(block.expert_calls for stage in self.shapes for block in stage)
+        self.setting, *more = options.settings
+        shows, settings = mesh.exchanging is not None, [self.setting]
+        settings += [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
+        # Bytes are counted by a GPU's allocator, or under a limit.
+        warm = WARM_STEPS if self._on_gpu else 1 + self._counts
+        self._coming = deque(self._measuring(settings, shows=shows, warm=warm, counts=self._counts))
+        if options.costs is not None:
+            self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
         if options.plan is not None:
             self.plan = options.plan
 
     # ------------------------------------------------------------------------------------------- what is played
+
+    @property
+    def coming(self) -> Coming:
+        """The next step, with its plan; that of a settled plan if nothing is left to learn."""
+        step, plan = self._next(), self.plan
+        # One step cannot be compared and counted at once.
+        return step._replace(plan=plan, loop=None if step.purpose is Purpose.COUNT else self.loop_of(plan))
+
+    @property
+    def settling(self) -> bool:
+        """Whether there is a step to come in which something is learned."""
+        return self._next().purpose is not Purpose.SETTLED
+
+    def _next(self) -> Coming:
+        if self._costs is not None and self._now.plan is None:  # its plans may have to be tried
+            tried = self._rounds > 0
+            self._play(self.planner.fastest(self.program, self.shapes, self._costs, self._rooms, tried=tried))
+        steps = self._steps
+        return steps[0] if steps else Coming(Purpose.SETTLED, self.setting)
+
+    @property
+    def _steps(self) -> deque[Coming]:
+        """The list in force."""
+        return self._now.coming if self._now.given or not self._coming else self._coming
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the next step; see :attr:`Engine.plan`."""
+        step, now = self._next(), self._now
+        if step.purpose is Purpose.TRY:
+            assert step.plan is not None
+            return step.plan
+        if now.plan is None:
+            now.plan = self.planner.measuring(now.program, self.shapes)
+        return now.plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        pairs = [zip(*stage, strict=False) for stage in zip(self.shapes, plan.shapes, strict=False)]
+        cut = tuple(tuple(block.cut(other.exchanges) for block, other in stage) for stage in pairs)
+        shows = self._coming and self._coming[0].purpose is Purpose.SHOW
+        if shows and plan.shapes != self.shapes and plan.shapes == cut:
+            self._coming[0] = self._coming[0]._replace(plan=plan)
+            return
+        self._set(plan, self._now)
+        if shows:
+            self._coming.popleft()
+            if self._costs is None:
+                self._coming.appendleft(Coming(Purpose.WARM, self.setting))
+
+    def _set(self, plan: Plan, of: Numbered) -> None:
+        if plan.program != of.program or plan.shapes != self.shapes:
+            raise ValueError(
+                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
+                f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
+            )
+        of.plan, of.coming, of.tried, of.given = self.planner.with_rendezvous(plan, self._costs), deque(), (), True
 
     @property
     def costs(self) -> NodeCosts | None:
@@ -178,13 +206,17 @@ class Tuner:
 
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
-        self._costs, self._tries = costs, False
-        if costs is None and self._counts and not self._held:
-            self._warm = max(self._warm, 1)
-        self._spans: tuple[Sequence[Span], ...] = ()  # of the steps that have been measured for the costs to come
-        self._numbers: dict[int | None, Numbered] = {}  # the last one played comes last
-        self._agreed: set[str] = set()  # a step of the same order may measure now
-        self._now = self._numbered(self.microbatches)
+        self._costs, self._rounds = costs, 0 if costs is not None else self.options.tries
+        if costs is not None:
+            self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
+        elif not any(step.purpose is Purpose.MEASURE for step in self._coming):
+            counts = self._counts and not self.counted.held
+            self._coming += self._measuring([self.setting], warm=int(counts), counts=counts)
+        self._forget()
+
+    def _measuring(self, settings: Sequence[Setting], *, warm: int, counts: bool, shows: bool = False) -> list[Coming]:
+        measured = LONE_STEPS if self.microbatches == 1 else 1
+        return list(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=measured))
 
     @property
     def microbatches(self) -> int:
@@ -196,28 +228,47 @@ class Tuner:
         self._now = self._numbered(count)
 
     def _numbered(self, count: int) -> Numbered:
-        found = self._numbers.pop(count, None) or Numbered(self._first.of(count))
+        found = self._numbers.pop(count, None) or Numbered(self.planner.program.of(count))
         if len(self._numbers) >= MOST_NUMBERS:
-            old = next((number for number, one in self._numbers.items() if not one.is_set), None)
-            self._numbers.pop(old, None)
+            for old in [number for number, one in self._numbers.items() if not one.given][:1]:
+                del self._numbers[old]
         self._numbers[count] = found
         return found
+
+    def _forget(self) -> None:
+        """Forget all plans: they were for other costs or shapes."""
+        count = self.microbatches
+        self._numbers = {}
+        self._now = self._numbered(count)
 
     @property
     def program(self) -> Program:
         """Schedule of the next step."""
         return self._now.program
 
+    def evaluation_of(self, microbatches: int) -> Plan:
+        """Return the plan of the forwards alone."""
+        of = self._numbered(microbatches)
+        program = forwards_of(of.program if of.plan is None else of.plan.program)
+        if (key := (program.name,)) not in of.others:
+            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
+            # them from other collectives.
+            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
+            costs = self._costs or NodeCosts()
+            of.others[key] = self.planner.compiled(program, shapes, costs, self.planner.overlap)
+        return of.others[key]
+
+    # ------------------------------------------------------------------------------------------- what is said of it
+
     @property
-    def state(self) -> State:
-        """What the next step is for."""
-        if self._now.is_set:
-            return State.SETTLED
-        if self._costs is None:
-            return State.MEASURING
-        if self._tries:
-            self._plan_now()
-        return State.TRYING if self._now.turns else State.SETTLED
+    def parts(self) -> int:
+        """Parts of a call of experts in the next step."""
+        return self.setting[1]
+
+    @property
+    def held(self) -> Mapping[CostKey, Held]:
+        """What nodes hold, by the last count or by the costs; empty if nobody has counted."""
+        return self.counted.held or (self._costs.bytes if self._costs is not None else {})
 
     @property
     def tried(self) -> Sequence[Tried]:
@@ -225,88 +276,17 @@ class Tuner:
         return self._now.tried
 
     @property
-    def plan(self) -> Plan:
-        """Plan of the next step; see :attr:`Engine.plan`."""
-        if self.state is State.TRYING:
-            return self._now.turns[len(self._now.seconds) % len(self._now.turns)]
-        return self._plan_now()
-
-    @plan.setter
-    def plan(self, plan: Plan) -> None:
-        pairs = [zip(*stage, strict=False) for stage in zip(self.shapes, plan.shapes, strict=False)]
-        cut = tuple(tuple(block.cut(other.exchanges) for block, other in stage) for stage in pairs)
-        if self.looks and plan.shapes != self.shapes and plan.shapes == cut:
-            self._cut_plan = plan
-        else:
-            self._set(plan, self._now)
-
-    def _set(self, plan: Plan, of: Numbered) -> None:
-        if plan.program != of.program or plan.shapes != self.shapes:
-            raise ValueError(
-                f"a plan of {plan.program.name!r} for other blocks, reductions or microbatches; "
-                f"allowed: one of {of.program.name!r} with {of.program.microbatches} for {self.shapes}"
-            )
-        of.keep(self._met(plan, self._costs))
-        self.looks, of.tried, of.is_set = False, (), True
-
-    def _plan_now(self) -> Plan:
-        """Return the plan of the next step, of several the one that is predicted to be the fastest."""
-        if self._now.plan is None:
-            if self._costs is None:
-                self._now.plan = self._measured_plan()
-            else:
-                self._try(self._fastest(self.shapes, self._costs))
-        assert self._now.plan is not None
-        return self._now.plan
-
-    def _try(self, plans: Sequence[Plan]) -> None:
-        """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
-        turns = [self._met(plan, self._costs) for plan in (worth_trying(plans) if self._tries else plans[:1])]
-        self._now.keep(turns[0])
-        self._now.turns = turns if len(turns) > 1 else ()
-
-    def evaluation_of(self, microbatches: int) -> Plan:
-        """Return the plan of the forwards alone."""
-        now = self._numbered(microbatches)
-        if now.evaluation is None:
-            # Exchanges that blocks make by themselves are hidden in training alone: without gradients nothing tells
-            # them from other collectives.
-            shapes = tuple(tuple(block._replace(exchanges=()) for block in stage) for stage in self.shapes)
-            program = forwards_of(now.program if now.plan is None else now.plan.program)
-            now.evaluation = self._compiled(program, shapes, self._costs or NodeCosts(), self.overlap)
-        return now.evaluation
-
-    @property
-    def notes(self) -> bool:
-        """Whether the next step counts the bytes that each node holds; its times are not used."""
-        return self.counts_next or (self.state is State.MEASURING and self._counts and self._warm == 1)
-
-    @property
-    def held(self) -> Mapping[CostKey, Held]:
-        """What nodes hold, by the last count or by the costs; empty if nobody has counted."""
-        return self._held or (self._costs.bytes if self._costs is not None else {})
-
-    @property
-    def tries_memory(self) -> bool:
-        """Whether the next step tries a plan that may need more memory than there is."""
-        return self._counts and self.state is State.TRYING
-
-    @property
-    def settling(self) -> bool:
-        """Whether the next step still measures nodes or tries a plan."""
-        return self.state is not State.SETTLED
-
-    @property
     def choice(self) -> str:
-        """Name of the plan of the next step, and the times by which it was chosen."""
-        name = f"{self.plan.program.name} {self.plan.order}"
+        """Name of the plan of the next step, and the times by which it was chosen, or the steps to come."""
+        purpose, plan = self._next().purpose, self.plan
+        name = f"{plan.program.name} {plan.order}"
         if self.tried:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
-        if self.state is State.MEASURING:
-            return f"{name} (measures the nodes)"
-        if self.state is State.TRYING:
+        if purpose is Purpose.TRY:
             return f"{name} (tried with others in turns; the fastest stays)"
-        return f"{name} ({'given' if self._now.is_set else f'predicted step: {milliseconds(self.plan.predicted)}'})"
+        if purpose is not Purpose.SETTLED:
+            return f"{name} (to come: {', '.join(step.purpose for step in self._steps)})"
+        return f"{name} ({'given' if self._now.given else f'predicted step: {milliseconds(plan.predicted)}'})"
 
     @property
     def parts_choice(self) -> str:
@@ -325,327 +305,200 @@ class Tuner:
             ValueError: Ranks have different plans, or not all of them measure.
             LostRankError: A rank failed, or did not answer within the limit.
         """
-        if plan.fingerprint not in self._agreed:
-            self.mesh.agree({"plan": plan.fingerprint, "measuring": self.state is State.MEASURING})
-            self._agreed.add(plan.fingerprint)
-        if not self.steps and self.outside_groups is None:
-            self._begun = collectives_begun()
+        agreed = self._numbers[plan.program.microbatches].agreed
+        if plan.fingerprint not in agreed:
+            self.peers.mesh.agree({"plan": plan.fingerprint, "measuring": self._measures})
+            agreed.add(plan.fingerprint)
+        if not self.steps:
+            self.peers.begin()
+
+    @property
+    def _measures(self) -> bool:
+        return self._costs is None and not self._now.given
 
     def verifies_next(self, *, grad: bool = True) -> bool:
         """Return whether the next step, or evaluation, is compared with a plain loop, so its batch is read again."""
-        return self.must_verify(self.plan if grad else self.evaluation_of(self.microbatches))
+        return (self.coming.loop if grad else self.loop_of(self.evaluation_of(self.microbatches))) is not None
 
-    def must_verify(self, plan: Plan) -> bool:
-        """Return whether a plan has to be verified: not while nodes are measured, nor if it is the loop's.
+    def loop_of(self, plan: Plan) -> Plan | None:
+        """Return the plan of the plain loop with which a step of a plan is compared; None if it is not.
 
-        A plan for another number of microbatches than the first has to be if more of them are open at once than before.
+        Steps that measure nodes are not, nor is the loop itself. A plan for another number of microbatches than the
+        first is compared if more of them are open at once than before.
         """
-        if not self.options.verify or self.state is State.MEASURING:
-            return False
-        if plan.fingerprint in self.verified:
-            return False
+        if not self.options.verify or self._measures or plan.fingerprint in self.verified:
+            return None
         count, forwards, most = _described(plan)
         known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
         if known and count != known[0][0] and most <= max(m for _, m in known):
-            return False
-        return self._serial_plan(plan, plain=True).fingerprint != plan.fingerprint
+            return None
+        loop = self._serial(plan, plain=True)
+        if loop.fingerprint == plan.fingerprint:
+            return None
+        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
+        return self._serial(plan, plain=False) if plan.program.placement.ranks > 1 and self.verified else loop
+
+    def _serial(self, plan: Plan, *, plain: bool) -> Plan:
+        key, others = (plan.fingerprint, f"{plain=}"), self._numbers[plan.program.microbatches].others
+        if key not in others:
+            others[key] = self.planner.serial(plan, plain=plain)
+        return others[key]
 
     def note_verified(self, plan: Plan) -> None:
         """Note that the first step of a plan was equal to a plain loop's."""
         self.verified[plan.fingerprint] = _described(plan)
 
-    def reference_of(self, plan: Plan) -> Plan:
-        """Return the plan of the loop with which a plan is compared."""
-        # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        return self._serial_plan(plan, plain=plan.program.placement.ranks == 1 or not self.verified)
+    def count_next(self) -> None:
+        """Count in the next step the bytes that each node holds, though no plan needs them; it is not compared."""
+        self._next()
+        self._steps.appendleft(Coming(Purpose.COUNT, self.setting))
+
+    @contextmanager
+    def naming_limit(self, plan: Plan) -> Iterator[None]:
+        """If memory runs out in a step of a plan, add to the error which limit would do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            does = (
+                f"memory={megabytes(self.counted.fits)!r}, which a step before it held, " if self.counted.fits else ""
+            )
+            text, *_ = str(error).splitlines() or [""]
+            what = f"no memory for {plan.program.name} {plan.order}"
+            error.args = (f"{what}; allowed: {does}recompute='block', or smaller microbatches; {text}",)
+            raise
 
     def learn(
         self,
-        plan: Plan,
+        step: Coming,
         result: StepResult,
         transfers: Callable[[], Mapping[CostKey, float]],
         count: ByteCount | None = None,
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
-        ``transfers`` returns the seconds of those between stages, ``count`` has the bytes of nodes, if any.
+        Args:
+            step: :attr:`coming` before it.
+            result: Of the step.
+            transfers: Times the transfers between stages, and returns their seconds.
+            count: Of a step that counts.
         """
-        state, warm = self.state, self._warm
-        self._warm = max(0, warm - 1)
-        if self.outside_groups is None:
-            # Blocks have begun collectives with ranks outside of the mesh.
-            begun = (ranks for ranks, number in collectives_begun().items() if number != self._begun.get(ranks))
-            self.outside_groups = [ranks for ranks in begun if not set(ranks) <= self.mesh.labels.keys()]
-        if self.looks:
-            self._adopt_exchanges()
-        if count is not None:
-            self._count(count)
-            self.counts_next = False
-        if state is State.TRYING:
-            self._note_time(result.overlap.makespan)
-        elif state is State.MEASURING and not warm:
-            self._note_nodes(plan, result, transfers)
+        self.peers.end()
         self.steps += 1
+        plan, steps = step.plan, self._steps
+        assert plan is not None
+        if plan.peak_bytes:
+            fits = self.counted.before + plan.peak_bytes[self.peers.mesh.rank("pp")]
+            self.counted = self.counted._replace(fits=fits)
+        entry = steps.popleft() if steps else step
+        match step.purpose:
+            case Purpose.SHOW:
+                self._adopt_exchanges(entry.plan)
+            case Purpose.COUNT:
+                assert count is not None
+                self._count(count)
+            case Purpose.MEASURE:
+                self._note_nodes(plan, result, transfers)
+            case Purpose.TRY:
+                self._note_time(plan, result.overlap.makespan)
 
-    def _count(self, count: ByteCount) -> None:
-        """Take over what nodes hold on the ranks with the least room for a microbatch: all plans are made for these."""
-        limit, held = parse_memory(self.options.memory), count.by_node()
-        limit = devices.obtainable(self._device) if limit == "auto" else limit
-        room = math.inf if limit is None else float(limit - count.before)
-        whole = sum(one.kept for (_, kind, *_), one in held.items() if kind is Kind.F)
-        fit = (room - sum(one.first for one in held.values())) / (whole or 1.0)
-        every, mine = self.mesh.every((fit, -whole, room, held)), list[tuple[float, Mapping[CostKey, Held]]]()
-        for at in range(self.mesh.size("pp")):
-            ranks = self.mesh.ranks(pp=[at], over=DIMENSIONS)
-            mine.append(min((every[rank] for rank in ranks), key=itemgetter(0, 1))[2:])
-        tightest = self._agreed_outside(mine)
-        self._held = {key: of for _, held in tightest for key, of in held.items()}
-        self._rooms = tuple(room for room, _ in tightest) if limit is not None else ()
-
-    def _adopt_exchanges(self) -> None:
-        self.looks = False
-        shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, self.mesh)
+    def _adopt_exchanges(self, cut: Plan | None) -> None:
+        """Cut blocks at the exchanges that they have shown; play a plan for these blocks, if one was given."""
+        mesh = self.peers.mesh
+        shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, mesh)
         shapes = self._gathered({n: stage.cut_at(self.shapes[n], shown) for n, stage in self.stages.items()})
-        cut = self._cut_plan
         if shapes != self.shapes or cut is not None:
-            self.shapes, self._cut_plan = shapes, None
-            self.costs = self._costs
-            if cut is not None:
-                self._set(cut, self._numbered(cut.program.microbatches))
+            self.shapes = shapes
+            self._forget()
+        if cut is not None:
+            self._set(cut, self._numbered(cut.program.microbatches))
 
     def _note_nodes(self, plan: Plan, result: StepResult, transfers: Callable[[], Mapping[CostKey, float]]) -> None:
-        """Note the times of the nodes of a step; go on to another number of parts, or to the plans for the costs."""
-        self._spans += (result.overlap.spans,)
-        if self.program.microbatches == 1 and len(self._spans) < LONE_STEPS:
+        """Note the times of the nodes of a step; go on to the next setting, or to the plans for the costs."""
+        every, mesh = self._now.spans, self.peers.mesh
+        every.append(result.overlap.spans)
+        while self._coming and self._coming[0].purpose is Purpose.MEASURE:
+            self._coming.popleft()
+        if self.microbatches == 1 and len(every) < LONE_STEPS:
+            self._coming.extendleft([Coming(Purpose.MEASURE, self.setting)] * (LONE_STEPS - len(every)))
             return
-        measured = self._agreed_outside(
-            measured_costs(
-                plan.ranks[self.mesh.rank("pp")],
-                chain.from_iterable(self._spans),
-                self.mesh,
-                shared_links=self.mesh.on_gloo,  # it uses one network interface for all groups
-                launches=result.times.launches,
-                transfers=transfers(),
-            )
+        costs = measured_costs(
+            plan.ranks[mesh.rank("pp")],
+            chain.from_iterable(every),
+            mesh,
+            shared_links=mesh.on_gloo,  # it uses one network interface for all groups
+            launches=result.times.launches,
+            transfers=transfers(),
         )
-        self._measured[self._setting[0], self.parts] = replace(measured, bytes=self._held), self.shapes
-        if self._more:
-            self._setting = mode, parts = self._more.pop(0)
-            self._use([[mode] * len(blocks) for blocks in self.shapes], parts)
-            self.costs = None
+        self._measured[self.setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
+        if self._coming:
+            self._use(self._coming[0].setting)
             return
-        several = len({mode for mode, _ in self._measured}) > 1
-        parts, costs, plans, self.predicted = self._made_by_one(self._with_recompute if several else self._with_parts)
-        if plans[0].shapes != self.shapes:
-            self._use([[block.recompute for block in blocks] for blocks in plans[0].shapes], parts)
-        self._adopt(costs, plans)
-        self._measured.clear()
+        choice = self.peers.made(self._chosen)
+        self.predicted, self._costs, self._measured = choice.predicted or self.predicted, choice.costs, {}
+        self.setting = self.setting[0], choice.parts
+        self._reshape(choice.plans[0].shapes)
+        self._play(choice.plans)
 
-    def _made_by_one(self, make: Callable[[], Choice]) -> Choice:
-        """Return what the first rank has made: a search takes long where ranks share processors."""
-        made: Choice | ValueError | None = None
-        if any(map(self.mesh.rank, DIMENSIONS)):
-            while made is None:
-                made = self._of_first(None)
-        else:
-            self._told = time.monotonic()
-            try:
-                made = make()
-            except ValueError as error:
-                made = error
-            self._told = None
-            self._of_first(made)
-        if isinstance(made, ValueError):
-            raise made
-        return made
+    def _chosen(self) -> Choice:
+        choice = self.planner.chosen(self.program, self._measured, self._rooms, tried=self._rounds > 0)
+        return choice._replace(plans=worth_trying(choice.plans, self.counted.rooms))
 
-    def _of_first(self, value: T) -> T:
-        return self.mesh.combined(value, lambda _, every: every[0])
+    def _use(self, setting: Setting) -> None:
+        """From the next step on, let all blocks recompute, and cut calls of experts, as a setting says."""
+        mode, parts = self.setting = setting
+        mine = {n: stage.shaped(self.shapes[n], [mode] * len(stage.blocks), parts) for n, stage in self.stages.items()}
+        self._reshape(self._gathered(mine))
 
-    def _go_on(self, *_: object) -> None:
-        """Tell ranks that wait for a search that it goes on: the limit of waits is for ranks that do nothing."""
-        if self._told is not None and time.monotonic() > self._told + self.mesh.failures.limit.total_seconds() / 4:
-            self._told = time.monotonic()
-            self._of_first(None)
-
-    def _use(self, modes: Sequence[Sequence[Recompute]], parts: int) -> None:
-        """From the next step on, recompute the blocks of each stage as these modes say, and cut calls of experts."""
-        self.parts, self._warm, self._held = parts, 1, {}
-        mine = {n: stage.shaped(self.shapes[n], modes[n], parts) for n, stage in self.stages.items()}
-        self.shapes = self._gathered(mine)
+    def _reshape(self, shapes: tuple[StageShape, ...]) -> None:
+        if shapes != self.shapes:
+            self.shapes, self.counted = shapes, self.counted._replace(held={})
+        self._forget()
 
     def _gathered(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
-        return all_shapes(mine, self._first.placement, self.mesh)
+        return all_shapes(mine, self.planner.program.placement, self.peers.mesh)
 
-    def _with_parts(self) -> Choice:
-        """Choose into how many parts calls of experts are cut."""
-        found = {parts: self._fastest(shapes, costs) for (_, parts), (costs, shapes) in self._measured.items()}
-        predicted = {parts: plans[0].predicted for parts, plans in found.items()}
-        best, *more = found
-        for parts in more:
-            if predicted[parts] < (1 - LEAST_GAIN) * predicted[best]:
-                best = parts
-        return Choice(best, self._measured[self._setting[0], best][0], worth_trying(found[best]), predicted)
+    def _play(self, plans: Sequence[Plan]) -> None:
+        """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
+        chosen = worth_trying(plans, self.counted.rooms) if self._rounds else plans[:1]
+        turns = [self.planner.with_rendezvous(plan, self._costs) for plan in chosen]
+        rounds = self._rounds if len(turns) > 1 else 0
+        self._now.plan = turns[0]
+        self._now.coming = deque([Coming(Purpose.TRY, self.setting, plan) for plan in turns] * rounds)
 
-    def _with_recompute(self) -> Choice:
-        """Choose what each block computes again.
-
-        Raises:
-            ValueError: No plan keeps within the limit.
-        """
-        found: list[tuple[NodeCosts, list[Plan]]] = []
-        for costs, shapes in planning.choices({mode: found for (mode, _), found in self._measured.items()}):
-            plans = self._fitting(shapes, costs)
-            if plans and (not found or plans[0].predicted < found[-1][1][0].predicted):
-                found.append((costs, plans))
-        costs, plans = found[-1] if found else (costs, self._least(shapes, costs))
-        return Choice(self.parts, costs, worth_trying(plans), self.predicted)
-
-    def _adopt(self, costs: NodeCosts, plans: Sequence[Plan]) -> None:
-        """Play by measured costs from the next step on; ``plans`` are the fastest for the present number."""
-        self.costs, self._tries = costs, self.options.tries > 0
-        self._try(plans)
-
-    def _note_time(self, seconds: float) -> None:
+    def _note_time(self, plan: Plan, seconds: float) -> None:
         """Note the time of a step in turns, and after the last one keep the plan that was the fastest."""
         now = self._now
-        now.seconds.append(seconds)
-        count = len(now.turns)
-        if len(now.seconds) == self.options.tries * count:
-            slowest = self.mesh.combined(now.seconds, lambda _, every: list(map(max, zip(*every, strict=True))))
-            slowest = self._agreed_outside(slowest)
-            times = [median(slowest[number::count]) for number in range(count)]
-            now.tried = sorted(map(Tried, now.turns, times), key=lambda one: one.seconds)
-            now.keep(now.tried[0].plan)
+        now.times.append((plan, seconds))
+        if any(step.purpose is Purpose.TRY for step in now.coming):
+            return
+        plans = list({plan.fingerprint: plan for plan, _ in now.times}.values())
+        slowest = self.peers.slowest([seconds for _, seconds in now.times])
+        times = [median(slowest[turn :: len(plans)]) for turn in range(len(plans))]
+        now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
+        now.plan = now.tried[0].plan
 
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
-        self.outside_groups = groups
-        self._costs = self._agreed_outside(self._costs)
+        self.peers.outside = groups
+        self._costs = self.peers.agreed(self._costs)
 
-    def _agreed_outside(self, measured: T) -> T:
-        """Return what was measured on the first of the ranks outside of the mesh that must play the same plan."""
-        for ranks in self.outside_groups or ():
-            measured = gathered(ranks, measured, self.mesh.failures.limit)[0]
-        return measured
+    @property
+    def _on_gpu(self) -> bool:
+        return devices.of(self._device) is not None
 
-    # ------------------------------------------------------------------------------------------- plans
+    @property
+    def _counts(self) -> bool:
+        return self.options.memory is not None or self._on_gpu
 
-    def _fastest(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
-        """Return plans of a step for some costs, the one that is predicted to be the fastest first."""
-        return self._fitting(shapes, costs) or self._least(shapes, costs)
-
-    def _fitting(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> list[Plan]:
-        """Return the same without any where none keeps within the limit."""
-        program, placement, blocks = self.program, self.program.placement, self._counts_block
-        rooms, spared = self._rooms, tuple((1 - SPARE) * room for room in self._rooms)
-        if rooms and not costs.bytes:
-            raise ValueError("memory with costs that have no bytes; allowed: costs of an engine with it, or none")
-        kept = list[Plan]()
-        if program.search_seconds:
-            most = min(program.peak_activations)
-            for live in range(most, 0, -max(1, placement.stages // placement.ranks)) if rooms else (most,):
-                kept = found_orders(
-                    placement,
-                    program.microbatches,
-                    shapes,
-                    costs,
-                    peak_activations=live * placement.share,
-                    seconds=program.search_seconds,
-                    counts_block=blocks,
-                    progress=self._go_on,
-                )
-                if kept := [plan for plan in kept if plan.fits(spared)]:
-                    return kept
-        # For costs that were measured: a GPU has no memory to spare for a forward that gains nothing.
-        chooses = self._on_gpu and (self._tries or (self._costs is None and self.options.tries > 0))
-        others = lighter(program) if rooms else warmups(program) if chooses else (program,)
-        for number, other in enumerate(others):
-            self._go_on()
-            room = spared if number else rooms  # the lightest holds one microbatch at a time
-            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
-            if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
-                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
-        return kept
-
-    def _least(self, shapes: tuple[StageShape, ...], costs: NodeCosts) -> NoReturn:
-        """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
-        program = one_by_one(self.program.microbatches, self.program.placement)
-        # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
-        plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")
-        over, rank = max((peak - self._rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
+    def _count(self, count: ByteCount) -> None:
         limit = parse_memory(self.options.memory)
-        enough = f"{math.ceil((limit + over) / 1e5) / 10:g}MB or more, " if isinstance(limit, int) else ""
-        other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
-        raise ValueError(
-            f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
-            f"rank {rank}; allowed: {enough}{other}smaller microbatches"
-        )
+        if not isinstance(limit, int):  # what there is limits trials, too
+            limit = devices.obtainable(self._device) if self._on_gpu else None
+        self.counted = counted(count, math.inf if limit is None else limit, self.peers)
 
-    def _measured_plan(self) -> Plan:
-        """Return the plan of the steps that measure: serial, under a limit of memory with one microbatch at a time."""
-        limited = self.options.memory is not None
-        program = one_by_one(self.program.microbatches, self.program.placement, split=True) if limited else self.program
-        return self._compiled(program, self.shapes, NodeCosts(), "serial")
-
-    def _serial_plan(self, plan: Plan, *, plain: bool) -> Plan:
-        """Return the plan of the same step in which actions follow one another.
-
-        Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
-        """
-        key, plans = (plan.fingerprint, plain), self._numbers[plan.program.microbatches].serial
-        if key not in plans:
-            program = plan.program
-            if plain:
-                program = one_by_one(program.microbatches, program.placement)
-                program = forwards_of(program) if plan.program.forward_only else program
-            plans[key] = self._compiled(program, plan.shapes, NodeCosts(), "serial")
-        return plans[key]
-
-    def _compiled(self, program: Program, shapes: tuple[StageShape, ...], costs: NodeCosts, overlap: Overlap) -> Plan:
-        plan = planning.compile(program, shapes, costs, overlap, counts_block=self._counts_block)
-        return self._met(plan, costs)
-
-    def _met(self, plan: Plan, costs: NodeCosts | None) -> Plan:
-        """Return a plan with both ends of its transfers at one place, if the device needs that."""
-        if not self.rendezvous:
-            return plan
-        return planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self._counts_block)
-
-
-def lighter(program: Program) -> Iterator[Program]:
-    """Yield one microbatch after another, and the program with fewer forwards to warm up and with all, lightest first.
-
-    >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
-    ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
-    """
-    placement = program.placement
-    yield one_by_one(program.microbatches, placement)
-    if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
-        yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
-    yield from warmups(program)
-
-
-def warmups(program: Program) -> Iterator[Program]:
-    """Yield the program with fewer forwards to warm up and with all, fewest first.
-
-    >>> [other.name for other in warmups(build_schedule("combined_1f1b", microbatches=4))]
-    ['combined_1f1b', 'combined_1f1b+1']
-    """
-    placement, (name, _, extra) = program.placement, program.name.partition("+")
-    for less in range(int(extra) if extra.isdecimal() else 0):
-        sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
-        yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)
-    yield program
-
-
-def worth_trying(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans to try, of plans in the order of their predicted times: near the first, each order once."""
-    found: dict[str, Plan] = {}
-    for plan in plans:
-        if plan.predicted <= TRIED_WITHIN * plans[0].predicted:
-            found.setdefault(plan.fingerprint, plan)
-    return list(found.values())[:TRIED_PLANS]
+    @property
+    def _rooms(self) -> tuple[float, ...]:
+        return self.counted.rooms if self.options.memory is not None else ()
 
 
 def _described(plan: Plan) -> tuple[int, bool, int]:

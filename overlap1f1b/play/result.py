@@ -27,8 +27,8 @@ class StepResult:
         times: Times of the nodes.
         peak_activations: Most microbatches of a stage that were alive at once.
         peak_held: The same, counting microbatches that wait for weight gradients alone.
-        peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None if nobody has counted: on a
-            GPU steps that measure or try are counted, elsewhere the one that counts what nodes hold.
+        peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None unless the step has
+            counted what nodes hold.
     """
 
     losses: tuple[Tensor, ...]

@@ -517,8 +517,12 @@ class Cuda:
     def memory_allocated(device: Any) -> int:
         return 0
 
-    max_memory_allocated = memory_allocated
+    max_memory_allocated = memory_reserved = memory_allocated
     reset_peak_memory_stats = memory_allocated
+
+    @staticmethod
+    def mem_get_info(device: Any) -> tuple[int, int]:
+        return 2**40, 2**40
 
     @staticmethod
     def _sleep(cycles: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -135,7 +136,7 @@ def _step_without_rendezvous(rank: int, size: int, name: str) -> int:
     engine, _ = engine_of(program, layout)
     inputs, target = batch_of(program, layout, rank)
     engine.step(inputs, target=target)
-    engine.tuner.rendezvous = False
+    engine.tuner.planner = replace(engine.tuner.planner, rendezvous=False)
     engine.plan = compile(program, engine.shapes, COSTS, 3)
     begin = len(here().log)
     engine.step(inputs, target=target)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.learn.check import Verification
-from overlap1f1b.learn.tuner import MOST_NUMBERS, State
+from overlap1f1b.learn.tuner import MOST_NUMBERS
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.groups import Groups
 from tests import models
@@ -91,7 +91,7 @@ def any_number(
             verified.reset_mock()
             found = play(number)
             seen.add(number)
-            if step >= measured and engine.tuner.state is State.MEASURING:
+            if step >= measured and engine.costs is None:
                 problems.append(f"step {step + 1} is serial")
             if verified.call_count:  # the first number's plans, and those that open more microbatches than any before
                 most_open = engine.tuner.verified[verified.call_args.args[1].plan.fingerprint][2]
@@ -115,10 +115,10 @@ def any_number(
 def test_costs_hold_for_an_unseen_number() -> None:
     """Nodes are measured in two steps, whatever their numbers; then an unseen one has a plan of its own."""
     engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), tries=0)
-    for number, state in ((3, State.MEASURING), (5, State.SETTLED), (2, State.SETTLED)):
+    for number, measured in ((3, False), (5, True), (2, True)):
         inputs, target = models.batch(number)
         engine.step(inputs, target=target, microbatches=number)
-        assert engine.tuner.state is state
+        assert (engine.costs is not None) is measured is not engine.tuner.settling
         assert engine.program.microbatches == engine.microbatches == number
     engine.microbatches = 7
     assert engine.plan.program == build_schedule("combined_1f1b", microbatches=7)
@@ -128,9 +128,16 @@ def test_costs_hold_for_an_unseen_number() -> None:
 def test_few_plans_are_kept() -> None:
     engine = make(models.build(), build_schedule("combined_1f1b", microbatches=4), costs=COSTS)
     mine = engine.plan = engine.plan
-    for number in range(1, 2 * MOST_NUMBERS):
+    engine.microbatches = 1
+    first = engine.plan
+    for number in range(2, MOST_NUMBERS + 1):
         engine.microbatches = number
-    assert len(engine.tuner._numbers) == MOST_NUMBERS
+    engine.microbatches = 1
+    assert engine.plan is first
+    for number in range(2, MOST_NUMBERS + 2):
+        engine.microbatches = number
+    engine.microbatches = 1
+    assert engine.plan is not first
     engine.microbatches = 4
     assert engine.plan is mine  # one that is set stays
 

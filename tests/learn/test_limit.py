@@ -1,4 +1,4 @@
-"""Limits of memory: plans that keep within them, ranks with less of it, and trials that find too little."""
+"""Limits of memory: plans that keep within them, and ranks with less of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.cut.options import parse_memory
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.learn.memory import ByteCount
-from overlap1f1b.learn.tuner import LEAST_WARMUP_GAIN, SPARE, Tuner, lighter
+from overlap1f1b.learn.planner import LEAST_WARMUP_GAIN, SPARE, lighter
 from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, NodeCosts, Op, Recompute, cost_key, fastest
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
@@ -195,8 +195,7 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     modes = {block.recompute for blocks in engine.shapes for block in blocks}
     assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
     before, engine.costs = engine.shapes, None  # measured anew, for what was chosen
-    with patch.object(Tuner, "_with_recompute", side_effect=AssertionError("chosen again")):
-        assert settled(engine, data).shapes == before
+    assert settled(engine, data).shapes == before
     with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
         EngineOptions(recompute="auto")
 
@@ -227,20 +226,19 @@ def drawn(random: Random, blocks: int) -> dict[Recompute, tuple[NodeCosts, tuple
 def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
     """Of up to three open actions, forwards to warm up, and one recomputation for all blocks; by random costs."""
     program = build_schedule("combined_1f1b", microbatches=4, extra_warmup=1)
-    tuner = make([nn.Linear(4, 4), nn.Linear(4, 4)], program, memory="1TB", recompute="auto").tuner
+    planner = make([nn.Linear(4, 4), nn.Linear(4, 4)], program, memory="1TB", recompute="auto").tuner.planner
     measured = drawn(Random(seed), blocks=2)
-    tuner._measured = {(mode, 1): found for mode, found in measured.items()}
     costs, shapes = measured["none"]
     (plain,) = fastest(build_schedule("sequential", microbatches=4), shapes, costs, "serial")[0].peak_bytes
     with patch("overlap1f1b.plan.compiler.LARGE", 0):
         for factor in (0.8, *LIMITS):
             room = factor * plain
-            tuner._rooms = (room,)
             grid = [
                 plan.predicted
                 for (costs, shapes), other in product(measured.values(), lighter(program))
                 for plan in fastest(other, shapes, costs, 3, counts_block=True, rooms=[(1 - SPARE) * room])
             ]
-            plan = tuner._with_recompute().plans[0]
+            found = {(mode, 1): of for mode, of in measured.items()}
+            plan = planner.chosen(program, found, [room], tried=False).plans[0]
             assert plan.peak_bytes[0] <= room
             assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.learn.tuner import State, Tuner, worth_trying
+from overlap1f1b.learn.planner import Choice, Planner, worth_trying
+from overlap1f1b.learn.purpose import Purpose
+from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape, compile, fastest, found_orders
 from overlap1f1b.schedule import build_schedule, forwards_of
 from overlap1f1b.transport.exchange import build_exchange
@@ -32,7 +36,7 @@ SHAPES = make(models.build(), PROGRAM).shapes
 @pytest.fixture
 def all_near() -> Iterator[None]:
     """All orders are worth a try, whatever was measured."""
-    with patch("overlap1f1b.learn.tuner.TRIED_WITHIN", 1e9):
+    with patch("overlap1f1b.learn.planner.TRIED_WITHIN", 1e9):
         yield
 
 
@@ -48,38 +52,64 @@ def tuner(tries: int = 3, mesh: DeviceMesh | None = None, **options: Any) -> Tun
 
 
 def play(of: Tuner, *seconds: float) -> list[Plan]:
-    """Note the times of steps; return their plans."""
+    """Let a tuner learn from steps of these times, whose nodes take none; return their plans."""
     played = []
-    for time_of_step in seconds:
-        played.append(of.plan)
-        of._note_time(time_of_step)
+    for makespan in seconds:
+        step, result = of.coming, Mock(overlap=Mock(makespan=makespan, spans=()), times=Mock(launches=()))
+        assert step.plan is not None
+        played.append(step.plan)
+        of.learn(step, result, dict)
     return played
+
+
+def trying(plans: list[Plan], of: Tuner) -> Tuner:
+    """Let a tuner measure, and find these plans for what it has measured."""
+    with patch.object(Planner, "chosen", return_value=Choice(1, COSTS, plans, {})):
+        play(of, 1.0, 1.0)
+    return of
 
 
 def test_steps_are_serial_until_there_are_costs() -> None:
     of = tuner()
-    assert of.state is State.MEASURING
+    assert of.coming.purpose is Purpose.WARM
     serial = of.plan
     assert serial is of.plan  # compiled once
     assert serial.fingerprint == compile(PROGRAM, SHAPES, NodeCosts(), "serial").fingerprint
+    assert of.choice == f"{PROGRAM.name} serial (to come: warm, measure)"
     of.costs = COSTS
-    assert of.state is State.SETTLED
+    assert not of.settling
     assert of.plan.fingerprint == compile(PROGRAM, SHAPES, COSTS, 3).fingerprint
     of.costs = None
-    assert of.state is State.MEASURING
+    assert of.coming.purpose is Purpose.MEASURE
     assert of.plan.fingerprint == serial.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "coming"),
+    [
+        ({}, "warm, measure"),
+        ({"memory": "1TB"}, "warm, count, measure"),
+        ({"parts": "auto"}, "warm, measure, warm, measure, warm, measure"),
+        ({"memory": "1TB", "recompute": "auto"}, "warm" + 4 * ", count, measure"),
+    ],
+)
+def test_a_step_takes_an_entry_of_the_list(options: dict[str, Any], coming: str) -> None:
+    engine, (inputs, target) = make(models.build(), PROGRAM, tries=0, **options), models.batch(4)
+    assert engine.tuner.choice == f"{engine.plan.program.name} serial (to come: {coming})"
+    for purpose in coming.split(", "):
+        assert engine.tuner.coming.purpose == purpose
+        engine.step(inputs, target=target)
+    assert engine.tuner.coming.purpose is Purpose.SETTLED
 
 
 @pytest.mark.parametrize(("exchange", "name"), [(1.0, "combined_1f1b"), (7.0, "combined_1f1b+1")])
 def test_a_device_warms_up_by_another_forward_only_if_that_gains(exchange: float, name: str) -> None:
-    costs = NodeCosts.uniform(attention=4.5, experts=2.4, dispatch=exchange)
-    of = tuner()
-    of.microbatches = 16
-    assert of._fastest(SHAPES, costs)[0].program.name == "combined_1f1b+1"  # as it was given
-    with patch.object(of, "_on_gpu", True):
-        chosen = of._fastest(SHAPES, costs)
-        of.costs = costs
-        assert of._fastest(SHAPES, costs)[0].program.name == "combined_1f1b+1"  # for costs that are given, too
+    costs, program = NodeCosts.uniform(attention=4.5, experts=2.4, dispatch=exchange), PROGRAM.of(16)
+    planner = tuner().planner
+    for sparing, tried in ((False, True), (True, False)):  # on a CPU, and for costs that are given
+        (found, *_) = replace(planner, sparing=sparing).fastest(program, SHAPES, costs, tried=tried)
+        assert found.program.name == "combined_1f1b+1"  # as it was given
+    chosen = replace(planner, sparing=True).fastest(program, SHAPES, costs, tried=True)
     every = [build_schedule("combined_1f1b", microbatches=16, extra_warmup=extra) for extra in (0, 1)]
     fewer, more = (fastest(program, SHAPES, costs, 3)[0].predicted for program in every)
     assert chosen[0].program.name == name
@@ -90,7 +120,7 @@ def test_a_plan_that_is_set_stays_until_costs_are() -> None:
     mine = compile(PROGRAM, SHAPES, COSTS, "pairs")
     of = tuner(plan=mine)
     assert of.plan is mine
-    assert of.state is State.SETTLED
+    assert not of.settling
     of.costs = COSTS
     assert of.plan is not mine
     other = compile(build_schedule("sequential", microbatches=4), SHAPES, COSTS, 1)
@@ -108,8 +138,7 @@ def test_an_evaluation_follows_the_program_that_is_kept(other: str) -> None:
     """Beside an order that is found, fixed schedules are tried; they may begin forwards in another order."""
     program = build_schedule(other, microbatches=4)  # type: ignore[arg-type]
     turns = [compile(PROGRAM, SHAPES, COSTS, "pairs"), compile(program, SHAPES, COSTS, "serial")]
-    of = tuner(tries=1)
-    of._adopt(COSTS, turns)
+    of = trying(turns, tuner(tries=1))
     before = of.evaluation_of(4)
     play(of, 2.0, 1.0)
     assert of.plan is turns[1]
@@ -118,10 +147,16 @@ def test_an_evaluation_follows_the_program_that_is_kept(other: str) -> None:
 
 
 def test_far_slower_plans_are_left_out() -> None:
-    of = tuner()
-    of._adopt(COSTS, plans(1.0, 1.11))
-    assert of.state is State.SETTLED  # nothing to compare
+    assert not trying(plans(1.0, 1.11), tuner()).settling  # nothing to compare
     assert [plan.predicted for plan in worth_trying(plans(1.0, 1.0, 1.05, 1.09))] == [1.0, 1.0, 1.05]
+
+
+def test_plans_that_hold_more_than_there_is_are_not_tried() -> None:
+    large, small, other = (
+        replace(plan, peak_bytes=(size,)) for plan, size in zip(plans(1.0, 1.0, 1.05), (9.0, 4.0, 5.0), strict=True)
+    )
+    assert worth_trying([large, small, other], rooms=[5.0]) == [small, other]
+    assert worth_trying([large, small, other], rooms=[3.0]) == [small]
 
 
 def test_one_order_under_two_names_is_tried_once() -> None:
@@ -131,10 +166,9 @@ def test_one_order_under_two_names_is_tried_once() -> None:
 
 def test_one_slow_step_does_not_decide() -> None:
     first, second = plans(1.0, 1.05)
-    of = tuner()
-    of._adopt(COSTS, [first, second])
+    of = trying([first, second], tuner())
     assert play(of, 1.0, 1.1, 9.0, 1.1, 1.0, 1.1) == [first, second] * 3
-    assert of.state is State.SETTLED
+    assert not of.settling
     assert [(one.plan, one.seconds) for one in of.tried] == [(first, 1.0), (second, 1.1)]
 
 
@@ -143,9 +177,9 @@ def test_the_slowest_rank_counts_on_all(rank: int, size: int) -> None:
     """Rank 1 alone finds the first plan slow."""
     of = tuner(1, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
     _, second = turns = plans(1.0, 1.0, shapes=of.shapes)
-    of._adopt(COSTS, turns)
+    trying(turns, of)
     play(of, 1.0 + 2 * rank, 2.0 - rank)
-    assert of.plan is second
+    assert of.plan.fingerprint == second.fingerprint
     assert [one.seconds for one in of.tried] == [2.0, 3.0], of.tried
 
 
@@ -153,8 +187,8 @@ def test_the_slowest_rank_counts_on_all(rank: int, size: int) -> None:
 def test_times_are_shared_with_ranks_outside_of_the_mesh(rank: int, size: int) -> None:
     """Two engines that play alike: the times of the first rank count."""
     of, (first, second) = tuner(1), plans(1.0, 1.0)
-    of.outside_groups = [list(range(size))]
-    of._adopt(COSTS, [first, second])
+    of.share_plans_with([list(range(size))])
+    trying([first, second], of)
     play(of, 1.0 + 2 * rank, 2.0)
     assert of.plan is first
     assert [one.seconds for one in of.tried] == [1.0, 2.0], of.tried
@@ -213,7 +247,7 @@ def test_plans_of_the_chosen_number_of_parts_are_tried() -> None:
     """The plans that were compiled to choose are not compiled again."""
     inputs, target = models.batch(4)
     engine, steps = make(models.build(), PROGRAM, parts="auto", tries=1), 0
-    with patch.object(Tuner, "_fastest", autospec=True, side_effect=Tuner._fastest) as compiled:
+    with patch.object(Planner, "fastest", autospec=True, side_effect=Planner.fastest) as compiled:
         while engine.tuner.settling:
             engine.step(inputs, target=target)
             steps += 1
@@ -244,10 +278,8 @@ def test_a_plan_that_is_set_ends_the_trials() -> None:
 
 
 def test_a_plan_for_other_blocks_is_refused_before_the_first_step() -> None:
-    """Also where that step shows at which exchanges blocks are cut."""
     engine = make(models.build(layers=1), PROGRAM)
     other = make(models.build(layers=2), PROGRAM, costs=COSTS).plan
-    engine.tuner.looks = True
     with pytest.raises(ValueError, match="for other blocks"):
         engine.plan = other
 
@@ -261,7 +293,7 @@ def _agreeing(rank: int, size: int) -> tuple[list[str], list[str], str, bool]:
     inputs, target = models.batch(PROGRAM.microbatches, seed=rank)
     problems, played, reference = list[str](), list[str](), dict[str, Tensor]()
     searched = patch("overlap1f1b.plan.fastest", wraps=fastest)
-    with patch("overlap1f1b.learn.tuner.TRIED_WITHIN", 1e9), searched as search:
+    with patch("overlap1f1b.learn.planner.TRIED_WITHIN", 1e9), searched as search:
         while engine.tuner.settling:
             played.append(engine.plan.fingerprint)
             model.zero_grad()
@@ -295,7 +327,7 @@ def _slowly(rank: int, size: int) -> list[str]:
         models.build(group=mesh.get_group("ep")), mesh, costs=None, program=program, loss_fn=models.loss_fn, timeout=4
     )
     inputs, target = models.batch(4, seed=rank)
-    with patch("overlap1f1b.learn.tuner.found_orders", search):
+    with patch("overlap1f1b.learn.planner.found_orders", search):
         while engine.tuner.settling:
             engine.step(inputs, target=target)
     return engine.tuner.choice.split()[:1]
@@ -305,3 +337,35 @@ def _slowly(rank: int, size: int) -> list[str]:
 def test_a_search_may_take_longer_than_the_limit_of_waits(ranks2: Ranks) -> None:
     one, other = ranks2.run(_slowly, timeout=100)
     assert one == other != []
+
+
+class Starved(models.Block):
+    """Runs out of memory where it is told to."""
+
+    starves = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.starves:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(x)
+
+
+def _starving(rank: int, size: int) -> tuple[str, int]:
+    """What a rank says when the last one runs out of memory, and the bytes that a step before has held here."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    model = models.build(group=mesh.get_group("ep"), block=Starved)
+    engine = engine_of(model, mesh, costs=None, program=PROGRAM, loss_fn=models.loss_fn, memory="1TB", tries=0)
+    inputs, target = models.batch(4, seed=rank)
+    while engine.tuner.settling:
+        engine.step(inputs, target=target)
+    model[1].starves = rank == size - 1
+    with pytest.raises(RuntimeError) as caught:
+        engine.step(inputs, target=target)
+    assert isinstance(caught.value, torch.OutOfMemoryError) == (rank == size - 1)
+    return "\n".join((str(caught.value), *caught.value.__notes__)), int(engine.tuner.counted.fits)
+
+
+def test_a_step_without_memory_says_on_all_ranks_which_limit_would_do(ranks2: Ranks) -> None:
+    (one, _), (other, fits) = ranks2.run(_starving, timeout=60)
+    for said in (one, other):
+        assert f"allowed: memory='{math.ceil(fits / 1e5) / 10:g}MB', which a step before it held, " in said, said

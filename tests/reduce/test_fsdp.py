@@ -491,7 +491,7 @@ def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: i
     for room in (math.inf, 5.0, 3.1):  # in bytes of the largest block; one more for the buffer of the gather that ends
         model = wrapped("blocks", mesh, layers=4)
         engine = engine_over(model, program, mesh, **options)
-        engine.tuner._rooms = (room * max(whole.values()),)
+        engine.tuner.counted = engine.tuner.counted._replace(rooms=(room * max(whole.values()),))
         engine.costs = costs
         watched = Watched(engine)
         engine.step(data[0], target=data[1])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from overlap1f1b.checkpoint import Saving
 from overlap1f1b.checkpoint.folder import latest
-from overlap1f1b.learn.tuner import State
+from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.plan import parse_overlap
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
@@ -147,7 +147,7 @@ class _Run:
                 "losses": history.held_out,
             },
             **speed_of(self.steps, self.tokens),
-            "settling_steps": sum(step.state is not State.SETTLED for step in self.steps),
+            "settling_steps": sum(step.purpose is not Purpose.SETTLED for step in self.steps),
             "order": self.trainer.engine.tuner.choice,
             "compare": compare,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),

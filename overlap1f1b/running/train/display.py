@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from overlap1f1b.learn.tuner import State
+from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.running.train.trainer import Step
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
@@ -39,7 +39,7 @@ class Progress:
 
     def show(self, number: int, step: Step, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
-        if any(before.state is not step.state for before in self._recent):
+        if any(before.purpose is not step.purpose for before in self._recent):
             self._recent.clear()  # steps that measure nodes or try plans are slower
         self._recent.append(step)
         held = "" if held_out is None else f"  held-out {held_out:.3f}"
@@ -84,8 +84,8 @@ def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
     Steps that try plans count only where no plan is settled, those that measure nodes only where there are no others.
     The hidden fraction is None without an exchange, and all are None without steps.
     """
-    by_state = ([step for step in steps if step.state is state] for state in reversed(State))
-    planned = next(filter(None, by_state), steps)
+    by_purpose = ([step for step in steps if step.purpose is purpose] for purpose in (Purpose.SETTLED, Purpose.TRY))
+    planned = next(filter(None, by_purpose), steps)
     if not planned:
         return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "timed_steps"))
     seconds = median(step.seconds for step in planned)

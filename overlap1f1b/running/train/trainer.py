@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.checkpoint import Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
-from overlap1f1b.learn.tuner import State
+from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.link import PacedExchange
@@ -43,7 +43,7 @@ class Step:
     seconds: float  # from the batch to the updated weights
     exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
-    state: State  # what the engine used it for
+    purpose: Purpose  # what the engine used it for
     by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
 
@@ -86,7 +86,7 @@ class Trainer:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
         options, rank, start = self.options, self.rank, time.perf_counter()
-        state = self.engine.tuner.state
+        purpose = self.engine.tuner.coming.purpose
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
         )
@@ -122,7 +122,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=max(of.exposed for of in every),
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
-            state=state,
+            purpose=purpose,
             by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )
 

@@ -59,7 +59,8 @@ def _profiled(rank: int, size: int, folder: str, limited: bool) -> Peaks:
         step()
     step()  # the plan's first is compared with a plain loop
     assert bool(engine.tuner.held) == limited
-    engine.tuner.counts_next = not limited
+    if not limited:
+        engine.tuner.count_next()
     counted = step()
     (planned,) = engine.plan.peak_bytes or NodeCosts(bytes=engine.tuner.held).peak_bytes(engine.plan.ranks)
     os.environ["KINETO_LOG_LEVEL"] = "6"

@@ -27,7 +27,8 @@ from overlap1f1b.integrations.megatron import (
     get_forward_backward_func,
 )
 from overlap1f1b.integrations.megatron.forward_backward import engines_of
-from overlap1f1b.learn import tuner
+from overlap1f1b.learn import planner
+from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import NodeCosts
@@ -393,14 +394,18 @@ def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool
     for block in part.modules():
         if isinstance(block, Shared):
             block.tp = tp
-    problems, tried = [], list[int]()
+    problems, tried = [], list[str]()
 
-    def note(of: Tuner, _: float) -> None:  # each tensor rank would keep another plan
-        tried.append(of._now.turns.index(of.plan))
-        noted(of, 1.0 + (tried[-1] != tp.rank()))
+    def learn(of: Tuner, step: Coming, result: Any, **more: Any) -> None:  # each tensor rank would keep another plan
+        if step.purpose is Purpose.TRY:
+            assert step.plan is not None
+            tried.append(step.plan.fingerprint)
+            mine = list(dict.fromkeys(tried)).index(tried[-1]) == tp.rank()
+            result = SimpleNamespace(overlap=SimpleNamespace(makespan=1.0 if mine else 2.0))
+        learned(of, step, result, **more)
 
-    noted, within = Tuner._note_time, tuner.TRIED_WITHIN
-    Tuner._note_time, tuner.TRIED_WITHIN = note, 1e9  # type: ignore[method-assign]
+    learned, within = Tuner.learn, planner.TRIED_WITHIN
+    Tuner.learn, planner.TRIED_WITHIN = learn, 1e9  # type: ignore[method-assign]
     for step in range(2 if given else 12):
         part.zero_grad()
         reference.zero_grad()
@@ -414,7 +419,7 @@ def test_ranks_that_share_layers_play_one_plan(rank: int, size: int, given: bool
     (prepared,) = function._engines.values()
     plans: list[Any] = [None] * 4
     dist.all_gather_object(plans, prepared.engine.plan.fingerprint)
-    Tuner._note_time, tuner.TRIED_WITHIN = noted, within  # type: ignore[method-assign]
+    Tuner.learn, planner.TRIED_WITHIN = learned, within  # type: ignore[method-assign]
     problems += [f"tried {tried}"] if len(set(tried)) < 2 and not given else []
     problems += [f"plans {plans}"] if len(set(plans)) > 1 else []
     assert not problems, problems

@@ -22,7 +22,6 @@ pytest.importorskip("accelerate")
 import transformers
 
 from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
-from overlap1f1b.learn.tuner import State
 from overlap1f1b.plan import RECOMPUTES, Op
 from overlap1f1b.transport.groups import Groups
 from tests.engine.test_engine_memory import _held
@@ -432,10 +431,10 @@ def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
     """Two steps for each of three numbers, with the losses of one part."""
     spec = Spec(tmp_path, rows=48, steps=8, accumulation=2, layout=OverlapArguments(ep=2, parts="auto"))
     expected = loops.history(loops.plain(spec, 2))
-    look = attrgetter("state.log_history", "engine.tuner.predicted", "engine.tuner.state")
-    for found, chosen, state in ranks2.run(train, spec, look):
+    look = attrgetter("state.log_history", "engine.tuner.predicted", "engine.costs")
+    for found, chosen, costs in ranks2.run(train, spec, look):
         loops.close(loops.shown(found), expected)
-        assert (list(chosen), state == State.MEASURING) == ([1, 2, 4], False)
+        assert (list(chosen), costs is None) == ([1, 2, 4], False)
 
 
 def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tuple[list[Any], set[Any], list[Any]]:
@@ -446,7 +445,7 @@ def _numbers(rank: int, size: int, spec: Spec, accumulations: list[int]) -> tupl
             engine, play = trainer.engine, trainer.engine.play
 
             def noted(*args: Any, **given: Any) -> Any:
-                if engine.tuner.state is State.MEASURING:
+                if engine.costs is None:
                     serial.add((engine.microbatches, engine.tuner.steps))
                 return play(*args, **given)
 

@@ -11,7 +11,7 @@ pytest.importorskip("tensorboard", reason="reads TensorBoard's files")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from overlap1f1b.learn.tuner import State
+from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.running.train.display import board
 from overlap1f1b.running.train.trainer import Step
 from tests.cli.inside import Verb
@@ -24,7 +24,7 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def step(loss: float, hidden: float | None) -> Step:
-    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, state=State.SETTLED)
+    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, purpose=Purpose.SETTLED)
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:

@@ -1,0 +1,241 @@
+"""Plans of an engine's blocks for costs and a limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+from overlap1f1b import plan as planning
+from overlap1f1b.cut.options import EngineOptions, parse_memory
+from overlap1f1b.learn.purpose import Setting
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, found_orders
+from overlap1f1b.schedule import Placement, Program, build_schedule, forwards_of, one_by_one
+
+Shapes = tuple[StageShape, ...]
+Measured = Mapping[Setting, tuple[NodeCosts, Shapes]]
+"""Costs of the nodes, and the shapes of the blocks, in each setting."""
+
+LEAST_WARMUP_GAIN = 0.01
+"""Least predicted gain, as a share of the step, for which memory is used for another forward to warm up."""
+SPARE = 0.03
+"""Part of the room that is left by plans with several open microbatches: not all are as large as the median."""
+LEAST_GAIN = 0.02
+"""Least predicted gain, as a share of the step, for which more parts are used: a smaller one may be noise."""
+TRIED_PLANS = 3
+"""How many plans are tried at most."""
+TRIED_WITHIN = 1.1
+"""Plans are tried whose predicted time is at most this multiple of the fastest's."""
+
+
+class Choice(NamedTuple):
+    """What was chosen by measured costs."""
+
+    parts: int
+    costs: NodeCosts
+    plans: list[Plan]
+    """The one that is predicted to be the fastest first."""
+    predicted: dict[int, float]
+    """Predicted seconds of a step, by numbers of parts."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Compiles plans.
+
+    Args:
+        program: Schedule of the first step.
+        options: ``overlap``; ``memory`` and ``recompute`` for messages.
+        sparing: Whether another forward warms up only if that gains, as on a GPU, which has no memory to spare.
+        rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
+        counts_block: Whether the host waits for counts.
+        progress: Called while plans are searched.
+    """
+
+    program: Program
+    options: EngineOptions
+    sparing: bool
+    rendezvous: bool
+    counts_block: bool
+    progress: Callable[[float], None] = lambda _: None
+
+    @property
+    def overlap(self) -> Overlap:
+        """How actions overlap."""
+        return planning.parse_overlap(self.options.overlap)
+
+    # ---------------------------------------------------------------------------------------------- one plan
+
+    def compiled(self, program: Program, shapes: Shapes, costs: NodeCosts, overlap: Overlap) -> Plan:
+        """Return the plan of a program that is predicted to be the fastest."""
+        plan = planning.compile(program, shapes, costs, overlap, counts_block=self.counts_block)
+        return self.with_rendezvous(plan, costs)
+
+    def with_rendezvous(self, plan: Plan, costs: NodeCosts | None) -> Plan:
+        """Return a plan with both ends of its transfers at one place, if the device needs that."""
+        if not self.rendezvous:
+            return plan
+        return planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self.counts_block)
+
+    def measuring(self, program: Program, shapes: Shapes) -> Plan:
+        """Return the plan of steps that measure: serial, under a limit of memory with one microbatch at a time."""
+        if self.options.memory is not None:
+            program = one_by_one(program.microbatches, program.placement, split=True)
+        return self.compiled(program, shapes, NodeCosts(), "serial")
+
+    def serial(self, plan: Plan, *, plain: bool) -> Plan:
+        """Return the plan of the same step in which actions follow one another.
+
+        Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
+        """
+        program = plan.program
+        if plain:
+            program = one_by_one(program.microbatches, program.placement)
+            program = forwards_of(program) if plan.program.forward_only else program
+        return self.compiled(program, plan.shapes, NodeCosts(), "serial")
+
+    # ---------------------------------------------------------------------------------------------- of several
+
+    def fastest(
+        self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float] = (), *, tried: bool = False
+    ) -> list[Plan]:
+        """Return plans of a step, the one that is predicted to be the fastest first.
+
+        Args:
+            program: Schedule of the step.
+            shapes: Of the blocks of all stages.
+            costs: Of the nodes.
+            rooms: Bytes that each pipeline rank may hold beyond those before a step; without them any number.
+            tried: Whether the first ones will be tried; else the schedule is as it was given.
+
+        Raises:
+            ValueError: No plan keeps within the limit, or the costs have no bytes.
+        """
+        found = self._fitting(program, shapes, costs, rooms, tried=tried)
+        return found or self._refuse(program, shapes, costs, rooms)
+
+    def _fitting(
+        self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float], *, tried: bool
+    ) -> list[Plan]:
+        """Return the same without any where none keeps within the limit."""
+        placement, blocks, spared = program.placement, self.counts_block, tuple((1 - SPARE) * room for room in rooms)
+        if rooms and not costs.bytes:
+            raise ValueError("memory with costs that have no bytes; allowed: costs of an engine with it, or none")
+        kept = list[Plan]()
+        if program.search_seconds:
+            most = min(program.peak_activations)
+            for live in range(most, 0, -max(1, placement.stages // placement.ranks)) if rooms else (most,):
+                kept = found_orders(
+                    placement,
+                    program.microbatches,
+                    shapes,
+                    costs,
+                    peak_activations=live * placement.share,
+                    seconds=program.search_seconds,
+                    counts_block=blocks,
+                    progress=self.progress,
+                )
+                if kept := [plan for plan in kept if plan.fits(spared)]:
+                    return kept
+        others = lighter(program) if rooms else warmups(program) if self.sparing and tried else (program,)
+        for number, other in enumerate(others):
+            self.progress(0.0)
+            room = spared if number else rooms  # the lightest holds one microbatch at a time
+            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
+            if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
+                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
+        return kept
+
+    def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float]) -> NoReturn:
+        """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
+        program = one_by_one(program.microbatches, program.placement)
+        # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
+        plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")
+        over, rank = max((peak - rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
+        limit = parse_memory(self.options.memory)
+        enough = f"{megabytes(limit + over)} or more, " if isinstance(limit, int) else ""
+        other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
+        raise ValueError(
+            f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
+            f"rank {rank}; allowed: {enough}{other}smaller microbatches"
+        )
+
+    # ---------------------------------------------------------------------------------------------- of settings
+
+    def chosen(self, program: Program, measured: Measured, rooms: Sequence[float] = (), *, tried: bool) -> Choice:
+        """Choose what each block recomputes, if several modes were measured, or into how many parts calls are cut.
+
+        Raises:
+            ValueError: No plan keeps within the limit.
+        """
+        if len({mode for mode, _ in measured}) > 1:
+            return self._with_recompute(program, measured, rooms, tried=tried)
+        found = {
+            setting[1]: (costs, self.fastest(program, shapes, costs, rooms, tried=tried))
+            for setting, (costs, shapes) in measured.items()
+        }
+        predicted = {parts: plans[0].predicted for parts, (_, plans) in found.items()}
+        best, *more = found
+        for parts in more:
+            if predicted[parts] < (1 - LEAST_GAIN) * predicted[best]:
+                best = parts
+        return Choice(best, *found[best], predicted)
+
+    def _with_recompute(self, program: Program, measured: Measured, rooms: Sequence[float], *, tried: bool) -> Choice:
+        (parts,) = {parts for _, parts in measured}
+        best: Choice | None = None
+        for costs, shapes in planning.choices({mode: found for (mode, _), found in measured.items()}):
+            plans = self._fitting(program, shapes, costs, rooms, tried=tried)
+            if plans and (best is None or plans[0].predicted < best.plans[0].predicted):
+                best = Choice(parts, costs, plans, {})
+        return best or self._refuse(program, shapes, costs, rooms)
+
+
+def lighter(program: Program) -> Iterator[Program]:
+    """Yield one microbatch after another, and the program with fewer forwards to warm up and with all, lightest first.
+
+    >>> [other.name for other in lighter(build_schedule("combined_1f1b", microbatches=4, extra_warmup=2))]
+    ['sequential', 'combined_1f1b', 'combined_1f1b+1', 'combined_1f1b+2']
+    """
+    placement = program.placement
+    yield one_by_one(program.microbatches, placement)
+    if placement.ranks > 1 and placement == Placement.loop(placement.ranks):
+        yield build_schedule("1f1b", ranks=placement.ranks, microbatches=program.microbatches)
+    yield from warmups(program)
+
+
+def warmups(program: Program) -> Iterator[Program]:
+    """Yield the program with fewer forwards to warm up and with all, fewest first.
+
+    >>> [other.name for other in warmups(build_schedule("combined_1f1b", microbatches=4))]
+    ['combined_1f1b', 'combined_1f1b+1']
+    """
+    placement, (name, _, extra) = program.placement, program.name.partition("+")
+    for less in range(int(extra) if extra.isdecimal() else 0):
+        sizes: dict[str, Any] = {"ranks": placement.ranks, "chunks": placement.stages // placement.ranks}
+        yield build_schedule(name, microbatches=program.microbatches, extra_warmup=less, **sizes)
+    yield program
+
+
+def worth_trying(plans: Sequence[Plan], rooms: Sequence[float] = ()) -> list[Plan]:
+    """Return the plans to try, of plans in the order of their predicted times: near the first, each order once.
+
+    Plans that hold more bytes than there are, ``rooms`` on each pipeline rank, are left out. If all do, the one that
+    holds the fewest is kept.
+    """
+    fitting = [plan for plan in plans if plan.fits(rooms)] or [min(plans, key=lambda plan: sum(plan.peak_bytes))]
+    found: dict[str, Plan] = {}
+    for plan in fitting:
+        if plan.predicted <= TRIED_WITHIN * fitting[0].predicted:
+            found.setdefault(plan.fingerprint, plan)
+    return list(found.values())[:TRIED_PLANS]
+
+
+def megabytes(size: float) -> str:
+    """Return a number of bytes as a limit of memory has it, rounded up.
+
+    >>> megabytes(1_230_001)
+    '1.3MB'
+    """
+    return f"{math.ceil(size / 1e5) / 10:g}MB"

@@ -1,0 +1,62 @@
+"""What the coming steps are for: plain data, one entry a step, until a plan has settled.
+
+>>> steps = first_steps([("none", 1), ("none", 2)], shows=True, warm=3, counts=True, measured=1)
+>>> [f"{step.purpose} {step.setting[1]}" for step in steps]
+['show 1', 'warm 1', 'count 1', 'measure 1', 'count 2', 'measure 2']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from overlap1f1b.plan import Plan, Recompute
+
+Setting = tuple[Recompute, int]
+"""What blocks recompute, and the parts of a call of experts."""
+
+
+class Purpose(StrEnum):
+    """What a step is for."""
+
+    SHOW = "show"
+    """Blocks show the exchanges that they make by themselves. It warms up, too."""
+    WARM = "warm"
+    """Kernels are compiled and memory is allocated."""
+    COUNT = "count"
+    """The bytes that each node holds are counted."""
+    MEASURE = "measure"
+    """Every node is timed, with nothing else under way."""
+    TRY = "try"
+    """One of the plans that costs predict to be the fastest is timed."""
+    SETTLED = "settled"
+    """Nothing is left to learn: the plan stays."""
+
+
+class Coming(NamedTuple):
+    """A coming step: what it is for, in which setting, and its plan.
+
+    In a list the plan is None where the tuner will know it then; that of a step that shows exchanges is to be played
+    behind it. ``loop`` is the plan of the plain loop with which it is compared; None if it is not.
+    """
+
+    purpose: Purpose
+    setting: Setting
+    plan: Plan | None = None
+    loop: Plan | None = None
+
+
+def first_steps(
+    settings: Iterable[Setting], *, shows: bool, warm: int, counts: bool, measured: int
+) -> Iterator[Coming]:
+    """Yield the steps that measure nodes in each setting: ``warm`` first, of which the last ``counts``.
+
+    Kernels have been compiled before the second setting. ``measured`` steps are measured in each.
+    """
+    for number, setting in enumerate(settings):
+        before = [Purpose.WARM] * (1 if number else warm)
+        before[-1:] = [Purpose.COUNT if counts else Purpose.WARM] if before else []
+        before[:1] = [Purpose.SHOW] if shows and not number else before[:1]
+        for purpose in (*before, *[Purpose.MEASURE] * measured):
+            yield Coming(purpose, setting)
