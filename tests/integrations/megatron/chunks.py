@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.engine import EngineOptions, split_blocks
+from overlap1f1b.engine import Engine, EngineOptions, split_blocks
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from tests import models
 from tests.engines import COSTS
 
@@ -121,6 +122,12 @@ def combined(**options: Any) -> ForwardBackward:
     """Return the function that opens several forwards at once, without a pipeline."""
     given = EngineOptions(costs=COSTS, **options)
     return get_forward_backward_func(schedule="combined_1f1b_schedule_for_no_pipelining", options=given)
+
+
+def engine_of(function: ForwardBackward, model: nn.Module) -> Engine:
+    """Return the engine by which a function plays a model, which holds it."""
+    ((made,),) = (made for of, made in engines_of(model).items() if of is function)
+    return made.engine
 
 
 def with_config(**fields: Any) -> tuple[ForwardBackward, Part, SimpleNamespace]:

@@ -20,6 +20,7 @@ from tests.integrations.megatron.chunks import (
     build,
     call,
     combined,
+    engine_of,
     items,
     plain,
     with_config,
@@ -60,9 +61,9 @@ def test_the_first_microbatch_is_marked() -> None:
 
 def test_a_chunk_is_one_block_that_is_cut_at_its_experts() -> None:
     function = get_forward_backward_func(options=EngineOptions(costs=COSTS))
-    call(function, build(1), items(1))
-    (prepared,) = function._engines.values()
-    (shape,) = prepared.engine.stages[0].shape
+    (part,) = build(1)
+    call(function, [part], items(1))
+    (shape,) = engine_of(function, part).stages[0].shape
     assert shape.expert_calls == LAYERS
 
 

@@ -27,7 +27,6 @@ class Case:
             weight gradients in this project's steps, "te grouped" for experts in one layer, too.
         aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
         frozen: How names of parameters begin that are not trained.
-        quick: Whether the case is one of the few that are not marked slow.
         measures: Whether steps measure the costs of nodes, in place of costs that are given.
         forked: Whether MoE layers and dispatchers are of a fork, see ``models.fork``.
         program: Name of a program to play in place of a function of Megatron-Core's; ``in_v`` if its chunks are in a V.
@@ -49,7 +48,6 @@ class Case:
     linears: str = "own"
     aligned: bool = False
     frozen: tuple[str, ...] = ()
-    quick: bool = False
     measures: bool = False
     forked: bool = False
     chosen: bool = False
@@ -104,8 +102,8 @@ FIRST = ("embedding", "decoder.layers.0.")
 
 CASES: dict[str, Case] = {
     # one stage
-    "plain": Case(quick=True, measures=True),
-    "forked": Case(SHARED, quick=True, forked=True),
+    "plain": Case(measures=True),
+    "forked": Case(SHARED, forked=True),
     "one rank": Case({**SHARED, **AUX}, ep=1, chosen=True),
     "eight experts, dense between, sequence aux loss, by tokens, DDP": Case(
         {**AUX, **EIGHT, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [1, 0, 1]},
@@ -132,13 +130,13 @@ CASES: dict[str, Case] = {
     ),
     "first layer frozen, aux and z loss, dropout, jitter, DDP, reduce overlapped": Case(
         {**AUX, **Z_LOSS, "hidden_dropout": 0.2, "attention_dropout": 0.2, "moe_input_jitter_eps": 0.1},
-        layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE, quick=True,
+        layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE,
     ),
     "fused weight gradients, shared expert with a gate, overlapped, biases, global aux loss": Case(
         {
             **OVERLAPPED, **AUX, "moe_router_load_balancing_type": "global_aux_loss", "moe_shared_expert_gate": True,
             "add_qkv_bias": True,
-        }, fused=True, quick=True
+        }, fused=True
     ),
     "MTP twice, tied, core attention recomputed": Case(
         {"mtp_num_layers": 2, **selective("core_attn")}, tied=True, ddp=DDP
@@ -151,7 +149,7 @@ CASES: dict[str, Case] = {
     ),
     # ranks that share layers
     "tp 2, ep 2, MTP, dropout, fused weight gradients, reduce overlapped": Case(
-        {**MTP, "hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, fused=True, ddp=OVERLAP_REDUCE, quick=True,
+        {**MTP, "hidden_dropout": 0.2, "attention_dropout": 0.2}, tp=2, fused=True, ddp=OVERLAP_REDUCE,
         measures=True,
     ),
     "tp 2, ep 4, eight experts": Case(EIGHT, tp=2, ep=4, ddp=DDP),
@@ -159,7 +157,7 @@ CASES: dict[str, Case] = {
         {**OVERLAPPED, **AUX, **PADDED}, tp=2, etp=2, ddp=DDP
     ),
     # libraries that dispatch
-    "DeepEP": Case(DEEPEP, quick=True, measures=True),
+    "DeepEP": Case(DEEPEP, measures=True),
     "DeepEP, capacity, first layer recomputed": Case({**DEEPEP, "moe_expert_capacity_factor": 1.0, **BLOCKS}),
     "DeepEP, first layer frozen, DDP, reduce overlapped": Case(
         DEEPEP, layers=3, frozen=FIRST, ddp=OVERLAP_REDUCE
@@ -170,7 +168,7 @@ CASES: dict[str, Case] = {
     "DeepEP, vp 2, aux loss, shared expert, dropout, first layer frozen": Case(
         {**DEEPEP, **AUX, **SHARED, "hidden_dropout": 0.2}, layers=4, pp=2, vp=2, microbatches=4, frozen=FIRST
     ),
-    "HybridEP": Case(HYBRIDEP, quick=True),
+    "HybridEP": Case(HYBRIDEP),
     "HybridEP, one expert a rank, padded, MTP": Case(
         {**HYBRIDEP, **ONE_A_RANK, **PADDED, **MTP, **Z_LOSS, "moe_expert_capacity_factor": 2.0}
     ),
@@ -184,10 +182,10 @@ CASES: dict[str, Case] = {
         {**SHARED, "moe_layer_freq": [0, 1]}, linears="te grouped", fused=True, tied=True
     ),
     "delayed, fused, DDP, reduce overlapped": Case(
-        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, microbatches=4, quick=True, measures=True
+        SHARED, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, microbatches=4, measures=True
     ),
     "delayed, MTP, DDP, reduce overlapped": Case(
-        {**OVERLAPPED, **MTP, **Z_LOSS, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE, quick=True
+        {**OVERLAPPED, **MTP, **Z_LOSS, "add_qkv_bias": True}, linears="te", ddp=OVERLAP_REDUCE
     ),
     "delayed, ep 4": Case({"num_moe_experts": 8}, ep=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE),
     "delayed, DeepEP, aux loss, MoE layers recomputed": Case(
@@ -201,17 +199,16 @@ CASES: dict[str, Case] = {
     "pp 2, aux loss, tied, layers recomputed, reduce aligned": Case(
         {**AUX, **FULL}, pp=2, tied=True, ddp=OVERLAP_REDUCE, aligned=True, chosen=True
     ),
-    "pp 2, MTP, forked": Case(MTP, pp=2, microbatches=4, quick=True, measures=True, forked=True),
+    "pp 2, MTP, forked": Case(MTP, pp=2, microbatches=4, measures=True, forked=True),
     "vp 2, aux loss, shared expert": Case(
-        {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP, quick=True
+        {**AUX, **SHARED}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP
     ),
-    "parameters gathered beside the forward": Case(SHARED, ddp=SHARDED, quick=True),
+    "parameters gathered beside the forward": Case(SHARED, ddp=SHARDED),
     "vp 2, parameters gathered beside the forward, aligned": Case(
         {}, layers=4, pp=2, vp=2, microbatches=4, ddp={**SHARDED, "align_param_gather": True}, aligned=True
     ),
     "layout: embedding and loss are stages": Case(
         {**AUX, "pipeline_model_parallel_layout": "E|tt|tt|L"}, layers=4, pp=2, vp=2, microbatches=4, ddp=DDP,
-        quick=True,
     ),
     "layout: uneven, MTP beside the loss": Case(
         {**MTP, "pipeline_model_parallel_layout": "Et|tt||tmL"}, layers=4, pp=2, vp=2, microbatches=4
@@ -222,8 +219,8 @@ that do not meet in the code share a case, and those that do meet in pairs.
 """
 
 PROGRAMS: dict[str, Case] = {
-    "zb_h1, ep 1": Case({**SHARED, **AUX}, ep=1, pp=2, microbatches=4, program="zb_h1", quick=True),
-    "zb_h1": Case({**SHARED, **AUX}, pp=2, microbatches=4, ddp=OVERLAP_REDUCE, program="zb_h1", quick=True),
+    "zb_h1, ep 1": Case({**SHARED, **AUX}, ep=1, pp=2, microbatches=4, program="zb_h1"),
+    "zb_h1": Case({**SHARED, **AUX}, pp=2, microbatches=4, ddp=OVERLAP_REDUCE, program="zb_h1"),
     "zb_h1, vp 2, delayed": Case(
         {}, layers=4, pp=2, vp=2, microbatches=4, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE, program="zb_h1"
     ),
@@ -235,7 +232,7 @@ PROGRAMS: dict[str, Case] = {
         {**SHARED, "pipeline_model_parallel_layout": "E|tt|t|tL"}, layers=4, pp=2, vp=2, microbatches=4, program="zb_h1"
     ),
     "dualpipev": Case(
-        {**SHARED, **AUX}, layers=4, pp=2, vp=2, microbatches=4, program="dualpipev", in_v=True, quick=True
+        {**SHARED, **AUX}, layers=4, pp=2, vp=2, microbatches=4, program="dualpipev", in_v=True
     ),
     "dualpipev, delayed": Case(
         {}, layers=4, pp=2, vp=2, microbatches=6, linears="te grouped", fused=True, ddp=OVERLAP_REDUCE,

@@ -103,7 +103,7 @@ def one_step(function: Callable[..., Any], chunk: nn.Module, microbatches: int, 
 
 
 def _train(case: Case, function: Callable[..., Any], *, delayed: bool, in_v: bool = False) -> list[Step]:
-    chunks = _prepared(case, delayed=delayed, in_v=in_v)
+    chunks = prepared(case, delayed=delayed, in_v=in_v)
     found = []
     for step in range(case.steps):
         for chunk in chunks:
@@ -148,7 +148,7 @@ def _update_shards(chunk: Any) -> None:
             weights.sub_(LEARNING_RATE * grads)
 
 
-def _prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
+def prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
     """Return the case's chunks, with the config's functions as Megatron-LM's training loop sets them."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 

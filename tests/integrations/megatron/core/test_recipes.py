@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import AUX, BIAS, DDP, OVERLAP_REDUCE, SHARED, Case
-from tests.integrations.megatron.core.steps import _prepared
+from tests.integrations.megatron.core.steps import prepared
 from tests.ranks import Ranks
 from tests.tiers import first
 
@@ -232,21 +233,23 @@ def _replayed(rank: int, size: int, name: str) -> list[str]:
     from megatron.core.pipeline_parallel import get_forward_backward_func as own
 
     loop, case = LOOPS[name]
-    made: list[ForwardBackward] = []
 
     @cache
     def ours(*args: Any, **kwargs: Any) -> ForwardBackward:
         options = EngineOptions(timeout=30)
-        made.append(get_forward_backward_func(*args, **kwargs, schedule="combined_1f1b", options=options))
-        return made[-1]
+        return get_forward_backward_func(*args, **kwargs, schedule="combined_1f1b", options=options)
 
-    problems = []
+    problems, built = [], list[list[Any]]()
+
+    def build() -> list[Any]:
+        built.append(prepared(case, delayed=False, in_v=False))
+        return built[-1]
+
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
-        pairs = [list(loop(get, partial(_prepared, case, delayed=False, in_v=False))) for get in (own, ours)]
+        pairs = [list(loop(get, build)) for get in (own, ours)]
         problems += [f"result {at} differs" for at, pair in enumerate(zip(*pairs, strict=True)) if not _same(*pair)]
-        engines = [len(function._engines) for function in made]
-        if engines != [2 if loop is verl else 1]:
-            problems.append(f"engines of each function: {engines}")
+        engines = [len(engines) for chunks in built for engines in engines_of(chunks[0]).values()]
+        problems += [f"engines of each model: {engines}"] * (set(engines) != {1})
     return problems
 
 

@@ -14,6 +14,7 @@ from overlap1f1b.plan import Resource
 from overlap1f1b.play.recompute import Again
 from overlap1f1b.transport.exchange import PeerExchange
 from tests.engines import COSTS
+from tests.integrations.megatron.chunks import engine_of
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, FULL, Fields, selective
 from tests.integrations.megatron.core.steps import one_step
@@ -34,12 +35,11 @@ def test_nothing_is_exchanged_twice(rank: int, size: int, fields: Fields, again:
         options = EngineOptions(costs=COSTS, verify=False, timeout=30)
         function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=options)
         one_step(function, chunk, MICROBATCHES)  # shows where the chunk exchanges
-        (prepared,) = function._engines.values()
         with (
             patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
             patch.object(Again, "compute", autospec=True, side_effect=Again.compute) as computed,
         ):
-            planned = sum(node.resource is Resource.EXCHANGE for node in prepared.engine.plan.nodes)
+            planned = sum(node.resource is Resource.EXCHANGE for node in engine_of(function, chunk).plan.nodes)
             one_step(function, chunk, MICROBATCHES)
     assert planned == made.call_count == 4 * LAYERS * MICROBATCHES  # there and back, forward and backward
     assert computed.call_count == again * MICROBATCHES

@@ -20,15 +20,15 @@ from tests.tiers import first
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 ROWS: dict[str, Case] = {
-    "eight experts, shared experts, aux loss": Case({**EIGHT, **SHARED, **AUX}, quick=True),
+    "eight experts, shared experts, aux loss": Case({**EIGHT, **SHARED, **AUX}),
     "expert bias, MTP, DDP": Case({**EIGHT, **BIAS, **MTP}, ddp=DDP),
     "allgather, sinkhorn, one expert a token": Case(
         {"moe_token_dispatcher_type": "allgather", "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"}
     ),
-    "MoE layers recomputed": Case({**EIGHT, **selective("moe")}, quick=True, measures=True),
+    "MoE layers recomputed": Case({**EIGHT, **selective("moe")}, measures=True),
     "layers recomputed, delayed": Case({**EIGHT, **BLOCKS}, linears="te grouped", microbatches=4),
     "ep 4, fused": Case(EIGHT, ep=4, fused=True),
-    "pp 2, vp 2, tied": Case(EIGHT, layers=4, pp=2, vp=2, microbatches=4, tied=True, quick=True),
+    "pp 2, vp 2, tied": Case(EIGHT, layers=4, pp=2, vp=2, microbatches=4, tied=True),
     **{
         f"{name}, vp {vp}": Case(
             {**EIGHT, **SHARED}, layers=4, pp=2, vp=vp, microbatches=4, program=name, in_v=name in ("zb_v", "dualpipev")
@@ -55,6 +55,10 @@ def _apart(expected: list[Any], found: list[Any]) -> list[str]:
     return lines
 
 
+IN_ROOM = ("eight experts, shared experts, aux loss", "MoE layers recomputed")
+"""Cases that are also played with a capacity."""
+
+
 def _differences(rank: int, size: int, name: str) -> list[str]:
     shim.apply()
     case, sent = ROWS[name], list[int]()
@@ -67,9 +71,9 @@ def _differences(rank: int, size: int, name: str) -> list[str]:
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp), patch.object(PeerExchange, "rows", counting):
         ours = our_step(case, 3, rows=True)
         lines = [f"pairs: {line}" for line in unlike(our_step(case, "pairs", verify=False, rows=True), ours)]
-        for parts in (2,) if case.quick else (2, 3):
+        for parts in (2,) if name in IN_ROOM else (2, 3):
             lines += [f"{parts} parts: {line}" for line in _apart(ours, our_step(case, 3, rows=True, parts=parts))]
-        if case.quick and case.pp == 1:
+        if name in IN_ROOM:
             lines += [f"capacity: {line}" for line in _apart(ours, our_step(case, 3, rows=True, capacity=4.0))]
         whole = _apart(of_pipeline(serial_step(case)), of_pipeline(ours))
     most = models.SEQUENCE * models.BATCH * case.ep  # a row for each token and rank
