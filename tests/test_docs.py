@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import overlap1f1b as o1
 from overlap1f1b.integrations.megatron.config import REFUSED
-from overlap1f1b.integrations.transformers.arguments import _REFUSED
+from overlap1f1b.integrations.transformers.arguments import REFUSED as OF_TRAINER
 from overlap1f1b.moe import Experts
 from tests.ranks import Ranks
 
@@ -127,7 +127,7 @@ def test_the_lines_of_a_report_that_a_page_explains_are_those_of_the_program() -
 
 def test_the_pages_name_every_option_that_is_refused() -> None:
     of_megatron = [option for options in REFUSED.values() for option in options]
-    refused = {"coming-from.md": of_megatron, "integrations/trainer.md": _REFUSED}
+    refused = {"coming-from.md": of_megatron, "integrations/trainer.md": OF_TRAINER}
     for page, options in refused.items():
         words = (ROOT / "docs" / page).read_text().replace("-", "_")
         assert [option for option in options if option not in words] == []

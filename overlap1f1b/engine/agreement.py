@@ -181,7 +181,7 @@ def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh, first: Mapping[t
     if mesh.group("tp") is None:
         return
     grads = {
-        f"parameter {name} of {where}": _sampled(grad)
+        f"parameter {name} of {where}": entries_of(grad)
         for name, where, p, expert in parameters_of(stages)
         if not (expert and "tp" in mesh.experts_over)
         and _is_copied(p, mesh, expert=expert)
@@ -221,7 +221,7 @@ def _is_copied(tensor: nn.Parameter, mesh: Mesh, *, expert: bool) -> bool:
     return all(placement.is_replicate() for placement in along)
 
 
-def _sampled(tensor: Tensor) -> Tensor:
+def entries_of(tensor: Tensor) -> Tensor:
     """Return up to 64 entries, evenly spread, in float64."""
     flat = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
     last, count = max(0, flat.numel() - 1), min(64, flat.numel())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import EngineOptions, Stage
-from overlap1f1b.engine.agreement import described, structure, values
+from overlap1f1b.engine.agreement import described, entries_of, structure, values
 from overlap1f1b.plan import NodeCosts, Op
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.failures import LostRankError
@@ -252,3 +252,14 @@ def test_values_of_any_dtype_have_a_sum(dtype: torch.dtype) -> None:
 def test_options_of_another_order_of_actions_differ() -> None:
     one, other = (build_schedule("combined_1f1b", microbatches=4, extra_warmup=w) for w in (0, 1))
     assert described(one) != described(other)
+
+
+def test_entries_of_large_gradients_are_compared() -> None:
+    """In float32 the last index would be rounded up."""
+    assert entries_of(torch.zeros(2**24 + 4)).shape == (64,)
+
+
+def test_entries_are_taken_on_the_host_under_another_default_device() -> None:
+    with torch.device("meta"):  # stands for a GPU
+        found = entries_of(torch.arange(127, device="cpu"))
+    assert found.tolist() == list(range(0, 127, 2))

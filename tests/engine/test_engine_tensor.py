@@ -25,7 +25,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from overlap1f1b.checkpoint import consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
-from overlap1f1b.engine.agreement import _sampled
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.play.feed import feed_batch
 from overlap1f1b.schedule import build_schedule
@@ -674,17 +673,6 @@ def _split_over_experts(rank: int, size: int, style: Any) -> None:
     )
     with pytest.raises(ValueError, match=message):
         make(model, build_schedule("1f1b", microbatches=2), mesh=mesh, timeout=10)
-
-
-def test_entries_of_large_gradients_are_compared() -> None:
-    """In float32 the last index would be rounded up."""
-    assert _sampled(torch.zeros(2**24 + 4)).shape == (64,)
-
-
-def test_entries_are_taken_on_the_host_under_another_default_device() -> None:
-    with torch.device("meta"):  # stands for a GPU
-        found = _sampled(torch.arange(127, device="cpu"))
-    assert found.tolist() == list(range(0, 127, 2))
 
 
 def _beside_the_mesh(rank: int, size: int) -> list[str]:

@@ -97,7 +97,7 @@ class OverlapArguments:
             ) from None
 
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), ((False,), "bf16=True, or neither")),
     "torch_compile": ((False,), "compiled layers inside the model"),
     **dict.fromkeys(
@@ -144,7 +144,7 @@ def with_checkpointing(args: Any, parallel: OverlapArguments) -> tuple[Any, Over
 
 def check_arguments(args: Any, parallel: OverlapArguments) -> None:
     """Raise ValueError for arguments of Trainer that an engine cannot honour."""
-    for name, (harmless, instead) in _REFUSED.items():
+    for name, (harmless, instead) in REFUSED.items():
         if (value := getattr(args, name, harmless[0])) not in harmless:
             raise ValueError(f"{name}={value!r} under an overlapped trainer; allowed: {instead}")
     optim = str(getattr(args.optim, "value", args.optim))

@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 from overlap1f1b.integrations.transformers import OverlapArguments
-from overlap1f1b.integrations.transformers.arguments import _REFUSED, check_arguments
+from overlap1f1b.integrations.transformers.arguments import REFUSED, check_arguments
 from overlap1f1b.plan.node import MOST_PARTS
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import Spec, alone, close, history, plain, shown, train
@@ -39,9 +39,9 @@ def test_arguments_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     assert get_args(get_type_hints(OverlapArguments)["parts"]) == (*range(1, MOST_PARTS + 1), "auto")
 
 
-@pytest.mark.parametrize("name", first(_REFUSED, "fp16"))
+@pytest.mark.parametrize("name", first(REFUSED, "fp16"))
 def test_arguments_that_cannot_be_honoured(name: str, tmp_path: Path) -> None:
-    args, (harmless, instead) = transformers.TrainingArguments(str(tmp_path), use_cpu=True), _REFUSED[name]
+    args, (harmless, instead) = transformers.TrainingArguments(str(tmp_path), use_cpu=True), REFUSED[name]
     check_arguments(args, OverlapArguments())
     setattr(args, name, "other" if None in harmless else True)
     with pytest.raises(ValueError, match=f"^{name}=.* under an overlapped trainer; allowed: ") as caught:
