@@ -119,7 +119,6 @@ class Engine:
                 self.stages,
                 self.mesh,
                 options,
-                device=connection.device,
                 counts_block=not connection.exchange.background and options.capacity is None,
             )
         self.verification = Verification(self.stages, self.mesh, connection.sharding, partial(_tables_of, loss_fn))

@@ -89,7 +89,9 @@ class Verification:
         Raises:
             VerificationError: It differs from the loop, or changes a parameter.
         """
-        undo, weights = self.undo(), self._weights()
+        places = ((owner, attribute) for _, owner, attribute in self._gradients())
+        tables = chain.from_iterable(tables() for tables in self._tables)
+        undo, weights = Undo(self._stages.values(), places, tables), self._weights()
 
         def rehearse(order: Plan, *more: Observer) -> PlayedStep:
             """Play with those alone who look on at rehearsals."""
@@ -167,22 +169,6 @@ class Verification:
         for number, (owner, attribute) in enumerate(self._sharding.unreduced()):
             yield f"{attribute} {number} of FSDP2", owner, attribute
 
-    def undo(self) -> Undo:
-        """Return what takes a step back that is played from now on."""
-        stages = self._stages.values()
-        states = [state for stage in stages for state in stage.attributes]
-        places = {number: place for state in states for number, place in state.places.items()}
-        return Undo(
-            gradients=((owner, attribute) for _, owner, attribute in self._gradients()),
-            tables=[
-                *(place.table for place in places.values() if not place.shared),
-                *(table for tables in self._tables for table in tables()),
-            ],
-            shared=[(number, place.table) for number, place in places.items() if place.shared],
-            known=lambda: {key for state in states for key in state.known},
-            generators=dict.fromkeys(generator for stage in stages for generator in stage.generators),
-        )
-
     def _outcome(self, played: PlayedStep) -> Outcome:
         """Yield what a step has left, by name: gradients, buffers and losses."""
         stages = ({p for block in stage.blocks for p in block.parameters()} for stage in self._stages.values())
@@ -230,11 +216,7 @@ def _apart(one: Tensor | None, other: Tensor | None) -> float:
 
 
 class ChangedPlaces(Observer):
-    """Notes, inside its context, places that other microbatches change between two nodes of a microbatch's forward.
-
-    Attributes:
-        names: Of these places, the first ones first.
-    """
+    """Notes the ``names`` of places that other microbatches change between two nodes of a microbatch's forward."""
 
     keeps_order = True
 

@@ -170,19 +170,16 @@ class NodeBytes(Observer):
 
 
 class Counted(NamedTuple):
-    """What a step that counted bytes has shown.
-
-    Args:
-        held: What nodes hold, on the ranks with the least room for a microbatch: all plans are made for these.
-        rooms: Bytes that each pipeline rank may hold beyond those before a step; none where nothing limits them.
-        before: Bytes on this rank before the step.
-        fits: Bytes on this rank in the last step that ended, as far as they are known.
-    """
+    """What a step that counted bytes has shown."""
 
     held: Mapping[CostKey, Held] = {}
+    """What nodes hold, on the ranks with the least room for a microbatch: all plans are made for these."""
     rooms: tuple[float, ...] = ()
+    """Bytes that each pipeline rank may hold beyond those before a step; none where nothing limits them."""
     before: int = 0
+    """Bytes on this rank before the step."""
     fits: float = 0.0
+    """Bytes on this rank in the last step that ended, as far as they are known."""
 
 
 def counted(count: ByteCount, limit: float, peers: Peers) -> Counted:

@@ -11,7 +11,7 @@ from overlap1f1b import plan as planning
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.learn.purpose import Setting
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, StageShape, found_orders
-from overlap1f1b.schedule import Placement, Program, build_schedule, forwards_of, one_by_one
+from overlap1f1b.schedule import Placement, Program, build_schedule, one_by_one
 
 Shapes = tuple[StageShape, ...]
 Measured = Mapping[Setting, tuple[NodeCosts, Shapes]]
@@ -32,7 +32,6 @@ TRIED_WITHIN = 1.1
 class Choice(NamedTuple):
     """What was chosen by measured costs."""
 
-    parts: int
     costs: NodeCosts
     plans: list[Plan]
     """The one that is predicted to be the fastest first."""
@@ -78,22 +77,9 @@ class Planner:
             return plan
         return planning.with_rendezvous(plan, costs or NodeCosts(), counts_block=self.counts_block)
 
-    def measuring(self, program: Program, shapes: Shapes) -> Plan:
-        """Return the plan of steps that measure: serial, under a limit of memory with one microbatch at a time."""
-        if self.options.memory is not None:
-            program = one_by_one(program.microbatches, program.placement, split=True)
+    def serial(self, program: Program, shapes: Shapes) -> Plan:
+        """Return the plan in which the actions of a program follow one another."""
         return self.compiled(program, shapes, NodeCosts(), "serial")
-
-    def serial(self, plan: Plan, *, plain: bool) -> Plan:
-        """Return the plan of the same step in which actions follow one another.
-
-        Their order is the program's, or one microbatch after another through all stages, as a plain loop has it.
-        """
-        program = plan.program
-        if plain:
-            program = one_by_one(program.microbatches, program.placement)
-            program = forwards_of(program) if plan.program.forward_only else program
-        return self.compiled(program, plan.shapes, NodeCosts(), "serial")
 
     # ---------------------------------------------------------------------------------------------- of several
 
@@ -102,12 +88,8 @@ class Planner:
     ) -> list[Plan]:
         """Return plans of a step, the one that is predicted to be the fastest first.
 
-        Args:
-            program: Schedule of the step.
-            shapes: Of the blocks of all stages.
-            costs: Of the nodes.
-            rooms: Bytes that each pipeline rank may hold beyond those before a step; without them any number.
-            tried: Whether the first ones will be tried; else the schedule is as it was given.
+        ``rooms`` are bytes that each pipeline rank may hold beyond those before a step; without them any number. Where
+        plans will not be ``tried``, the schedule is as it was given.
 
         Raises:
             ValueError: No plan keeps within the limit, or the costs have no bytes.
@@ -180,15 +162,14 @@ class Planner:
         for parts in more:
             if predicted[parts] < (1 - LEAST_GAIN) * predicted[best]:
                 best = parts
-        return Choice(best, *found[best], predicted)
+        return Choice(*found[best], predicted)
 
     def _with_recompute(self, program: Program, measured: Measured, rooms: Sequence[float], *, tried: bool) -> Choice:
-        (parts,) = {parts for _, parts in measured}
         best: Choice | None = None
         for costs, shapes in planning.choices({mode: found for (mode, _), found in measured.items()}):
             plans = self._fitting(program, shapes, costs, rooms, tried=tried)
             if plans and (best is None or plans[0].predicted < best.plans[0].predicted):
-                best = Choice(parts, costs, plans, {})
+                best = Choice(costs, plans, {})
         return best or self._refuse(program, shapes, costs, rooms)
 
 

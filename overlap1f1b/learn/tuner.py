@@ -38,7 +38,7 @@ from overlap1f1b.learn.planner import Choice, Planner, megabytes, worth_trying
 from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
 from overlap1f1b.plan import CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
-from overlap1f1b.schedule import Program, forwards_of
+from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import Mesh
 
@@ -79,8 +79,7 @@ class Numbered:
 class Tuner:
     """Decides which plan a step plays.
 
-    ``program`` is the schedule of the first step, ``device`` that of the stages' tensors. ``counts_block`` says whether
-    the host waits for counts.
+    ``program`` is the schedule of the first step; ``counts_block`` says whether the host waits for counts.
 
     Attributes:
         steps: Number of steps so far.
@@ -101,10 +100,9 @@ class Tuner:
         mesh: Mesh,
         options: EngineOptions,
         *,
-        device: torch.device,
         counts_block: bool,
     ) -> None:
-        self.stages, self.options, self.peers, self._device = stages, options, Peers(mesh), device
+        self.stages, self.options, self.peers = stages, options, Peers(mesh)
         self.planner = Planner(
             program,
             options,
@@ -119,9 +117,9 @@ class Tuner:
         self.predicted: dict[int, float] = {}
         self.counted = Counted()
         if options.memory == "auto" and not self._on_gpu:
-            raise ValueError(f"memory='auto' on {device}; allowed: on a GPU, else bytes such as 70GB")
+            raise ValueError(f"memory='auto' on {self._device}; allowed: on a GPU, else bytes such as 70GB")
         if options.memory is not None and options.costs is not None:  # no step counts what there is already
-            with ByteCount(device) as count:
+            with ByteCount(self._device) as count:
                 pass
             self._count(count)
         self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
@@ -173,8 +171,10 @@ class Tuner:
         if step.purpose is Purpose.TRY:
             assert step.plan is not None
             return step.plan
-        if now.plan is None:
-            now.plan = self.planner.measuring(now.program, self.shapes)
+        if now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
+            limited, program = self.options.memory is not None, now.program
+            alone = one_by_one(program.microbatches, program.placement, split=True)
+            now.plan = self.planner.serial(alone if limited else program, self.shapes)
         return now.plan
 
     @plan.setter
@@ -332,16 +332,17 @@ class Tuner:
         known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
         if known and count != known[0][0] and most <= max(m for _, m in known):
             return None
-        loop = self._serial(plan, plain=True)
+        alone = one_by_one(count, plan.program.placement)
+        loop = self._serial(forwards_of(alone) if forwards else alone, plan)
         if loop.fingerprint == plan.fingerprint:
             return None
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
-        return self._serial(plan, plain=False) if plan.program.placement.ranks > 1 and self.verified else loop
+        return self._serial(plan.program, plan) if plan.program.placement.ranks > 1 and self.verified else loop
 
-    def _serial(self, plan: Plan, *, plain: bool) -> Plan:
-        key, others = (plan.fingerprint, f"{plain=}"), self._numbers[plan.program.microbatches].others
+    def _serial(self, program: Program, like: Plan) -> Plan:
+        key, others = (program.name, like.fingerprint), self._numbers[program.microbatches].others
         if key not in others:
-            others[key] = self.planner.serial(plan, plain=plain)
+            others[key] = self.planner.serial(program, like.shapes)
         return others[key]
 
     def note_verified(self, plan: Plan) -> None:
@@ -435,8 +436,8 @@ class Tuner:
             return
         choice = self.peers.made(self._chosen)
         self.predicted, self._costs, self._measured = choice.predicted or self.predicted, choice.costs, {}
-        self.setting = self.setting[0], choice.parts
         self._reshape(choice.plans[0].shapes)
+        self.setting = self.setting[0], max((block.parts for stage in self.shapes for block in stage), default=1)
         self._play(choice.plans)
 
     def _chosen(self) -> Choice:
@@ -481,6 +482,10 @@ class Tuner:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""
         self.peers.outside = groups
         self._costs = self.peers.agreed(self._costs)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.stages.values())).device
 
     @property
     def _on_gpu(self) -> bool:

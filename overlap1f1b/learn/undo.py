@@ -6,8 +6,9 @@ import contextvars
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.cut.bits import is_plain, local_part, sum_of_bits
+from overlap1f1b.cut.places import ModuleAttributes
 from overlap1f1b.cut.replacement import ABSENT, is_table, put
+from overlap1f1b.cut.stage import Stage
 
 Restore = Callable[[], object]
 Table = MutableMapping[Any, Any]
@@ -28,28 +31,24 @@ class Undo:
     modules: their values, and the contents of tensors, generators and containers among them. Gradients that are all
     zero need no copy; of others there is one in host memory.
 
+    Of places that other code uses, too, such as a file's globals, only entries that blocks were seen to change are put
+    back: threads and signals may change others.
+
     Args:
+        stages: Of this rank: their places and generators of random numbers.
         gradients: Where gradients are, each an object and the name of its attribute.
-        tables: Of entries that it may change.
-        shared: The same of what other code uses, too, such as a file's globals, each with the number of its owner.
-        known: Returns the entries of shared tables that a step has changed: a number and a name. Only these are put
-            back, since threads and signals may change others.
-        generators: Generators of random numbers that it draws from.
+        tables: Further tables of entries that a step may change.
     """
 
-    def __init__(
-        self,
-        gradients: Iterable[tuple[Any, str]],
-        tables: Iterable[Table],
-        shared: Iterable[tuple[int, Table]],
-        known: Callable[[], Container[tuple[int, Any]]],
-        generators: Iterable[torch.Generator],
-    ) -> None:
-        seen = set[int]()
+    def __init__(self, stages: Iterable[Stage], gradients: Iterable[tuple[Any, str]], tables: Iterable[Table]) -> None:
+        stages, seen = list(stages), set[int]()
+        states = [state for stage in stages for state in stage.attributes]
+        places = {number: place for state in states for number, place in state.places.items()}
+        own = (place.table for place in places.values() if not place.shared)
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
-        self._restores += [_entries_of(table, seen) for table in tables]
-        self._restores += [_shared_entries_of(number, table, known) for number, table in shared]
-        self._restores += _contents_of_all(generators, seen)
+        self._restores += [_entries_of(table, seen) for table in chain(own, tables)]
+        self._restores += [_shared_entries_of(n, place.table, states) for n, place in places.items() if place.shared]
+        self._restores += _contents_of_all((one for stage in stages for one in stage.generators), seen)
         self._context = contextvars.copy_context()
         self._python = random.getstate()
         self._numpy = None if (numpy := sys.modules.get("numpy")) is None else numpy.random.get_state()
@@ -87,11 +86,11 @@ def _gradient_of(owner: Any, name: str) -> Restore:
     return restore
 
 
-def _shared_entries_of(number: int, table: Table, known: Callable[[], Container[tuple[int, Any]]]) -> Restore:
+def _shared_entries_of(number: int, table: Table, states: Sequence[ModuleAttributes]) -> Restore:
     before = dict(table)
 
     def restore() -> None:
-        changed = known()
+        changed = {key for state in states for key in state.known}
         for name, value in before.items():
             if (number, name) in changed and table.get(name, ABSENT) is not value:
                 put(table, name, value)

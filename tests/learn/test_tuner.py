@@ -64,7 +64,7 @@ def play(of: Tuner, *seconds: float) -> list[Plan]:
 
 def trying(plans: list[Plan], of: Tuner) -> Tuner:
     """Let a tuner measure, and find these plans for what it has measured."""
-    with patch.object(Planner, "chosen", return_value=Choice(1, COSTS, plans, {})):
+    with patch.object(Planner, "chosen", return_value=Choice(COSTS, plans, {})):
         play(of, 1.0, 1.0)
     return of
 
