@@ -20,7 +20,9 @@ class Saving(Future[Path]):
     interpreter does not end before the thread has.
     """
 
-    _told = False
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
 
     def begin(self, write: Callable[[], Path]) -> None:
         """Call ``write``, which returns the path, in a thread."""
@@ -33,12 +35,12 @@ class Saving(Future[Path]):
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> Path:
-        self._told = True
+        self._asked = True
         return super().result(timeout)
 
     def settle(self) -> None:
         """Wait; raise the error of the checkpoint if :meth:`result` has not been asked."""
-        if self._told:
+        if self._asked:
             self.exception()
         else:
             self.result()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from overlap1f1b.checkpoint.folder import check_files, checkpoint_in, read_contents
-from overlap1f1b.checkpoint.tensors import Index, read_index, read_tensors
+from overlap1f1b.checkpoint.folder import checkpoint_in
+from overlap1f1b.checkpoint.tensors import Index, check_tensors, empty, read_index, read_tensors
 
 FILE_BYTES = 5_000_000_000
 
@@ -39,16 +38,15 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
         raise ValueError(f"{checkpoint} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")
     if others := sorted(folder.glob("model*.safetensors*")):
         raise ValueError(f"{folder} has {others[0].name}; allowed: a folder without such files")
-    files = read_contents(path).files
-    check_files(path, files, files)
-    index = {name: meta for name, meta in read_index(path, files).items() if name.startswith("model.")}
+    index = {name: meta for name, meta in read_index(path).items() if name.startswith("model.")}
     if not index:
         raise ValueError(f"{path} has no model, it was saved with model='none'; allowed: one with all or trained")
+    check_tensors(path)
     parts = _parts(index, file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
     for number, part in enumerate(parts):
-        tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in part.items()}
+        tensors = {name: empty(meta) for name, meta in part.items()}
         read_tensors(path, tensors)
         file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         whole = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}

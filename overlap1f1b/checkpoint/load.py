@@ -7,31 +7,22 @@ DCP keeps its index as a pickle: load only checkpoints from people you trust.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from overlap1f1b.checkpoint.contents import Held
-from overlap1f1b.checkpoint.folder import (
-    Contents,
-    check_files,
-    checkpoint_in,
-    damaged,
-    of_another_run,
-    read_contents,
-)
-from overlap1f1b.checkpoint.optimizer import State, Table, is_large, set_groups
-from overlap1f1b.checkpoint.state import OPTIMIZER, States, choose_files, loaded, unpack, with_random
-from overlap1f1b.checkpoint.tensors import Index, read_index, read_tensors
+from overlap1f1b.checkpoint.folder import checkpoint_in
+from overlap1f1b.checkpoint.optimizer import Entries, Table, fill, first_difference
+from overlap1f1b.checkpoint.shards import Shards
+from overlap1f1b.checkpoint.state import States, keys_of, unpack, with_random
+from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import check_kind
+from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.failures import LostRankError
 
@@ -73,105 +64,81 @@ def load_checkpoint(
         if checkpoint is None:
             return 0
         together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
-        contents = together.first(lambda: read_contents(checkpoint, config or {}))
-        names = sorted(contents.files)
-        together.each(lambda: check_files(checkpoint, contents.files, names[together.rank :: together.size]))
-        reading = _Reading(engine, optimizer, checkpoint, contents, state)
-        groups = together.each(reading.compare)
-        together.each(lambda: reading.prepare(groups))
-        together.each(reading.fill)
-        together.each(lambda: unpack(reading.states, reading.packed))
-        return contents.step
+        together.each(lambda: check_tensors(checkpoint, together.rank, together.size))
+        facts = together.first(lambda: _facts(checkpoint, config or {}))
+        fill = together.own(lambda: _prepared(engine, optimizer, checkpoint, facts, with_random(state)))
+        together.each(fill)
+        return facts["step"]
 
 
-@dataclass
-class _Reading:
-    """One rank's part in loading a checkpoint; the methods are its phases. Only the last one changes the run."""
+def _facts(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    index = read_index(checkpoint)
+    if FACTS not in index:
+        raise ValueError(f"checkpoint {checkpoint} has no {FACTS!r}; allowed: one of save_checkpoint, of this version")
+    read_tensors(checkpoint, packed := {FACTS: empty(index[FACTS])})
+    facts = decoded(packed[FACTS])
+    _compare(checkpoint, facts["config"], json.loads(json.dumps(dict(config))))
+    return facts
 
-    engine: Engine
-    optimizer: torch.optim.Optimizer
-    checkpoint: Path
-    contents: Contents
-    state: States | None
 
-    def compare(self) -> int:
-        """Compare the checkpoint with this rank's tensors; return the number of the optimizer's groups."""
-        self.held = held = Held(self.engine, self.optimizer)
-        self.tensors = held.tensors(self.contents.added.get("model", "all"))
-        try:
-            self._layout = dict(self.contents.added["layout"])
-            self._table = Table(**loaded((self.checkpoint / OPTIMIZER).read_bytes()))
-        except Exception as error:  # unpickling raises whatever the content asks for
-            raise damaged(self.checkpoint, f"its optimizer cannot be read ({type(error).__name__})") from None
-        stored = read_index(self.checkpoint, self.contents.files)
-        held.make_extra_states(self.tensors, stored)
-        with self._naming_checkpoint():
-            self._make_state()
-        self._compare_tensors(stored)
-        return len(self.optimizer.param_groups)
+def _prepared(
+    engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Path, facts: Mapping[str, Any], states: States
+) -> Callable[[], None]:
+    """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it."""
+    # 1. What this rank reads.
+    index, shards, table = read_index(checkpoint), Shards(engine, optimizer), Table(**facts["optimizer"])
+    tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
+    for key in tensors.keys() & index.keys():
+        if key.endswith("._extra_state"):  # which a module may take in any shape
+            tensors[key] = empty(index[key], tensors[key].device)
+    try:
+        for name, stored_name in zip(shards.parameters, shards.stored_names.values(), strict=True):
+            if stored_name not in entries:
+                entries[stored_name], large = shards.zeros(table, name)
+                tensors |= large
+        numbers = table.chosen(optimizer, shards.stored_names)
+        keys = keys_of(states, facts["states"], engine.mesh, facts["layout"])
+    except ValueError as error:
+        raise ValueError(f"checkpoint {checkpoint}: {error}") from None
+    # 2. Whether it fits. Beside this rank's there are those of other blocks, and of stages that it was not given.
+    elsewhere = [name for name in shards.model._modules if not shards.holds(name)]
+    left = tuple(f"{kind}.{name}." for kind in ("model", "optimizer") for name in elsewhere)
+    is_whole = not isinstance(engine.model, Mapping)
+    there = {
+        key: f"{meta.properties.dtype}{list(meta.size)}"
+        for key, meta in index.items()
+        if key in tensors or (is_whole and key.startswith(("model.", "optimizer.")) and not key.startswith(left))
+    }
+    here = {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in tensors.items()}
+    _compare(checkpoint, there, here)
+    # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
+    if any(entries.values()):
+        _compare(checkpoint, {}, {f"optimizer.{name}": "a state" for name in entries if name not in table.numbers})
+    tensors |= {key: empty(index[key]) for key in keys.values()}
 
-    def prepare(self, groups: list[int]) -> None:
-        """Find the numbers of this rank's parameter groups, of which ranks have so many; read the run's states."""
-        held = self.held
-        with self._naming_checkpoint():
-            self._table.check_count(groups)
-            self._chosen = self._table.chosen(self.optimizer, held.stored_names)
-            self.states = with_random(self.state)
-            files = choose_files(self.states, self.contents.files, held.number, held.mesh.layout, self._layout)
-        self.packed = {name: (self.checkpoint / file).read_bytes() for name, file in files.items()}
+    def fill_all() -> None:
+        read_tensors(checkpoint, tensors)
+        for key, tensor in tensors.items():
+            path, _, last = key.removeprefix("model.").rpartition(".")
+            if last == "_extra_state":
+                shards.model.get_submodule(path).set_extra_state(tensor)
+        state, filled = dict[int, Entries](), set[str]()
+        for number, name in enumerate(shards.stored_names.values()):
+            if entries[name]:
+                state[number] = deepcopy(entries[name]) if name in filled else entries[name]  # of a copy on a stage
+                filled.add(name)
+        fill(optimizer, state, numbers)
+        unpack(states, {name: tensors[key] for name, key in keys.items()})
 
-    def fill(self) -> None:
-        """Read all tensors into the model and the optimizer."""
-        read_tensors(self.checkpoint, self.tensors)
-        self.held.set_extra_states(self.tensors)
-        for name, first in self._copies.items():
-            self._state[name] = deepcopy(self._state[first])
-        own = [dict(group) for group in self.optimizer.param_groups]
-        state = {number: state for number, state in enumerate(self._state.values()) if state}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-        for group, before in zip(self.optimizer.param_groups, own, strict=True):
-            # load_state_dict would replace tensors by copies, but a captured graph may read the tensors.
-            group.update({key: value for key, value in before.items() if isinstance(value, Tensor)})
-        set_groups(self.optimizer, self._chosen)
+    return fill_all
 
-    @contextmanager
-    def _naming_checkpoint(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(f"checkpoint {self.checkpoint}: {error}") from None
 
-    def _make_state(self) -> None:
-        # The optimizer may be new: its state is made here, as the checkpoint describes it, and read in `fill`.
-        self._state: dict[str, State] = {}
-        first: dict[str, str] = {}  # of all parameters that share a stored name
-        self._copies: dict[str, str] = {}
-        for name in self.held.parameters:
-            self._state[name] = {}
-            stored_name = self.held.stored_name(name)
-            if first.setdefault(stored_name, name) != name:
-                self._copies[name] = first[stored_name]
-                continue
-            for entry, value in self._table.state.get(stored_name, {}).items():
-                self._state[name][entry] = value
-                if is_large(value):
-                    own, whole = self.held.zeros(name, entry, value)
-                    self._state[name][entry], self.tensors[f"optimizer.{stored_name}.{entry}"] = own, whole
-
-    def _compare_tensors(self, stored: Index) -> None:
-        held, tensors = self.held, self.tensors
-        partial = isinstance(self.engine.model, Mapping)  # other ranks' parameters may have any name
-        elsewhere = {name for name in held.model._modules if not held.holds(name)}
-        for key in tensors | dict(stored):
-            if key.partition(".")[2].split(".")[0] in elsewhere or (partial and key not in tensors):
-                continue
-            here = f"{tensors[key].dtype}{list(tensors[key].shape)}" if key in tensors else "none"
-            there = f"{stored[key].properties.dtype}{list(stored[key].size)}" if key in stored else "none"
-            if here != there:
-                raise of_another_run(self.checkpoint, key, there, here)
-        if not any(self._state.values()):
-            return
-        # A parameter that was in the optimizer but never updated has no state; one outside of it is a difference.
-        for name in held.parameters:
-            if held.stored_name(name) not in self._table.numbers:
-                raise of_another_run(self.checkpoint, f"optimizer.{name}", "none", "a state")
+def _compare(checkpoint: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first difference between a checkpoint and this run."""
+    if (key := first_difference(here, there)) is not None:
+        stored, own = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
+        key = quoted(key, plain=True)
+        raise ValueError(
+            f"checkpoint {checkpoint} has {key}={stored}, this run has {key}={own}; "
+            "use the same settings or another checkpoint folder"
+        )

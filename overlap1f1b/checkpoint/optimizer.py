@@ -1,11 +1,11 @@
-"""An optimizer in a checkpoint: states of parameters and numbers of parameter groups, by the parameters' names.
+"""An optimizer in a checkpoint: entries of parameters and numbers of parameter groups, by the parameters' names.
 
-    table = Table.merged(listed)  # of all ranks
-    set_groups(optimizer, table.chosen(optimizer, names))
+    table = Table.merged(tables)  # of all ranks
+    fill(optimizer, entries, table.chosen(optimizer, names))
 
-Large tensors of a state are DCP's; the table has tensors of the whole shape on the meta device in their place. In
-another layout a rank holds other parameters of a group, or none. So a group gets the numbers that its own parameters
-were saved with. A group without parameters gets the numbers of its position in the list.
+Large tensors of an optimizer's state are DCP's; the table has tensors of the whole shape on the meta device in their
+place. In another layout a rank holds other parameters of a group, or none. So a group gets the numbers that its own
+parameters were saved with. A group without parameters gets the numbers of its position in the list.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.checkpoint.folder import first_difference
-
 Numbers = dict[str, Any]
-State = dict[str, Any]
+Entries = dict[str, Any]
+"""Optimizer state of one parameter, such as ``exp_avg``."""
 
 # The optimizer that loads decides on its parameters and on how a step is computed.
 _NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -42,75 +41,6 @@ def plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def is_large(value: object) -> bool:
-    """Return whether a value in a table stands for a tensor that DCP stores."""
-    return isinstance(value, Tensor) and value.is_meta
-
-
-class Listed(NamedTuple):
-    """What one rank's optimizer has."""
-
-    slice: int  # number of the rank among those that share the experts
-    state: dict[str, State]  # by parameter; those without an update have none
-    groups: list[tuple[Numbers, list[str]]]  # numbers of each group, and the names of its parameters
-
-
-class Table(NamedTuple):
-    """What the optimizers of all ranks have.
-
-    Args:
-        state: State of each parameter; if ranks differ, of the rank with the most updates.
-        numbers: Numbers of each parameter's group; parameters of one group share one dictionary.
-        places: Numbers of each position in the list of groups; None if ranks had different numbers of groups.
-    """
-
-    state: dict[str, State]
-    numbers: dict[str, Numbers]
-    places: list[Numbers] | None
-
-    @classmethod
-    def merged(cls, ranks: Sequence[Listed]) -> Table:
-        """Return the table of all ranks."""
-        state: dict[str, State] = {}
-        for name, own in (entry for rank in ranks for entry in rank.state.items()):
-            if name not in state or _updates(own) > _updates(state[name]):
-                state[name] = own
-        numbers = {name: own for rank in reversed(ranks) for own, names in rank.groups for name in names}
-        places = None
-        if len({len(rank.groups) for rank in ranks}) == 1:
-            columns = zip(*(rank.groups for rank in ranks), strict=True)
-            places = [next((own for own, names in column if names), column[0][0]) for column in columns]
-        return cls(state, numbers, places)
-
-    def check_count(self, here: Sequence[int]) -> None:
-        """Raise ValueError if the ranks all have one number of groups, but another was stored."""
-        if self.places is not None and len(set(here)) == 1 and here[0] != len(self.places):
-            raise ValueError(
-                f"the optimizer has {here[0]} parameter groups, the checkpoint has {len(self.places)}; "
-                "allowed: the same groups as it was saved with"
-            )
-
-    def chosen(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[Numbers]:
-        """Return the numbers to set in each group; none for a group without stored numbers."""
-        found = []
-        for place, group in enumerate(optimizer.param_groups):
-            mine = [(name, self.numbers[name]) for p in group["params"] if (name := names[p]) in self.numbers]
-            for name, own in mine[1:]:
-                if own is not mine[0][1] and (key := first_difference(mine[0][1], own)) is not None:
-                    raise ValueError(
-                        f"group {place} of the optimizer has {mine[0][0]} and {name}, for which the checkpoint has "
-                        f"{key}={mine[0][1].get(key)} and {key}={own.get(key)}; "
-                        "allowed: the same groups as it was saved with"
-                    )
-            by_place = self.places if self.places and len(self.places) == len(optimizer.param_groups) else None
-            found.append(mine[0][1] if mine else by_place[place] if by_place else {})
-        return found
-
-
-def _updates(state: State) -> float:
-    return 1.0 if is_large(step := state.get("step", 1)) else float(step)
-
-
 def numbers_of(group: Mapping[str, Any]) -> Numbers:
     """Return what can be stored of a parameter group: not a function, for example, which the loading one has too."""
     found: Numbers = {}
@@ -121,9 +51,71 @@ def numbers_of(group: Mapping[str, Any]) -> Numbers:
     return found
 
 
-def set_groups(optimizer: torch.optim.Optimizer, numbers: Sequence[Numbers]) -> None:
-    """Set the groups' numbers. A tensor is filled in place, since a captured graph may read it."""
-    for group, new in zip(optimizer.param_groups, numbers, strict=True):
+def is_large(value: object) -> bool:
+    """Return whether a value in a table stands for a tensor that DCP stores."""
+    return isinstance(value, Tensor) and value.is_meta
+
+
+class Table(NamedTuple):
+    """What the optimizer of one rank has, or those of all ranks.
+
+    Args:
+        entries: Those of each parameter that has been updated; if ranks differ, of the rank with the most updates.
+        numbers: Numbers of each parameter's group; parameters of one group share one dictionary.
+        groups: Numbers of each group of the first rank; None if ranks have different numbers of groups.
+    """
+
+    entries: dict[str, Entries]
+    numbers: dict[str, Numbers]
+    groups: list[Numbers] | None
+
+    @classmethod
+    def merged(cls, ranks: Sequence[Table]) -> Table:
+        """Return the table of all ranks."""
+        entries: dict[str, Entries] = {}
+        for name, own in (pair for rank in ranks for pair in rank.entries.items()):
+            if name not in entries or _updates(own) > _updates(entries[name]):
+                entries[name] = own
+        numbers = {name: own for rank in reversed(ranks) for name, own in rank.numbers.items()}
+        same = len({len(rank.groups or ()) for rank in ranks}) == 1
+        return cls(entries, numbers, ranks[0].groups if same else None)
+
+    def chosen(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[Numbers]:
+        """Return the numbers to set in each group of an optimizer, whose parameters have ``names``."""
+        groups = optimizer.param_groups
+        by_place = self.groups if self.groups and len(self.groups) == len(groups) else [Numbers() for _ in groups]
+        found = []
+        for place, group in enumerate(groups):
+            mine = [(name, self.numbers[name]) for p in group["params"] if (name := names[p]) in self.numbers]
+            for name, own in mine[1:]:
+                if own is not mine[0][1] and (key := first_difference(mine[0][1], own)) is not None:
+                    raise ValueError(
+                        f"group {place} of the optimizer has {mine[0][0]} and {name}, for which the checkpoint has "
+                        f"{key}={mine[0][1].get(key)} and {key}={own.get(key)}; "
+                        "allowed: the same groups as it was saved with"
+                    )
+            found.append(mine[0][1] if mine else by_place[place])
+        return found
+
+
+def _updates(entries: Entries) -> float:
+    return 1.0 if is_large(step := entries.get("step", 1)) else float(step)
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the first key that only one of two mappings has, or with another value."""
+    return next((k for k in {**one, **other} if k not in one or k not in other or one[k] != other[k]), None)
+
+
+def fill(optimizer: torch.optim.Optimizer, state: Mapping[int, Entries], numbers: Sequence[Numbers]) -> None:
+    """Set the entries of parameters, by their numbers, and the numbers of groups.
+
+    A tensor of a group is filled in place, since a captured graph may read it.
+    """
+    own = [dict(group) for group in optimizer.param_groups]
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, before, new in zip(optimizer.param_groups, own, numbers, strict=True):
+        group.update(before)  # without the copies that load_state_dict has made
         for key, value in new.items():
             group[key] = _set(group[key], value) if key in group else value
 

@@ -3,14 +3,12 @@
     save_checkpoint(engine, "runs/x", step, optimizer)
     saving = save_checkpoint(engine, "runs/x", step, optimizer, background=True)
 
-A checkpoint is written by torch.distributed.checkpoint (DCP) into a folder that gets its name when every rank has
-finished, see :mod:`.folder`. Ranks exchange DCP's plans over the engine's mesh, not over torch's default group. So no
-wait is longer than the engine's limit, and all ranks raise the failure of one rank. In the background a thread writes
-copies, over groups of its own.
+Ranks exchange the plans of torch.distributed.checkpoint (DCP) over the engine's mesh, not over torch's default group.
+So no wait is longer than the engine's limit, and all ranks raise the failure of one rank. In the background a thread
+writes copies, over groups of its own.
 
-:mod:`.held` has the names of tensors. A parameter that was never updated has no optimizer state, so none is stored. If
-only some slices of a parameter have state, the others are stored as zeros, which is the state of rows that never had a
-gradient.
+A parameter that was never updated has no optimizer state, so none is stored. If only some slices of a parameter have
+state, the others are stored as zeros, which is the state of rows that never had a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -27,23 +24,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from overlap1f1b.checkpoint.background import Saving
-from overlap1f1b.checkpoint.contents import Held, Stored
-from overlap1f1b.checkpoint.folder import (
-    Fingerprint,
-    abandon,
-    begin,
-    fingerprints,
-    name_of,
-    publish,
-    write_durably,
-)
-from overlap1f1b.checkpoint.optimizer import Listed, Table, is_large
-from overlap1f1b.checkpoint.state import OPTIMIZER, States, dumped, file_of, pack, with_random
+from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
+from overlap1f1b.checkpoint.optimizer import Table, first_difference
+from overlap1f1b.checkpoint.shards import Shards, Stored
+from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
+from overlap1f1b.checkpoint.tensors import FACTS, encoded
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import devices
@@ -100,22 +90,22 @@ def save_checkpoint(
     """
     check_kind("engine", engine, Engine)
     check_kind("directory", directory, str, PathLike)
+    check_size("step", step, 0)
+    check_size("keep", keep)
     directory = Path(directory)
-    name = name_of(step) if type(step) is int else f"step {quoted(step)}"
-    failed = f"checkpoint {directory / name} cannot be written"
+    failed = f"checkpoint {directory / name_of(step)} cannot be written"
     saving = Saving()
     with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
-        writing = _Writing(engine, optimizer, together, step, state, config or {}, keep, model)
-        writing.accept(together.each(writing.describe))
+        facts = together.own(lambda: _facts(engine, step, config or {}, model))
+        tensors = _tensors_to_write(together, engine, optimizer, state, facts)
         folder = together.first(lambda: begin(directory, step))
-        plans = together.each(lambda: writing.plan(folder))
-        writing.own = together.first(lambda: writing.merge(plans))[together.rank]
+        planner, writer = _planned(together, folder, tensors)
         if not background:
-            saving.set_result(_finish(writing, together))
+            saving.set_result(_finish(together, planner, writer, step, keep))
             return saving
-        together.each(lambda: writing.planner.copy(writing.own))  # before the next step changes the tensors
+        together.each(planner.copy)  # before the next step changes the tensors
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
     device = engine.connection.device
@@ -125,7 +115,7 @@ def save_checkpoint(
         if gpu is not None:  # a thread begins on the first GPU, where DCP's streams would take memory
             gpu.set_device(device)
         try:
-            return _finish(writing, aside)
+            return _finish(aside, planner, writer, step, keep)
         except LostRankError as error:
             engine.mesh.failures.explain(error)
             raise
@@ -135,130 +125,108 @@ def save_checkpoint(
     return saving
 
 
-def _finish(writing: _Writing, together: Together) -> Path:
+def _facts(engine: Engine, step: int, config: Mapping[str, Any], model: Stored) -> dict[str, Any]:
+    if model not in (allowed := get_args(Stored)):
+        raise ValueError(f"model={quoted(model)}; allowed: {', '.join(allowed)}")
     try:
-        written = together.each(writing.write, OSError)
-    except OSError as error:
-        free = together.first(lambda: abandon(writing.folder))
-        raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
-    return together.first(lambda: writing.publish(written))
+        values = json.loads(json.dumps(dict(config)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config={quoted(config)}: {shortened(str(error))}; allowed: JSON values") from None
+    return {"step": int(step), "config": values, "layout": engine.mesh.layout, "model": model}
 
 
 class _Description(NamedTuple):
     """What the other ranks need to know of a rank before all of them write."""
 
-    step: int
-    optimizer: Listed
+    same: dict[str, Any]  # which all ranks must have
+    slice: int  # number of the rank among those that share the experts
+    table: Table
     states: dict[str, int]  # checksum of each of the run's states
 
 
-class _Copies(DefaultSavePlanner):
+def _tensors_to_write(
+    together: Together,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    states: States | None,
+    facts: dict[str, Any],
+) -> dict[str, Tensor]:
+    """Return the tensors that this rank could write, by name. They share the memory of the run's."""
+
+    def collect() -> tuple[Shards, Table, dict[str, Tensor], dict[str, Tensor]]:
+        shards = Shards(engine, optimizer)
+        table, large = shards.of_optimizer()
+        return shards, table, shards.of_model(facts["model"]) | large, pack(with_random(states))
+
+    shards, own, tensors, packed = together.own(collect)
+    same = facts | {"state": ", ".join(sorted(packed))}
+    sums = {name: zlib.crc32(content.numpy().tobytes()) for name, content in packed.items()}
+    every = together.each(lambda: _Description(same, shards.slice[0], own, sums))
+    for rank, one in enumerate(every):
+        if (key := first_difference(every[0].same, one.same)) is not None:
+            here, there = (f"{quoted(every[at].same[key], plain=True)} on {engine.mesh.labels[at]}" for at in (0, rank))
+            raise ValueError(f"{together.failed}: {key} is {here} and {there}; allowed: the same on all ranks")
+    shared = {name: len({one.states[name] for one in every}) == 1 for name in packed}
+    tensors |= {key_of(name, None if shared[name] else engine.mesh): content for name, content in packed.items()}
+    table = Table.merged([one.table for one in every])
+    if together.rank == 0:
+        tensors[FACTS] = encoded(facts | {"states": shared, "optimizer": table._asdict()})
+    begun = {(name, one.slice) for one in every for name in one.table.entries}
+    for name in shards.sliced & shards.parameters.keys():
+        stored_name = shards.stored_names[shards.parameters[name]]
+        if shards.holds(name) and (stored_name, shards.slice[0]) not in begun:
+            tensors |= shards.zeros(table, name)[1]
+    return tensors
+
+
+class _Planner(DefaultSavePlanner):
     """DCP's planner, which may write copies of the tensors that it has planned."""
 
-    copies: dict[MetadataIndex, Tensor] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._copies: dict[MetadataIndex, Tensor] = {}
 
-    def copy(self, plan: SavePlan) -> None:
+    def copy(self) -> None:
         """Copy the tensors that this rank writes to the CPU."""
-        self.copies = {}
-        for item in plan.items:
-            tensor = super().resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            self.copies[item.index] = tensor.detach().to("cpu", copy=True)
+        for item in self.plan.items:
+            self._copies[item.index] = self.resolve_data(item).detach().to("cpu", copy=True)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        return super().resolve_data(write_item) if self.copies is None else self.copies[write_item.index]
+        copied = self._copies.get(write_item.index)
+        return super().resolve_data(write_item) if copied is None else copied
 
 
-@dataclass
-class _Writing:
-    """One rank's part in writing a checkpoint; the methods are its phases, in order."""
+def _planned(together: Together, folder: Path, tensors: dict[str, Tensor]) -> tuple[_Planner, FileSystemWriter]:
+    """Divide tensors that several ranks hold; the planner has this rank's plan and, on the first rank, the index."""
+    first, planner, writer = together.rank == 0, _Planner(), FileSystemWriter(folder)
 
-    engine: Engine
-    optimizer: torch.optim.Optimizer
-    together: Together
-    step: int
-    state: States | None
-    config: Mapping[str, Any]
-    keep: int
-    model: Stored
-    own: SavePlan = field(init=False)
-    """DCP's plan of the tensors that this rank writes."""
+    def describe() -> SavePlan:
+        planner.set_up_planner(tensors, storage_meta=writer.storage_meta(), is_coordinator=first)
+        writer.set_up_storage_writer(first, rank=together.rank, use_collectives=True)
+        return writer.prepare_local_plan(planner.create_local_plan())
 
-    def describe(self) -> _Description:
-        """Check the options and return the description of this rank."""
-        check_size("keep", self.keep)
-        if type(self.step) is not int or self.step < 0:
-            raise ValueError(f"step={quoted(self.step)}; allowed: a whole number, 0 or more")
-        if self.model not in (allowed := get_args(Stored)):
-            raise ValueError(f"model={quoted(self.model)}; allowed: {', '.join(allowed)}")
-        try:
-            self.config = dict(self.config)
-            json.dumps(self.config)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"config={quoted(self.config)}: {shortened(str(error))}; allowed: JSON values") from None
-        self.held = held = Held(self.engine, self.optimizer)
-        listed, large = held.listed()
-        self.tensors = held.tensors(self.model) | large
-        self._packed = pack(with_random(self.state))
-        states = {name: zlib.crc32(content) for name, content in self._packed.items()}
-        return _Description(self.step, listed, states)
+    plans = together.each(describe)
+    every = together.first(lambda: writer.prepare_global_plan(planner.create_global_plan(plans)[0]))
+    planner.finish_plan(every[together.rank])
+    return planner, writer
 
-    def accept(self, every: list[_Description]) -> None:
-        """Compare the descriptions of all ranks, and choose what this rank stores."""
-        if len({one.step for one in every}) > 1:
-            steps = sorted({one.step for one in every})
-            raise ValueError(f"{self.together.failed}: ranks have steps {steps}; allowed: the same on all ranks")
-        for rank, one in enumerate(every):
-            if difference := every[0].states.keys() ^ one.states.keys():
-                raise ValueError(
-                    f"{self.together.failed}: only one of ranks 0 and {rank} has state[{min(difference)!r}]; "
-                    "allowed: the same names on all ranks"
-                )
-        held, first = self.held, self.together.rank == 0
-        self._files: dict[str, bytes] = {}
-        for name, content in self._packed.items():
-            shared = len({one.states[name] for one in every}) == 1
-            if first or not shared:
-                self._files[file_of(name, None if shared else held.number)] = content
-        ranks = [one.optimizer for one in every]
-        table = Table.merged(ranks)
-        if first:
-            self._files[OPTIMIZER] = dumped(table._asdict())
-        begun = {(name, rank.slice) for rank in ranks for name in rank.state}
-        for name in held.sliced & held.parameters.keys():
-            stored_name = held.stored_name(name)
-            if held.holds(name) and (stored_name, held.slice) not in begun:
-                large = {entry: v for entry, v in table.state.get(stored_name, {}).items() if is_large(v)}
-                self.tensors |= {f"optimizer.{stored_name}.{e}": held.zeros(name, e, v)[1] for e, v in large.items()}
-        self._added: dict[str, Any] = {"layout": held.mesh.layout}
-        if self.model != "all":
-            self._added["model"] = self.model
 
-    def plan(self, folder: Path) -> SavePlan:
-        """Return DCP's plan of all tensors that this rank could write into a folder."""
-        self.folder, self.planner, self._writer = folder, _Copies(), FileSystemWriter(folder)
-        first, rank = self.together.rank == 0, self.together.rank
-        self.planner.set_up_planner(self.tensors, storage_meta=self._writer.storage_meta(), is_coordinator=first)
-        self._writer.set_up_storage_writer(first, rank=rank, use_collectives=True)
-        return self._writer.prepare_local_plan(self.planner.create_local_plan())
+def _finish(together: Together, planner: _Planner, writer: FileSystemWriter, step: int, keep: int) -> Path:
+    """Write the files of all ranks, and give the checkpoint its name."""
+    folder = Path(writer.path)
 
-    def merge(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank: divide the tensors that several ranks hold, and keep the index for :meth:`publish`."""
-        every, self._index = self.planner.create_global_plan(plans)
-        return self._writer.prepare_global_plan(every)
-
-    def write(self) -> tuple[list[WriteResult], dict[str, Fingerprint]]:
-        """Write this rank's files; return DCP's results and the fingerprints of the files."""
-        results = self._writer.write_data(self.planner.finish_plan(self.own), self.planner)
+    def write() -> list[WriteResult]:
+        results = writer.write_data(planner.plan, planner)
         results.wait()
-        for name, content in self._files.items():
-            write_durably(self.folder / name, content)
-        names = [path.name for path in self.folder.glob(f"__{self.together.rank}_*")]
-        return results.value(), fingerprints(self.folder, [*names, *self._files])
+        return results.value()
 
-    def publish(self, written: list[tuple[list[WriteResult], dict[str, Fingerprint]]]) -> Path:
-        """On the first rank: write the index and give the checkpoint its name."""
-        index: Metadata = self._index
-        self._writer.finish(index, [results for results, _ in written])
-        files = {name: fingerprint for _, known in written for name, fingerprint in known.items()}
-        return publish(self.folder, self.step, config=self.config, keep=self.keep, files=files, added=self._added)
+    def publish_all() -> Path:
+        writer.finish(planner.metadata, written)
+        return publish(folder, step, keep, {result.storage_data.relative_path for one in written for result in one})
+
+    try:
+        written = together.each(write, OSError)
+    except OSError as error:
+        free = together.first(lambda: abandon(folder))
+        raise OSError(f"{error} ({free / 2**20:.0f} MiB are free)") from error.__cause__
+    return together.first(publish_all)

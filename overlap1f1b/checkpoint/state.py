@@ -1,32 +1,29 @@
 """States of a training run beside model and optimizer: schedules of the learning rate, dataloaders, random numbers.
 
-    pickles = pack(with_random({"scheduler": scheduler}))
-    unpack(with_random({"scheduler": scheduler}), pickles)
+    packed = pack(with_random({"scheduler": scheduler}))
+    unpack(with_random({"scheduler": scheduler}), packed)
 
-Each state is a file of a checkpoint. If all ranks have the same bytes, it is stored once and read by ranks of any
-layout. Otherwise each rank stores its own, and only ranks of the same layout read them.
+A state is stored as bytes, ``state.<name>``. If all ranks have the same, they are stored once and read by ranks of any
+layout. Otherwise each rank stores its own, with its number behind the name, for ranks of the same layout.
 """
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Collection, Mapping
-from io import BytesIO
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
+from overlap1f1b.checkpoint.tensors import decoded, encoded
 from overlap1f1b.schedule.values import quoted, shortened
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.mesh import Mesh
 
 RANDOM = "random"
-OPTIMIZER = "optimizer.pt"
-"""File of an optimizer's table."""
-_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-_FILE = re.compile(r"state-([A-Za-z]\w*?)(?:-\d{5,})?\.pt", re.ASCII)
 
 States = Mapping[str, Stateful | None]
 
@@ -60,22 +57,21 @@ class RandomState:
 def with_random(states: States | None) -> dict[str, Stateful | None]:
     """Return the states of a run, with the state of the random numbers."""
     for name, state in (states or {}).items():
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"state has the name {quoted(name)}; allowed: a letter, then letters, digits and _")
         if state is not None and not isinstance(state, Stateful):
-            kind = type(state).__name__
-            allowed = "an object with state_dict and load_state_dict"
+            kind, allowed = type(state).__name__, "an object with state_dict and load_state_dict"
             raise ValueError(f"state[{name!r}] is of type {kind}; allowed: {allowed}")
     return {RANDOM: RandomState()} | dict(states or {})
 
 
-def pack(states: States) -> dict[str, bytes]:
-    """Return each state that is not None as the bytes of a file, which ``torch.load(weights_only=True)`` reads."""
+def pack(states: States) -> dict[str, Tensor]:
+    """Return the bytes of each state that is not None."""
     packed = {}
     for name, state in states.items():
         if state is not None:
             try:
-                loaded(content := dumped(state.state_dict()))
+                decoded(content := encoded(state.state_dict()))
             except Exception as error:  # pickling raises whatever the objects do
                 raise ValueError(
                     f"state[{name!r}] cannot be stored: {shortened(str(error).splitlines()[0])}; allowed: tensors, "
@@ -85,59 +81,42 @@ def pack(states: States) -> dict[str, bytes]:
     return packed
 
 
-def unpack(states: States, packed: Mapping[str, bytes]) -> None:
+def unpack(states: States, packed: Mapping[str, Tensor]) -> None:
     """Give each state what was stored of it."""
     for name, content in packed.items():
         if (state := states.get(name)) is not None:
-            state.load_state_dict(loaded(content))
+            state.load_state_dict(decoded(content))
 
 
-def dumped(value: Any) -> bytes:
-    """Return the bytes of a file that has ``value``."""
-    torch.save(value, file := BytesIO())
-    return file.getvalue()
+def key_of(name: str, mesh: Mesh | None) -> str:
+    """Return the name of a state's bytes; of a rank's own, with its number in the order of the mesh's dimensions."""
+    return f"state.{name}" if mesh is None else f"state.{name}.{list(mesh.labels.values()).index(mesh.label):05d}"
 
 
-def loaded(content: bytes) -> Any:
-    """Return the value of :func:`dumped`: tensors on the CPU, numbers, texts, and containers of these."""
-    return torch.load(BytesIO(content), weights_only=True, map_location="cpu")
-
-
-def file_of(name: str, number: int | None = None) -> str:
-    """Return the name of a state's file; of one rank's, by its number in the order of the mesh's dimensions."""
-    return f"state-{name}.pt" if number is None else f"state-{name}-{number:05d}.pt"
-
-
-def choose_files(
-    states: States, files: Collection[str], number: int, layout: Mapping[Any, int], stored_layout: Mapping[Any, int]
-) -> dict[str, str]:
-    """Return the files that a rank reads, by the names of their states; a state of None is not wanted.
+def keys_of(states: States, stored: Mapping[str, bool], mesh: Mesh, layout: Mapping[Any, int]) -> dict[str, str]:
+    """Return the names of the bytes that this rank reads, by the names of their states; a state of None is not wanted.
 
     Random numbers are left out if they are missing or of another layout: ranks with data of their own draw others.
 
-    ``number`` is this rank's in the order of the mesh's dimensions. A layout has the sizes of the dimensions.
+    Args:
+        states: States of this run.
+        stored: Whether all ranks had the same bytes, by the name of each stored state.
+        mesh: Mesh of this run.
+        layout: Layout in which the states were stored.
     """
-    found = {match[1] for file in files if (match := _FILE.fullmatch(file))}
-    for name in found - states.keys():
+    for name in stored.keys() - states.keys():
         raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")
-    chosen = {}
+    keys = {}
     for name, state in states.items():
-        if state is None or (name == RANDOM and (name not in found or layout != stored_layout)):
+        if state is None or (name == RANDOM and (name not in stored or mesh.layout != layout)):
             continue
-        if name not in found:
-            has = ", ".join(sorted(found)) or "none"
-            raise ValueError(f"it has no state[{name!r}]; allowed: {has}")
-        if file_of(name) in files:
-            chosen[name] = file_of(name)
-        elif layout == stored_layout:
-            chosen[name] = file_of(name, number)
-        else:
+        if name not in stored:
+            raise ValueError(f"it has no state[{name!r}]; allowed: {', '.join(sorted(stored)) or 'none'}")
+        if not stored[name] and mesh.layout != layout:
+            there, here = (" × ".join(f"{name} {size}" for name, size in one.items()) for one in (layout, mesh.layout))
             raise ValueError(
-                f"it has a state[{name!r}] of each rank of {_text(stored_layout)}, this run has {_text(layout)}; "
+                f"it has a state[{name!r}] of each rank of {there}, this run has {here}; "
                 "allowed: the same layout, or None to leave the state"
             )
-    return chosen
-
-
-def _text(layout: Mapping[Any, int]) -> str:
-    return " × ".join(f"{name} {size}" for name, size in layout.items())
+        keys[name] = key_of(name, None if stored[name] else mesh)
+    return keys

@@ -1,6 +1,6 @@
 """Tensors of a checkpoint, as torch.distributed.checkpoint (DCP) stores and reads them.
 
-    whole = Whole.of_slices(weight, rank=1, ranks=4)  # of which this rank has the second quarter of the rows
+    whole = Whole(weight, rank=1, ranks=4)  # of which this rank has the second quarter of the rows
     whole.shape  # of all four
 
 DCP asks a whole where this rank's parts lie, by the three methods that DTensor has, too. A DTensor would need one mesh
@@ -11,9 +11,11 @@ slice may itself be a DTensor, over any mesh.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from zipfile import BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -22,37 +24,53 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, zeros
+from torch.distributed.tensor import DTensor
 
-from overlap1f1b.checkpoint.folder import damaged
-from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.failures import headline
 
-INDEX = ".metadata"
+FACTS = "run"
+"""Name of the bytes that have what is no tensor: step, configuration, layout and the optimizer's table."""
 Index = Mapping[str, TensorStorageMetadata]
 """Shape and dtype of each tensor."""
 
 
-def read_index(checkpoint: Path, files: Collection[str]) -> Index:
-    """Return shapes and dtypes of a checkpoint's tensors, by name; ``files`` are the names of its files.
+def read_index(checkpoint: Path) -> Index:
+    """Return shapes and dtypes of a checkpoint's tensors, by name; a missing or damaged checkpoint is a ValueError."""
+    return cast(Index, _metadata(checkpoint).state_dict_metadata)
 
-    An index that cannot be read, or names another file, is a ValueError.
+
+def check_tensors(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare a rank's share of the tensors with their CRC-32, which torch writes but does not read.
+
+    A missing or damaged checkpoint is a ValueError.
     """
+    stored = _metadata(checkpoint).storage_data
+    for index in list(stored)[rank::ranks]:
+        at = stored[index]
+        try:
+            with (checkpoint / at.relative_path).open("rb") as file:
+                file.seek(at.offset)
+                content = ZipFile(BytesIO(file.read(at.length)))
+            if content.testzip() is not None:
+                raise BadZipFile("it has other bytes than were written")
+        except Exception as error:  # zipfile raises whatever the bytes ask for
+            why = f"{index.fqn} in {at.relative_path} cannot be read ({headline(error)})"
+            raise damaged(checkpoint, why) from None
+
+
+def _metadata(checkpoint: Path) -> Metadata:
+    if not checkpoint.exists():
+        raise ValueError(f"checkpoint {checkpoint} does not exist")
     try:  # a pickle of torch's own classes, which change
-        metadata = FileSystemReader(checkpoint).read_metadata()
-        kept = {storage.relative_path for storage in metadata.storage_data.values()}
+        return FileSystemReader(checkpoint).read_metadata()
     except Exception as error:  # unpickling raises whatever the classes do
-        why = f"torch {torch.__version__} cannot read its index ({type(error).__name__})"
-        raise damaged(checkpoint, why) from None
-    if unlisted := sorted({INDEX, *kept} - set(files)):
-        raise damaged(checkpoint, f"its list of files has no {quoted(unlisted[0], plain=True)}")
-    every = metadata.state_dict_metadata.items()
-    return {key: meta for key, meta in every if isinstance(meta, TensorStorageMetadata)}
+        raise damaged(checkpoint, f"torch {torch.__version__} cannot read its index ({headline(error)})") from None
 
 
 def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
@@ -67,38 +85,60 @@ def read_tensors(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         raise damaged(checkpoint, headline(cause)) from None
 
 
-class Whole(Tensor):
-    """A whole tensor of ``shape``, of which this rank has parts, by their offsets.
+def damaged(checkpoint: Path, why: str) -> ValueError:
+    """Return the error for a checkpoint that cannot be read."""
+    return ValueError(
+        f"checkpoint {checkpoint} is damaged: {why}; remove it to resume from an earlier one, "
+        "or use another checkpoint folder"
+    )
 
-    It computes nothing, and shares the memory of the parts.
+
+def empty(stored: TensorStorageMetadata, device: torch.device | str = "cpu") -> Tensor:
+    """Return a tensor for all of a stored one."""
+    return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def encoded(value: Any) -> Tensor:
+    """Return a value as bytes, a file that ``torch.load(weights_only=True)`` reads."""
+    torch.save(value, file := BytesIO())
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def decoded(content: Tensor) -> Any:
+    """Return the value of :func:`encoded`: tensors on the CPU, numbers, texts, and containers of these."""
+    return torch.load(BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+class Whole(Tensor):
+    """The whole of ``ranks`` equal slices, of which this rank has number ``rank``, ``tensor``.
+
+    It computes nothing, and shares the memory of the slice.
+
+    Args:
+        tensor: Slice along dimension 0; perhaps a DTensor.
+        rank: Number of the slice.
+        ranks: Number of slices.
+        columns: The slices are along dimension 1 instead, in each group of so many columns of ``tensor``.
     """
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], parts: Mapping[torch.Size, Tensor]) -> Whole:
+    def __new__(cls, tensor: Tensor, rank: int, ranks: int, columns: int | None = None) -> Whole:
         """Return a tensor without memory of its own."""
-        part = next(iter(parts.values()))
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
+        shape = list(tensor.shape)
+        shape[0 if columns is None else 1] *= ranks
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=tensor.dtype, device=tensor.device)
 
-    def __init__(self, shape: Sequence[int], parts: Mapping[torch.Size, Tensor]) -> None:
-        # An empty part begins where the next one does, which DCP would take for the same part.
-        self._parts = {at: part for at, part in parts.items() if part.numel()}
-
-    @classmethod
-    def of_slices(cls, tensor: Tensor, rank: int, ranks: int, columns: int | None = None) -> Whole:
-        """Return the whole of ``ranks`` equal slices along dimension 0, of which ``tensor`` is number ``rank``.
-
-        With ``columns`` the slices are along dimension 1 instead, in each group of so many columns of ``tensor``.
-        """
+    def __init__(self, tensor: Tensor, rank: int, ranks: int, columns: int | None = None) -> None:
         local, row = tensor.detach(), 0
         if isinstance(local, DTensor):
             (chunk,) = local.__create_chunk_list__()  # where DTensor's own part lies
             local, row = local.to_local(), chunk.offsets[0]
         if columns is None:
-            at = torch.Size([row + rank * tensor.shape[0], *[0] * (tensor.ndim - 1)])
-            return cls((tensor.shape[0] * ranks, *tensor.shape[1:]), {at: local})
-        parts = enumerate(local.split(columns, 1))
-        found = {torch.Size([row, (number * ranks + rank) * columns]): part for number, part in parts}
-        return cls((tensor.shape[0], tensor.shape[1] * ranks), found)
+            parts = {(row + rank * tensor.shape[0], *[0] * (tensor.ndim - 1)): local}
+        else:
+            parts = {(row, (n * ranks + rank) * columns): part for n, part in enumerate(local.split(columns, 1))}
+        # An empty part begins where the next one does, which DCP would take for the same part.
+        self._parts = {torch.Size(at): part for at, part in parts.items() if part.numel()}
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -120,13 +160,3 @@ class Whole(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         assert index.offset is not None
         return self._parts[index.offset]
-
-
-def zeros_like_rows(tensor: Tensor, row: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return zeros with the rows of ``tensor``, sharded as it is, each of shape ``row``."""
-    shape = (*tensor.shape[:1], *row)
-    if shape == tensor.shape:
-        return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
-    if isinstance(tensor, DTensor):
-        return zeros(*shape, dtype=dtype, device_mesh=tensor.device_mesh, placements=tensor.placements)
-    return tensor.new_zeros(shape, dtype=dtype)

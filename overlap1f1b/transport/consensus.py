@@ -55,6 +55,12 @@ class Together:
         """
         return self._shared(work, error, every=True)
 
+    def own(self, work: Callable[[], T]) -> T:
+        """Call ``work`` on every rank as :meth:`each`; return this rank's result, which does not travel."""
+        found: list[T] = []
+        self.each(lambda: found.append(work()))
+        return found[0]
+
     def first(self, work: Callable[[], T]) -> T:
         """Call ``work`` on the first rank alone; return its result, or raise its error, on every rank."""
         return self._shared(work if self.rank == 0 else lambda: None, RuntimeError, every=False)[0]

@@ -18,7 +18,8 @@ from overlap1f1b import consolidate
 from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
-from tests.checkpoint.test_save import Dense, Slice, Tiny, flip, joined, save_on
+from tests.checkpoint.runs import Dense, Slice, Tiny, joined, save_on
+from tests.checkpoint.test_tensors import flip
 from tests.engines import make
 from tests.ranks import Ranks, over
 
@@ -58,7 +59,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=text):
         consolidate(path, tmp_path / "out")
     flip(path / "__0_0.distcp")
-    with pytest.raises(ValueError, match=r"is damaged: __0_0\.distcp has other bytes than were written"):
+    with pytest.raises(ValueError, match=r"is damaged: \S+ in __0_0\.distcp cannot be read"):
         consolidate(path, tmp_path / "other")
     assert not (tmp_path / "other").exists()
     path = Tiny().save(tmp_path / "bare", 1, model="none")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from overlap1f1b.checkpoint.optimizer import Listed, Table, numbers_of, plain, set_groups
-from overlap1f1b.checkpoint.state import dumped, loaded
+from overlap1f1b.checkpoint.optimizer import Table, fill, numbers_of, plain
+from overlap1f1b.checkpoint.tensors import decoded, encoded
 
 
 def stored_value(value: Any) -> Any:
-    return loaded(dumped(plain(value)))
+    return decoded(encoded(plain(value)))
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,15 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
 
 def stored(*lrs: Any, **options: Any) -> Table:
     one, names = optimizer(*lrs, **options)
-    groups = [(numbers_of(group), [names[p] for p in group["params"]]) for group in one.param_groups]
-    return Table(**loaded(dumped(Table.merged([Listed(0, {}, groups)])._asdict())))
+    groups = [numbers_of(group) for group in one.param_groups]
+    table = Table({}, dict(zip(names.values(), groups, strict=True)), groups)
+    return Table(**decoded(encoded(Table.merged([table])._asdict())))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.5)
     here, names = optimizer(rate, 0.5)
-    set_groups(here, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen(here, names))
+    fill(here, {}, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen(here, names))
     assert here.param_groups[0]["lr"] is rate
     assert [float(group["lr"]) for group in here.param_groups] == [0.25, 0.125]
     assert type(here.param_groups[1]["lr"]) is float
@@ -68,7 +69,7 @@ def test_a_tensor_stays_the_same_tensor() -> None:
 def test_how_a_step_is_computed_is_not_taken_over() -> None:
     there = stored(0.5, foreach=True, maximize=True, betas=(0.5, 0.25), amsgrad=True)
     here, names = optimizer(0.1, fused=True)
-    set_groups(here, there.chosen(here, names))
+    fill(here, {}, there.chosen(here, names))
     (group,) = here.param_groups
     assert (group["foreach"], group["fused"]) == (None, True)
     assert (group["lr"], group["maximize"], group["betas"], group["amsgrad"]) == (0.5, True, (0.5, 0.25), True)

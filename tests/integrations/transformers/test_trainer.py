@@ -192,9 +192,8 @@ def weights_are_written_once(folder: Path) -> None:
     assert not {"optimizer.pt", "scheduler.pt"} & {path.name for path in folder.iterdir()}
     (step,) = (folder / "overlap1f1b").iterdir()
     stored = FileSystemReader(step).read_metadata().state_dict_metadata
-    assert stored
-    assert all(name.startswith("optimizer.") for name in stored)
-    assert {path.name for path in step.glob("state-*")} == {"state-scheduler.pt"}
+    assert {name for name in stored if not name.startswith("optimizer.")} == {"run", "state.scheduler"}
+    assert len(stored) > 2
 
 
 def test_callbacks_that_stop_and_checkpoints_that_stay(ranks2: Ranks, tmp_path: Path) -> None:

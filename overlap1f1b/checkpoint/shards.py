@@ -1,0 +1,191 @@
+"""Tensors of a rank's model and its optimizer, as a checkpoint stores them.
+
+Tensors are stored once, under the names of the whole model: parameters and buffers as ``model.<name>``, optimizer
+state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
+an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
+:class:`.tensors.Whole` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
+tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. Everything else
+is equal on all ranks that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from overlap1f1b.checkpoint.optimizer import Entries, Table, is_large, numbers_of, plain
+from overlap1f1b.checkpoint.tensors import Whole
+from overlap1f1b.cut.blocks import marked_as_slice, tensor_dimension
+from overlap1f1b.engine.engine import Engine
+from overlap1f1b.moe import Experts
+from overlap1f1b.reduce.ties import ties_in
+
+Stored = Literal["all", "trained", "none"]
+"""Tensors of the model that a checkpoint stores."""
+
+
+class Shards:
+    """Tensors of the model and the optimizer that this rank holds, with their names in the whole model.
+
+    Attributes:
+        model: The engine's model, or a module of the stages that this rank was given.
+        blocks: Children of the model that this rank trains; None for all.
+        slice: Number of this rank among those that share the experts, and how many these are.
+        sliced: Names of parameters that these ranks slice, without a DTensor that says so.
+        columns: Number of this rank's experts in parameters whose columns, in equal parts, are sorted by expert.
+        tensor_sliced: Dimension of plain parameters of which each rank of a tensor group has a slice.
+        parameters: Parameters that the optimizer updates, by name, in the optimizer's order.
+        stored_names: Names under which the optimizer's state of these is stored; copies on other stages share one.
+    """
+
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.mesh, given = optimizer, engine.mesh, engine.model
+        self.blocks: Collection[str] | None = None
+        self.columns: dict[str, int] = {}
+        ties: dict[nn.Parameter, str] = {}
+        if isinstance(given, Mapping):
+            self.model = nn.Module()
+            for number, stage in given.items():
+                if (hang := getattr(stage, "hang", None)) is not None:
+                    hang(self.model)
+                else:
+                    self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
+                ties |= {p: name for name, p in ties_in(stage).items()}
+                self.columns |= getattr(stage, "__dict__", {}).get("columns", {})
+        else:
+            self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
+            own = {block for stage in engine.stages.values() for block in stage.blocks}
+            self.blocks = {name for name, child in self.model._modules.items() if child in own}
+        self.slice = self.mesh.expert_slice
+        self.sliced = {
+            f"{path}.{label}".lstrip(".")
+            for path, module in self.model.named_modules(remove_duplicate=False)
+            if self.slice[1] > 1
+            for label, parameter in module.named_parameters(recurse=isinstance(module, Experts), remove_duplicate=False)
+            if (isinstance(module, Experts) and parameter not in engine.connection.sharding.sliced)
+            or marked_as_slice(parameter)
+        }
+        self.tensor_sliced: dict[str, int] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if (along := tensor_dimension(parameter, self.mesh, expert=name in self.sliced)) is not None:
+                if (stride := getattr(parameter, "partition_stride", 1)) != 1:
+                    raise ValueError(f"partition_stride={stride!r} of {name} in a checkpoint; allowed: 1")
+                self.tensor_sliced[name] = along
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model does "
+                    "not have; allowed: an optimizer of the engine's parameters"
+                )
+            self.parameters[names[parameter]] = parameter
+        self.stored_names = {p: ties.get(p, name) for name, p in self.parameters.items()}
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank stores a tensor of the model."""
+        return self.blocks is None or name.partition(".")[0] in self.blocks
+
+    def of_model(self, stored: Stored) -> dict[str, Tensor]:
+        """Return the model's tensors as they are stored, by name."""
+        if stored == "none":
+            return {}
+        state, frozen = self.model.state_dict(), set[str]()
+        if renamed := sorted((self.sliced | self.tensor_sliced.keys()) - state.keys()):
+            raise ValueError(
+                f"the model's state_dict has no {renamed[0]}, of which ranks have slices; allowed: a state_dict with "
+                "the parameters' names"
+            )
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{name} of the model's state_dict is of type {type(value).__name__}; allowed: a tensor"
+                )
+        if stored == "trained":
+            frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        names = [name for name in state if self.holds(name) and name not in frozen]
+        return {f"model.{name}": self._whole(state[name], name) for name in names}
+
+    def of_optimizer(self) -> tuple[Table, dict[str, Tensor]]:
+        """Return the optimizer's table, and the large tensors of its state as they are stored, by name."""
+        every, large = dict[str, Entries](), dict[str, Tensor]()
+        for name, parameter in self.parameters.items():
+            state = (self.optimizer.state.get(parameter) or {}) if self.holds(name) else {}
+            for entry, value in state.items():
+                what, stored_name = f"the optimizer's {entry} of {name}", self.stored_names[parameter]
+                own = every.setdefault(stored_name, {})
+                is_tensor = isinstance(value, DTensor) or (
+                    isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape)
+                )
+                if not is_tensor:
+                    own[entry] = _small(value, what)
+                    continue
+                if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
+                    raise ValueError(f"{what} has placements {value.placements}; allowed: shards or copies")
+                whole = value.detach()
+                if self._is_shared(name, what, value.shape, parameter.shape):
+                    whole = self._whole(value, name)
+                large[f"optimizer.{stored_name}.{entry}"] = whole
+                own[entry] = torch.empty(whole.shape, dtype=value.dtype, device="meta")
+        groups = [numbers_of(group) for group in self.optimizer.param_groups]
+        pairs = zip(groups, self.optimizer.param_groups, strict=True)
+        numbers = {self.stored_names[p]: own for own, group in pairs for p in group["params"]}
+        return Table(every, numbers, groups), large
+
+    def zeros(self, table: Table, name: str) -> tuple[Entries, dict[str, Tensor]]:
+        """Return a table's entries of a parameter, with zeros for large ones, and these as they are stored, by name."""
+        parameter, stored = self.parameters[name], dict[str, Tensor]()
+        entries = dict(table.entries.get(self.stored_names[parameter], {}))
+        for entry, like in entries.items():
+            if not is_large(like):
+                continue
+            whole = self._whole(parameter, name).shape
+            if not self._is_shared(name, f"the optimizer's {entry} of {name}", like.shape, whole):
+                part = value = torch.zeros(like.shape, dtype=like.dtype)
+            else:
+                shape = parameter.shape if like.shape == whole else (parameter.shape[0], *like.shape[1:])
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    part = zeros(*shape, dtype=like.dtype, device_mesh=mesh, placements=placements)
+                else:
+                    part = parameter.new_zeros(shape, dtype=like.dtype)
+                value = self._whole(part, name)
+            entries[entry], stored[f"optimizer.{self.stored_names[parameter]}.{entry}"] = part, value
+        return entries, stored
+
+    def _whole(self, tensor: Tensor, name: str) -> Tensor:
+        """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory."""
+        tensor = tensor.detach()
+        if (along := self.tensor_sliced.get(name)) is not None:
+            assert self.mesh.devices is not None
+            tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)
+        return Whole(tensor, *self.slice, self.columns.get(name)) if name in self.sliced else tensor
+
+    def _is_shared(self, name: str, what: str, shape: torch.Size, of: torch.Size) -> bool:
+        """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
+
+        ``shape`` is the tensor's and ``of`` the parameter's, both of this rank's parts or both of the wholes.
+        """
+        sliced = name in self.sliced or name in self.tensor_sliced or isinstance(self.parameters[name], DTensor)
+        if not sliced or shape == of or shape.numel() <= 1:
+            return sliced and shape == of
+        by_row = name not in self.columns and not self.tensor_sliced.get(name)
+        if not by_row or shape[:1] != of[:1]:
+            raise ValueError(
+                f"{what} has shape {list(shape)}; allowed for a part of shape {list(of)} that ranks share: "
+                f"{f'{of[0]} rows' if by_row else 'the same'}, or a single number"
+            )
+        return True
+
+
+def _small(value: object, what: str) -> Any:
+    with suppress(TypeError):
+        if not isinstance(value, str):  # ``load_state_dict`` takes a text for a list and makes a generator of it
+            return plain(value)
+    kind = type(value).__name__
+    raise ValueError(f"{what} is of type {kind}; allowed: a tensor, a number, or a list of numbers and texts")

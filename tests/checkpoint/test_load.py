@@ -1,0 +1,85 @@
+"""A checkpoint that does not fit the run that loads it: one line, and the run is as it was."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from overlap1f1b.checkpoint import load_checkpoint
+from tests.checkpoint.runs import Tiny, equal
+from tests.checkpoint.test_resuming import Run
+from tests.ranks import over
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    path = Tiny().train_steps(0, 1).save(tmp_path, 1)
+    half, more, less = Tiny(), Tiny(), Tiny()
+    half.experts.bfloat16()
+    more.dense.extra = nn.Parameter(torch.zeros(1))
+    less.adamw = torch.optim.AdamW([less.experts.weight])
+    for other, has, this in (
+        (Tiny(hidden=6), "model.dense.weight=torch.float32[3, 5]", "torch.float32[3, 6]"),
+        (half, "experts.weight=torch.float32[4, 3, 2]", "torch.bfloat16[4, 3, 2]"),
+        (more, "model.dense.extra=none", "torch.float32[1]"),
+        (less, "optimizer.dense.weight.exp_avg=", "none"),
+    ):
+        before = other.state()
+        with pytest.raises(ValueError, match=f"has .*{re.escape(has)}.*, this run has .*={re.escape(this)}; "):
+            other.load(path)
+        assert equal(other.state(), before)
+
+
+@pytest.mark.parametrize(
+    ("config", "difference"),
+    [
+        ({"hidden": 6, "text": "abc"}, "hidden=5, this run has hidden=6"),
+        ({"hidden": 5}, "text=abc, this run has text=none"),
+        ({"hidden": 5, "text": "abc", "layers": (1,)}, "layers=none, this run has layers=[1]"),
+    ],
+)
+def test_another_configuration_is_named(tmp_path: Path, config: dict[str, Any], difference: str) -> None:
+    path = Tiny().save(tmp_path, 1, config={"text": "abc", "hidden": 5})
+    assert Tiny().load(path, {"hidden": 5, "text": "abc"}) == 1
+    expected = f"checkpoint {path} has {difference}; use the same settings or another checkpoint folder"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        Tiny().load(path, config)
+
+
+def test_a_long_difference_is_cut(tmp_path: Path) -> None:
+    path = Tiny().save(tmp_path, 1, config={"hidden": "7" * 10**6, "k" * 10**6: [[1] * 10**5] * 3})
+    for config, text in (
+        ({}, r"\(1000000 characters\)"),
+        ({"hidden": "7" * 10**6}, r"has 'k*'… \(1000000 characters\)="),
+    ):
+        with pytest.raises(ValueError, match=rf"^[^\n]*{text}[^\n]*$") as refused:
+            Tiny().load(path, config)
+        assert len(str(refused.value)) < 1000
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "step-nowhere"
+    with pytest.raises(ValueError, match=f"^checkpoint {path} does not exist$"):
+        Tiny().load(path)
+    path.touch()
+    with pytest.raises(ValueError, match=f"^checkpoint {path} is damaged: .*NotADirectoryError.*; remove it"):
+        Tiny().load(path)
+    with pytest.raises(ValueError, match=r"^engine=3; allowed: Engine$"):
+        load_checkpoint(3, tmp_path, Tiny().adamw)  # type: ignore[arg-type]
+
+
+@over(2)
+def test_other_groups_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    run = Run({"pp": size}, lr=3.0)
+    run.save(tmp_path, 7)
+    before = [p.detach().clone() for p in run.engine.parameters()]
+    run.optimizer = torch.optim.AdamW(run.engine.parameters())
+    why = r"group 0 of the optimizer has [^\n]* for which the checkpoint has lr=3\.0 and lr=0\.75; allowed: the same"
+    path = re.escape(f"checkpoint {tmp_path}/step-00000007")
+    with pytest.raises(ValueError, match=rf"^rank pp 0: {path}: {why}[^\n]*$"):
+        run.load(tmp_path)
+    assert all(torch.equal(*pair) for pair in zip(before, run.engine.parameters(), strict=True))

@@ -1,0 +1,162 @@
+"""What a rank stores of its model and optimizer, and under which names; what cannot be stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
+from overlap1f1b.engine import Engine
+from overlap1f1b.schedule import build_schedule
+from tests.checkpoint.runs import EXPERTS, Tiny, ep, equal
+from tests.checkpoint.test_resuming import Run
+from tests.ranks import Ranks, over
+from tests.tiers import wide
+
+
+def stored(path: Path) -> dict[str, tuple[list[int], int]]:
+    """Shape and number of parts of every tensor of the model and the optimizer."""
+    index = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        key: (list(meta.size), len(meta.chunks))
+        for key, meta in index.items()
+        if isinstance(meta, TensorStorageMetadata) and key.startswith(("model.", "optimizer."))
+    }
+
+
+def small(model: nn.Module) -> tuple[Engine, torch.optim.Optimizer]:
+    """An engine of one process with AdamW."""
+    program = build_schedule("sequential", microbatches=2)
+    return Engine(nn.Sequential(model), program), torch.optim.AdamW(model.parameters())
+
+
+@over(2)
+def test_everything_is_stored_once_and_whole(rank: int, size: int, tmp_path: Path) -> None:
+    path = Tiny(ep(size)).train_steps(0, 1).save(tmp_path, 1)
+    shapes = stored(path)
+    assert shapes["model.experts.weight"] == ([EXPERTS, 3, 2], 2), shapes
+    assert shapes["optimizer.experts.weight.exp_avg"] == ([EXPERTS, 3, 2], 2), shapes
+    assert shapes["model.dense.weight"] == ([3, 5], 1), shapes
+    assert len(shapes) == 5 + 3 * 2, shapes
+    files = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert files < 1.1 * sum(entry.length for entry in FileSystemReader(path).read_metadata().storage_data.values())
+
+
+def test_a_state_like_a_parameter_of_one_number_is_a_tensor_too(tmp_path: Path) -> None:
+    """In another run the parameter may be a DTensor."""
+    model = nn.Linear(2, 1)
+    engine, optimizer = small(model)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    shapes = stored(save_checkpoint(engine, tmp_path, 1, optimizer).result())
+    assert {key for key in shapes if key.startswith("optimizer.0.bias")} == {
+        "optimizer.0.bias.exp_avg",
+        "optimizer.0.bias.exp_avg_sq",
+    }
+
+
+@pytest.mark.parametrize("which", ["trained", *wide("none")])
+def test_what_is_not_stored_stays_as_it_is(which: str, tmp_path: Path) -> None:
+    model = Tiny().train_steps(0, 3)
+    model.save(tmp_path, 3, model=which)
+    other = Tiny(seed=1)
+    before, wanted = other.state(), model.state()
+    assert other.load(tmp_path) == 3
+    left = {"dense.frozen"} if which == "trained" else before.keys() & model.state_dict().keys()
+    assert equal(other.state(), wanted | {name: before[name] for name in left})
+    assert not equal(other.state(), wanted)
+
+
+class Counts(nn.Linear):
+    """A linear map whose extra state is a tensor of ``kept`` numbers, made anew each time, or what ``kept`` is."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(2, 2)
+        self.kept = kept
+
+    def get_extra_state(self) -> Any:
+        return torch.arange(self.kept) if isinstance(self.kept, int) else self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = int(state[-1]) + 1
+
+
+def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
+    engine, optimizer = small(Counts(5))
+    save_checkpoint(engine, tmp_path, 1, optimizer)
+    other = Counts(0)
+    engine, optimizer = small(other)
+    assert load_checkpoint(engine, tmp_path, optimizer) == 1
+    assert other.kept == 5
+    engine, optimizer = small(Counts({"a": 1}))
+    with pytest.raises(ValueError, match="_extra_state of the model's state_dict is of type dict; allowed: a tensor"):
+        save_checkpoint(engine, tmp_path / "other", 1, optimizer)
+
+
+def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    """As the lists of tensors of LBFGS, SOAP and others."""
+    model = nn.Linear(2, 2)
+    engine, optimizer = small(model)
+    for value in ([torch.ones(2)], "a text"):
+        optimizer.state[model.bias]["old_dirs"] = value
+        kind = type(value).__name__
+        message = f"^the optimizer's old_dirs of 0.bias is of type {kind}; allowed: a tensor, a number, or a list of "
+        with pytest.raises(ValueError, match=message):
+            save_checkpoint(engine, tmp_path, 1, optimizer)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
+    with pytest.raises(ValueError, match=r"^the optimizer has a parameter of shape \[2, 9\] that this rank's model"):
+        save_checkpoint(engine, tmp_path, 1, optimizer)
+    assert not [*tmp_path.iterdir()]
+
+
+@over(2)
+def test_sliced_parameters_under_other_names_are_refused(rank: int, size: int, tmp_path: Path) -> None:
+    model = Tiny(ep(size))
+
+    def rename(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        for name in [name for name in state if "expert" in name]:
+            state[f"{name}.slice"] = state.pop(name)
+
+    model.register_state_dict_post_hook(rename)
+    text = "of which ranks have slices; allowed: a state_dict with the parameters' names"
+    with pytest.raises(ValueError, match=text):
+        model.save(tmp_path, 1)
+
+
+@over(2)
+def test_a_state_with_other_rows_than_its_parameter_is_refused(rank: int, size: int, tmp_path: Path) -> None:
+    model = Tiny(ep(size)).train_steps(0, 1)
+    model.adamw.state[model.experts.weight]["square"] = torch.ones(3)
+    text = r"'s square of experts.weight has shape \[3\]; allowed for a part of shape \[2, 3, 2\] [^\n]*: 2 rows, or"
+    with pytest.raises(ValueError, match=text):
+        model.save(tmp_path, 1)
+
+
+def _updated_on_one_rank(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    """Slices with two, one and no updates: the most count, and rows without a state are zeros."""
+    run = Run({"ep": size})
+    experts = next(p for p in run.engine.parameters() if p.ndim == 3)
+    for step in range(2):
+        if rank >= 2 - step and rank < 3:
+            experts.grad = torch.full_like(experts, 1.0 + rank)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    run.save(folder)
+    return dict(run.optimizer.state.get(experts, {}))
+
+
+def test_the_slice_with_most_updates_counts(ranks4: Ranks, tmp_path: Path) -> None:
+    states = ranks4.run(_updated_on_one_rank, tmp_path)
+    assert [float(state.get("step", 0)) for state in states] == [0, 1, 2, 0]
+    one = Run({})
+    one.load(tmp_path)
+    state = one.optimizer.state[next(p for p in one.engine.parameters() if p.ndim == 3)]
+    assert float(state["step"]) == 2
+    for part, there in zip(state["exp_avg"].chunk(4), states, strict=True):
+        assert torch.equal(part, there.get("exp_avg", torch.zeros_like(part)))
