@@ -30,9 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.engine.engine import StepResult
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import Op, Resource
 from overlap1f1b.running.bench.compute import TimedCompute
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.running.wire import Wire
 
 CONFIG = MoEConfig(layers=6, hidden=256, intermediate=256, experts=4, top_k=2, sequence=128, heads=4)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.learn.planner import Measured, Planner, lighter
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts, fastest
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 
 LIMITS = (1.0, 1.3, 1.6, 2.0, 2.5)
 MICROBATCHES = 6

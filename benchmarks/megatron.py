@@ -47,8 +47,6 @@ from overlap1f1b.engine import Engine, EngineOptions, StepResult
 from overlap1f1b.integrations.megatron import ForwardBackward, get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.integrations.megatron.layers import dispatchers_of, exchanging
-from overlap1f1b.moe import MoEConfig, MoETransformer
-from overlap1f1b.moe.transformer import EPSILON
 from overlap1f1b.plan import Op, Overlap, Resource
 from overlap1f1b.plan.intervals import Intervals, intersection, length, union
 from overlap1f1b.running.bench.command import doubts
@@ -59,6 +57,7 @@ from overlap1f1b.running.bench.variants import Samples
 from overlap1f1b.running.launch import STORE, cores, end_with, run_ranks
 from overlap1f1b.running.ranks import Rank, joined
 from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.transformer import EPSILON, MoEConfig, MoETransformer
 from overlap1f1b.running.wire import Balanced, Wire, parse_wire, shape
 from overlap1f1b.running.workload import environment, loss_fn
 from overlap1f1b.schedule import build_schedule

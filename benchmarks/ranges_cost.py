@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from overlap1f1b import Engine, build_schedule
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.record.recorder import Recorder, TorchRanges
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.terminal.output import write_json
 

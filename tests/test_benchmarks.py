@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.moe import MoEConfig
+from overlap1f1b.running.transformer import MoEConfig
 from overlap1f1b.schedule import Placement, build_schedule
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gpu_bench.context import Context
 from overlap1f1b.kernels.choice import Choice
-from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer, Router, set_auxiliary_scale
+from overlap1f1b.moe import GroupedExperts, Router, set_auxiliary_scale
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 
 Routing = Literal["balanced", "real"]
 

@@ -34,9 +34,10 @@ def overlapped(
 
     >>> import torch, torch.distributed as dist, torch.nn.functional as F
     >>> from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
-    >>> from overlap1f1b.moe import MoEConfig, MoETransformer
+    >>> from overlap1f1b.moe import MoE, RouterConfig
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> model = MoETransformer(MoEConfig(layers=2, hidden=32, heads=2, experts=4, intermediate=16, sequence=16))
+    >>> layers = [MoE(32, 16, RouterConfig(experts=4, top_k=2)) for _ in range(2)]
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(256, 32), *layers, torch.nn.Linear(32, 256))
     >>> parts = model[:2], model[2:]
     >>> stages = [PipelineStage(part, index, 2, torch.device("cpu")) for index, part in enumerate(parts)]
     >>> def loss_fn(logits, target):

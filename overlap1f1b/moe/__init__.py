@@ -1,4 +1,4 @@
-"""Mixture of experts: router, experts, the route of their rows, and a small transformer made of them.
+"""Mixture of experts: router, experts, and the route of their rows.
 
 Letters in shapes, here and everywhere above:
 
@@ -26,15 +26,12 @@ from overlap1f1b.moe.auxiliary import attach
 from overlap1f1b.moe.experts import Experts, GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
 from overlap1f1b.moe.router import Router, RouterConfig, set_auxiliary_scale
-from overlap1f1b.moe.transformer import MoEConfig, MoETransformer
 
 __all__ = [
     "Experts",
     "GroupedExperts",
     "Kernels",
     "MoE",
-    "MoEConfig",
-    "MoETransformer",
     "Router",
     "RouterConfig",
     "SwiGLU",

@@ -16,10 +16,11 @@ from overlap1f1b import __version__
 from overlap1f1b.engine import EngineOptions, LossFunction
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.integrations.transformers.split import Part, split_model
-from overlap1f1b.moe import Experts, MoEConfig, MoETransformer, use_kernels
+from overlap1f1b.moe import Experts, use_kernels
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import RunOptions
 from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport import devices
 
@@ -32,7 +33,6 @@ def model_config(options: RunOptions) -> MoEConfig:
     router = sizes.pop("router")
     return MoEConfig(
         **sizes,
-        dense_intermediate=options.model.top_k * options.model.intermediate,
         sequence=options.sequence,
         score=router,
         aux_coefficient=0.0 if router == "sigmoid" else 0.01,

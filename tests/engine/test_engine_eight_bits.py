@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.kernels import fp8
 from overlap1f1b.kernels.fp8 import Precision
-from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
+from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Overlap
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make

@@ -21,8 +21,9 @@ from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations import torch_pipelining
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.learn.check import VerificationError
-from overlap1f1b.moe import MoEConfig, MoETransformer, set_auxiliary_scale
+from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Overlap
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.transport.exchange import own_exchange
 from tests import models
 from tests.campaign import hidden
@@ -175,7 +176,8 @@ def test_options_of_a_step(rank: int, size: int) -> None:
     config = MoEConfig(vocabulary=models.V, layers=4, hidden=16, heads=2, experts=8, intermediate=12, sequence=8)
     model = MoETransformer(config, group=group)
     set_auxiliary_scale(model, 0.7)
-    stages = stages_of(mesh, [Whole(model[a:b]) for a, b in ((0, 2), (2, 3), (3, 4), (4, 6))])
+    parts = [list(model)[a:b] for a, b in ((0, 2), (2, 3), (3, 4), (4, 6))]
+    stages = stages_of(mesh, [Whole(torch.nn.Sequential(*part)) for part in parts])
 
     def loss_fn(logits: Tensor, target: Tensor, weight: float) -> Tensor:
         return weight * models.loss_fn(logits, target)

@@ -18,7 +18,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
-from overlap1f1b.moe import MoEConfig, MoETransformer
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from tests import models
 from tests.engines import COSTS, make
 from tests.kernels.against import DEVICE
@@ -173,7 +173,7 @@ def test_what_is_never_tritons(timed: list[Any]) -> None:
 
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="kernels='cuda'; allowed: 'auto', 'triton', 'torch'"):
-        MoEConfig(kernels="cuda")  # type: ignore[arg-type]
+        Kernels("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^use_kernels of a list; allowed: a module, as nn.ModuleList\(blocks\)$"):
         use_kernels([], "torch")  # type: ignore[arg-type]
     monkeypatch.setattr(choice, "find_spec", lambda name: None)

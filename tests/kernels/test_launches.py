@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.kernels import grouped_mm
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.moe import route as route_module
 from overlap1f1b.plan import NodeCosts
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import build_schedule
 from tests.kernels.against import DEVICE
 

@@ -18,8 +18,8 @@ from overlap1f1b.cut.options import parse_memory
 from overlap1f1b.engine import Engine, EngineOptions
 from overlap1f1b.learn.memory import ByteCount
 from overlap1f1b.learn.planner import LEAST_WARMUP_GAIN, SPARE, lighter
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import BlockShape, Chains, CostKey, Held, NodeCosts, Op, Recompute, cost_key, fastest
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import Action, Kind, Placement, build_schedule
 from tests import models
 from tests.engines import COSTS, make

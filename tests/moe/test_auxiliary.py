@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.moe import MoEConfig, MoETransformer, Router, RouterConfig, set_auxiliary_scale
+from overlap1f1b.moe import MoE, Router, RouterConfig, set_auxiliary_scale
 from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
 
 
@@ -112,21 +112,20 @@ def test_nothing_is_attached_in_eval_mode() -> None:
 
 
 def test_the_scale_reaches_every_router_and_is_read_in_the_forward() -> None:
-    config = MoEConfig(vocabulary=11, layers=3, hidden=8, heads=2, experts=4, intermediate=4, aux_coefficient=0.5)
-    model = MoETransformer(config)
-    routers = [m for m in model.modules() if isinstance(m, Router)]
+    torch.manual_seed(0)
+    model = nn.Sequential(*(MoE(8, 4, RouterConfig(4, 2, aux_coefficient=0.5)) for _ in range(3)))
+    routers = [layer.router for layer in model]
     assert [router.aux_scale for router in routers] == [1.0] * 3
-    tokens = torch.arange(10).view(2, 5)
+    tokens = torch.randn(10, 8)
 
     def gradient(before: float, after: float) -> list[Tensor]:
         model.zero_grad()
         set_auxiliary_scale(model, before)
-        logits = model(tokens)
+        output = model(tokens)
         set_auxiliary_scale(model, after)
-        logits.backward(torch.zeros_like(logits))
+        output.backward(torch.zeros_like(output))
         return [router.gate.weight.grad.clone() for router in routers]
 
     whole, half = gradient(1.0, 0.25), gradient(0.5, 1.0)
     assert all(g.abs().max() > 0 for g in whole)
     torch.testing.assert_close(half, [g / 2 for g in whole])
-    set_auxiliary_scale(nn.Linear(2, 2), 0.5)  # a model without routers is none of its business

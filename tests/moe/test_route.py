@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.permute import Layout
-from overlap1f1b.moe import GroupedExperts, MoEConfig
+from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import Routed, Weigh, WeightsIn
 from overlap1f1b.moe.route import Route
 from overlap1f1b.transport.calls import _Rows
@@ -255,5 +255,3 @@ def test_refused() -> None:
     wrong: WeightsIn = "input"  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"^weights_in='input'; allowed: 'combine', 'activation'$"):
         GroupedExperts(E, H, I, weights_in=wrong)
-    with pytest.raises(ValueError, match=r"^weights_in='input'; allowed: 'combine', 'activation'$"):
-        MoEConfig(weights_in=wrong)

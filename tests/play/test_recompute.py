@@ -19,9 +19,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from overlap1f1b.learn.memory import peak_bytes
-from overlap1f1b.moe import GroupedExperts, MoEConfig, MoETransformer
+from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import RECOMPUTES, Overlap, Recompute
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.suspension import Stack

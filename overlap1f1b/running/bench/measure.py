@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.cut.options import TRIES, Parts
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.learn.memory import peak_bytes
-from overlap1f1b.moe import MoETransformer, set_auxiliary_scale
+from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import NodeCosts, Op, Recompute
 from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, RecordingExchange, Replay
@@ -32,6 +32,7 @@ from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
+from overlap1f1b.running.transformer import MoETransformer
 from overlap1f1b.running.wire import Balanced, parse_loopback, parse_wire, shape
 from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program

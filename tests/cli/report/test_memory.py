@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.profiling import read
 from overlap1f1b.record import Profile
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import build_schedule
 from tests.cli.inside import report
 from tests.cli.report.test_page import open_page, without_warnings

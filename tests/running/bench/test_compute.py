@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.moe import MoEConfig, MoETransformer
 from overlap1f1b.running.bench.compute import TimedCompute, operations_per_second
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 
 CONFIG = MoEConfig(vocabulary=256, layers=1, hidden=32, heads=2, experts=4, intermediate=24, sequence=8)
 
