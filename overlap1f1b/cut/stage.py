@@ -44,6 +44,7 @@ class Cut:
         segments: Segments of each block, see :func:`~overlap1f1b.plan.segments_of`; and whether its weight gradients
             have a node of their own. The first segment shares this node with the rest of the block.
         behind: Exchanges of rows behind each segment of each block.
+        exchanges: Number of exchanges of rows of each block.
         exchange_after: The next exchange of the same part, each given by its block and its place there.
         exchange_before: The same the other way round.
     """
@@ -56,6 +57,7 @@ class Cut:
             for block, segments in zip(shape, every, strict=True)
         ]
         self.behind = [[behind for _, behind in segments] for segments in every]
+        self.exchanges = [sum(map(len, behind)) for behind in self.behind]
         self.exchange_after: dict[tuple[int, Place], tuple[int, Place]] = {}
         last: dict[int, tuple[int, Place]] = {}  # of each part
         for number, behind in enumerate(self.behind):
@@ -114,6 +116,8 @@ class Stage:
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         self.device = device or device_of(self.blocks) or torch.device("cpu")
+        self.generators = generators_of(self.device)
+        """Generators of random numbers that a forward may draw from."""
         self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
         self.dense_parameters: list[list[nn.Parameter]] = []
         """Trained parameters of each block outside its experts."""
@@ -145,7 +149,7 @@ class Stage:
             for index, block in enumerate(self.blocks)
         )
         """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
-        self.draws = Draws(self.blocks, generators_of(self.device))
+        self.draws = Draws(self.blocks, self.generators)
         self._cuts: dict[StageShape, Cut] = {}
         self._shares = [
             any(self.tied.get(p, block) != block for p in dense) for block, dense in enumerate(self.dense_parameters)
@@ -169,11 +173,6 @@ class Stage:
     def input_names(self) -> tuple[str, ...]:
         """Names of the inputs of the first block, if it has any."""
         return options_of(self.blocks[0]).input_names
-
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """Generators of random numbers that a forward may draw from."""
-        return generators_of(self.device)
 
     def _find_parameters(self) -> None:
         refuse_wrappers(self.blocks, self.names)

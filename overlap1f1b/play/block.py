@@ -59,7 +59,7 @@ class BlockRun:
         self.installed = microbatch.installed
         shape = self.installed.cut.shape[block]
         self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad and shape.exchanges else ()
-        self.exchanges = sum(map(len, self.installed.cut.behind[block]))
+        self.exchanges = self.installed.cut.exchanges[block]
         """Number of the block's exchanges of rows."""
         seen = stage.foreign.seen if microbatch.grad else None
         self.seen = None if seen is None else seen.get(block)

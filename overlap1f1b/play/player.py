@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from overlap1f1b.cut.weights import accumulate
@@ -77,6 +77,11 @@ class Player:
         self._early: set[int] = set()  # of those that were
 
     @property
+    def _each(self) -> Callable[[Node], None]:
+        looked_at = self.observers.before or self.observers.after or self.times.watch is not None
+        return self._tell if looked_at else self._play
+
+    @property
     def place(self) -> str | None:
         """The current node, or the last; None before the first."""
         at = self._position
@@ -93,12 +98,13 @@ class Player:
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
             weights = (at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE)
             self._late.extend(weights)
+        each = self._each
         try:
             for self._position, node in enumerate(nodes):
                 if failures.lost is not None:  # transfers bring nothing any more
                     raise LostRankError(failures.lost)
                 if self._position not in self._early:
-                    self._play(node)
+                    each(node)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -113,25 +119,26 @@ class Player:
         for flight in self.times.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
 
-    def _play(self, node: Node) -> None:
-        times = self.times
-        for tell in self.observers.before:
+    def _tell(self, node: Node) -> None:
+        """Play a node while somebody looks on, or a device computes behind the thread."""
+        times, observers = self.times, self.observers
+        for tell in observers.before:
             tell(node)
         if times.watch is not None:
             times.since = time.perf_counter()
-        if RESOURCE_OF[node.op] is Resource.COMPUTE:
-            self._compute(node)
-        else:
+        self._play(node)
+        if times.watch is not None:
+            times.launched(node)
+        for tell in observers.after:
+            tell(node)
+
+    def _play(self, node: Node) -> None:
+        """Start a transfer; or compute, behind the transfers that bring the node's input."""
+        if RESOURCE_OF[node.op] is not Resource.COMPUTE:
             for tell in self.observers.ready:
                 tell(node, {})
             self._start_transfer(node)
-        if times.watch is not None:
-            times.launched(node)
-        for tell in self.observers.after:
-            tell(node)
-
-    def _compute(self, node: Node) -> None:
-        """Compute, behind the transfers that bring the node's input."""
+            return
         microbatch, times = self._microbatches[node.stage, node.microbatch], self.times
         if node.kind is Kind.F:
             self.alive.begin(microbatch)
@@ -172,7 +179,7 @@ class Player:
                         return
                     self._position = late[0]
                     self._early.add(self._position)
-                    self._play(node)
+                    self._each(node)
                     self._position = now
                 late.popleft()
 
