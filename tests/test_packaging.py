@@ -194,7 +194,7 @@ SET_FROM_OUTSIDE = {
     "integrations/transformers/trainer.py": {"tables"},
     "learn/check.py": {"around", "compute"},
     "play/block.py": {"claimed", "edges", "known", "learning", "library_stands", "plain_stands", "reaches_out"},
-    "play/capacity.py": {"adds_to_main", "capacity", "on_route"},
+    "engine/capacity.py": {"adds_to_main", "capacity", "on_route"},
     "play/player.py": {"failed"},
     "play/posting.py": {"host", "read", "ready"},
     "play/recompute.py": {"again", "bring", "function", "part"},

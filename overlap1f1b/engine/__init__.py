@@ -5,10 +5,10 @@ from overlap1f1b.cut.declaration import declare
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.cut.places import carried
 from overlap1f1b.cut.stage import Stage
+from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.learn.check import VerificationError
-from overlap1f1b.play.capacity import CapacityOverflowError
 from overlap1f1b.play.feed import Feed
 from overlap1f1b.play.microbatch import LossFunction, Microbatch
 from overlap1f1b.play.pair import combined_forward_backward_step

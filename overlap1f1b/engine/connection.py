@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.engine.agreement import described, structure
+from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
-from overlap1f1b.play.capacity import CapacityOverflowError
 from overlap1f1b.reduce.fsdp import Gathers, ShardedReducer
 from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.reduce.reduction import Reduction

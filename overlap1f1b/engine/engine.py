@@ -21,6 +21,7 @@ from overlap1f1b.cut.places import places_of
 from overlap1f1b.cut.segment import check_gradients_possible
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import CallSizes, FirstRows, check_tensor_group, compare_batches, values
+from overlap1f1b.engine.capacity import Capacity
 from overlap1f1b.engine.connection import Connection
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.kernels.choice import choosing
@@ -31,7 +32,6 @@ from overlap1f1b.learn.memory import NodeBytes
 from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
-from overlap1f1b.play.capacity import Capacity
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
 from overlap1f1b.play.microbatch import LossFunction
 from overlap1f1b.play.observers import Observer

@@ -47,7 +47,7 @@ EXACT = {
     "moe/route.py Route.arrive": "these sizes, which are on the host",
 }
 CAPACITY = {
-    "play/capacity.py Capacity._lost_here": "lost rows, after the last node",
+    "engine/capacity.py Capacity._lost_here": "lost rows, after the last node",
     "transport/mesh.py Mesh.sums": "their sum, which is on the host",
 }
 TOKENS = {
