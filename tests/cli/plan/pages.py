@@ -1,4 +1,4 @@
-"""The page of the documentation whose drawings are what `overlap1f1b plan` prints.
+"""The pages of the documentation whose drawings are what `overlap1f1b plan` prints.
 
     python -m tests.cli.plan.pages    # draws them again
 
@@ -13,19 +13,32 @@ import io
 import re
 import shlex
 from pathlib import Path
+from typing import NamedTuple
 
 from overlap1f1b.cli.main import main
 
-ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "docs/schedules.md"
+DOCS = Path(__file__).parents[3] / "docs"
 _BLOCK = re.compile(
-    r"(?<=```text\n)\$ overlap1f1b (plan[^\n]*)\n(.*?)```\n(?:\n!\[\w+\]\((pictures/\w+\.svg)\)\n)?", re.DOTALL
+    r"(?<=```text\n)\$ overlap1f1b (plan[^\n]*)\n(.*?)```\n(?:\n!\[\w+\]\(([\w./]+\.svg)\)\n)?", re.DOTALL
 )
 
 
-def commands() -> list[tuple[str, str, str]]:
-    """Return the commands of the page, what stands below each, and the name of its picture, or ""."""
-    return _BLOCK.findall(PAGE.read_text())
+class Drawing(NamedTuple):
+    """A command of a page, what stands below it, and its picture."""
+
+    page: Path
+    command: str
+    text: str
+    picture: Path | None
+
+
+def drawings() -> list[Drawing]:
+    """Return the drawings of all pages."""
+    return [
+        Drawing(page, command, text, (page.parent / picture).resolve() if picture else None)
+        for page in sorted(DOCS.rglob("*.md"))
+        for command, text, picture in _BLOCK.findall(page.read_text())
+    ]
 
 
 def printed(command: str) -> str:
@@ -37,12 +50,10 @@ def printed(command: str) -> str:
 
 
 def redraw() -> None:
-    """Write the page and its pictures again."""
-    text = PAGE.read_text()
-    for command, below, picture in commands():
-        svg = f" --svg {PAGE.parent / picture}" if picture else ""
-        text = text.replace(f"{command}\n{below}```", f"{command}\n{printed(command + svg)}```")
-    PAGE.write_text(text)
+    """Write the pages and their pictures again."""
+    for page, command, text, picture in drawings():
+        drawn = printed(command + (f" --svg {picture}" if picture else ""))
+        page.write_text(page.read_text().replace(f"{command}\n{text}```", f"{command}\n{drawn}```"))
 
 
 if __name__ == "__main__":
