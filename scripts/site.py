@@ -22,14 +22,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Lead links to the root's pages to where they are in the site."""
+    """Lead links to the root's pages to where they are in the site; of benchmarks it has the path alone."""
     return _within(markdown)
 
 
 def _within(text: str) -> str:
     for source, page in PAGES.items():
         text = re.sub(rf"\]\((\.\./)?{re.escape(source)}", f"]({page}", text)
-    return text
+    return re.sub(r"\[([^]]+)\]\((?:\.\./)*(benchmarks/[^)]+)\)", r"\1 (`\2`)", text)  # not in the site
 
 
 class Docstrings(griffe.Extension):
