@@ -45,7 +45,7 @@ from overlap1f1b.transport.mesh import Mesh
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
 LONE_STEPS = 4
-"""Steps that are measured if each has a single microbatch: a median needs several times of each node."""
+"""Steps that are measured if each has a single microbatch."""
 MOST_NUMBERS = 32
 """Numbers of microbatches whose plans are kept: those of the last steps."""
 
@@ -131,8 +131,8 @@ class Tuner:
         shows, settings = mesh.exchanging is not None, [self.setting]
         settings += [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
         # Bytes are counted by a GPU's allocator, or under a limit.
-        warm = WARM_STEPS if self._on_gpu else 1 + self._counts
-        self._coming = deque(self._measuring(settings, shows=shows, warm=warm, counts=self._counts))
+        warm, counts = WARM_STEPS if self._on_gpu else 1 + self._counts, self._counts
+        self._coming = deque(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=self._times))
         if options.costs is not None:
             self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
         if options.plan is not None:
@@ -143,21 +143,18 @@ class Tuner:
     @property
     def coming(self) -> Coming:
         """The next step, with its plan; that of a settled plan if nothing is left to learn."""
-        step, plan = self._next(), self.plan
+        now, program = self._now, self.program
+        if now.plan is None and self._costs is not None:  # its plans may have to be tried
+            tried = self._rounds > 0
+            self._play(self.planner.fastest(program, self.shapes, self._costs, self._rooms, tried=tried))
+        elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
+            alone = one_by_one(program.microbatches, program.placement, split=True)
+            now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
+        step = next(iter(self._steps), Coming(Purpose.SETTLED, self.setting))
+        plan = step.plan if step.purpose is Purpose.TRY else now.plan
+        assert plan is not None
         # One step cannot be compared and counted at once.
         return step._replace(plan=plan, loop=None if step.purpose is Purpose.COUNT else self.loop_of(plan))
-
-    @property
-    def settling(self) -> bool:
-        """Whether there is a step to come in which something is learned."""
-        return self._next().purpose is not Purpose.SETTLED
-
-    def _next(self) -> Coming:
-        if self._costs is not None and self._now.plan is None:  # its plans may have to be tried
-            tried = self._rounds > 0
-            self._play(self.planner.fastest(self.program, self.shapes, self._costs, self._rooms, tried=tried))
-        steps = self._steps
-        return steps[0] if steps else Coming(Purpose.SETTLED, self.setting)
 
     @property
     def _steps(self) -> deque[Coming]:
@@ -165,17 +162,16 @@ class Tuner:
         return self._now.coming if self._now.given or not self._coming else self._coming
 
     @property
+    def settling(self) -> bool:
+        """Whether there is a step to come in which something is learned."""
+        return self.coming.purpose is not Purpose.SETTLED
+
+    @property
     def plan(self) -> Plan:
         """Plan of the next step; see :attr:`Engine.plan`."""
-        step, now = self._next(), self._now
-        if step.purpose is Purpose.TRY:
-            assert step.plan is not None
-            return step.plan
-        if now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
-            limited, program = self.options.memory is not None, now.program
-            alone = one_by_one(program.microbatches, program.placement, split=True)
-            now.plan = self.planner.serial(alone if limited else program, self.shapes)
-        return now.plan
+        plan = self.coming.plan
+        assert plan is not None
+        return plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
@@ -211,12 +207,14 @@ class Tuner:
             self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
         elif not any(step.purpose is Purpose.MEASURE for step in self._coming):
             counts = self._counts and not self.counted.held
-            self._coming += self._measuring([self.setting], warm=int(counts), counts=counts)
+            steps = [Purpose.COUNT] * counts + [Purpose.MEASURE] * self._times
+            self._coming += [Coming(purpose, self.setting) for purpose in steps]
         self._forget()
 
-    def _measuring(self, settings: Sequence[Setting], *, warm: int, counts: bool, shows: bool = False) -> list[Coming]:
-        measured = LONE_STEPS if self.microbatches == 1 else 1
-        return list(first_steps(settings, shows=shows, warm=warm, counts=counts, measured=measured))
+    @property
+    def _times(self) -> int:
+        """Steps in which nodes are measured: with a single microbatch a median needs several."""
+        return LONE_STEPS if self.microbatches == 1 else 1
 
     @property
     def microbatches(self) -> int:
@@ -278,7 +276,7 @@ class Tuner:
     @property
     def choice(self) -> str:
         """Name of the plan of the next step, and the times by which it was chosen, or the steps to come."""
-        purpose, plan = self._next().purpose, self.plan
+        purpose, plan = self.coming.purpose, self.plan
         name = f"{plan.program.name} {plan.order}"
         if self.tried:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
@@ -351,7 +349,7 @@ class Tuner:
 
     def count_next(self) -> None:
         """Count in the next step the bytes that each node holds, though no plan needs them; it is not compared."""
-        self._next()
+        _ = self.coming  # the plans are made that may have to be tried
         self._steps.appendleft(Coming(Purpose.COUNT, self.setting))
 
     @contextmanager
@@ -419,8 +417,8 @@ class Tuner:
         every.append(result.overlap.spans)
         while self._coming and self._coming[0].purpose is Purpose.MEASURE:
             self._coming.popleft()
-        if self.microbatches == 1 and len(every) < LONE_STEPS:
-            self._coming.extendleft([Coming(Purpose.MEASURE, self.setting)] * (LONE_STEPS - len(every)))
+        if more := max(0, self._times - len(every)):  # the number of microbatches may be another one since
+            self._coming.extendleft([Coming(Purpose.MEASURE, self.setting)] * more)
             return
         costs = measured_costs(
             plan.ranks[mesh.rank("pp")],

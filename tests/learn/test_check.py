@@ -232,7 +232,7 @@ def test_the_places_that_others_have_changed_are_named() -> None:
 
 @pytest.mark.parametrize("earlier", [False, True])
 def test_gradients_of_the_loop_are_not_kept(earlier: bool) -> None:
-    """Fingerprints stand for them: no more bytes are alive at any time than in a step that is not compared."""
+    """Fingerprints stand for them: there is no second copy of all gradients."""
 
     def most(verify: bool) -> int:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
