@@ -30,51 +30,63 @@ from tests.checkpoint.test_save import kill_at
 from tests.ranks import RankError, Ranks, over, run
 from tests.tiers import wide
 
-LAYOUTS = {1: {}, 2: {"ep": 2}, 4: {"pp": 2, "ep": 2}}
 KILLS = int(os.environ.get("KILLS", "4"))
 
 
 @contextmanager
-def held_back(phase: str = "write_data") -> Iterator[threading.Event]:
+def held_back() -> Iterator[threading.Event]:
     """Nothing is written before the event is set."""
-    event, write = threading.Event(), getattr(FileSystemWriter, phase)
+    event, write = threading.Event(), FileSystemWriter.write_data
 
-    def wait(*args: Any, **options: Any) -> Any:
+    def wait(*args: Any) -> Any:
         assert event.wait(60)
-        return write(*args, **options)
+        return write(*args)
 
-    with patch.object(FileSystemWriter, phase, wait):
+    with patch.object(FileSystemWriter, "write_data", wait):
         yield event
 
 
-def _at_once_and_later(rank: int, size: int, folder: Path) -> list[bool]:
-    first = Run(LAYOUTS[size])
+def _resumed_twice(rank: int, size: int, folder: Path, layout: dict[str, int]) -> None:
+    """From a checkpoint that was written at once, and from one that was written during the next steps."""
+    first = Run(layout)
     first.train(2)
     first.save(folder / "at once")
     saved = first.whole()
     with held_back() as event:
         saving = first.save(folder / "later", background=True)
-        first.train(1)
-        before = saving.done(), latest(folder / "later")
+        unbroken = first.train(2)
+        assert (saving.done(), latest(folder / "later")) == (False, None)
         event.set()
-        path = saving.result()
-    found = [before == (False, None), path == folder / "later" / "step-00000003", not equal(first.whole(), saved)]
-    losses = []
+        assert saving.result() == latest(folder / "later") == folder / "later" / "step-00000003"
+    ended = first.whole()
+    assert not equal(ended, saved)
     for name in ("at once", "later"):
-        other = Run(LAYOUTS[size], seed=7)
-        other.load(folder / name)
-        found.append(equal(other.whole(), saved))
-        losses.append(other.train(1))
-    return [*found, losses[0] == losses[1]]
+        again = Run(layout, seed=7)
+        again.train(1)
+        assert again.load(folder / name) == 3
+        assert equal(again.whole(), saved), name
+        assert again.train(2) == unbroken, name
+        assert equal(again.whole(), ended), name
+        again.load(folder / name, state=again.state | {"random": None})
+        assert again.train(2) != unbroken, "random numbers change nothing"
 
 
-@pytest.mark.parametrize("size", [2, *wide(1, 4)])
-def test_the_same_bits_as_at_once(kept: dict[int, Ranks], tmp_path: Path, size: int) -> None:
-    every = kept[size].run(_at_once_and_later, tmp_path) if size > 1 else [_at_once_and_later(0, 1, tmp_path)]
-    assert every == [[True] * 6] * size
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, {"ep": 2}),
+        *wide((2, {"pp": 2}), (4, {"pp": 2, "ep": 2}), (4, {"dp": 2, "ep": 2}), (4, {"ep": 2, "tp": 2}), (1, {})),
+    ],
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    kept: dict[int, Ranks], tmp_path: Path, size: int, layout: dict[str, int]
+) -> None:
+    if size > 1:
+        kept[size].run(_resumed_twice, tmp_path, layout)
+    else:
+        _resumed_twice(0, 1, tmp_path, layout)
     for name in ("at once", "later"):
-        files = list((tmp_path / name / "step-00000003").iterdir())
-        assert len(files) == size + 1  # one of each rank, and the index
+        assert len(list((tmp_path / name / "step-00000003").iterdir())) == size + 1  # one of each rank, and the index
 
 
 def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def test_what_is_not_finished_is_no_checkpoint_and_goes(tmp_path: Path) -> None:
 def test_one_that_was_being_replaced_is_used_until_its_replacement_is_there(tmp_path: Path) -> None:
     replaced = write(tmp_path, 5, b"old").rename(tmp_path / ".replaced-step-00000005")
     assert latest(tmp_path) == replaced
-    begin(tmp_path, 6)
+    begin(tmp_path, 5)  # of a save that is killed
     assert latest(tmp_path) == replaced
     final = write(tmp_path, 5, b"new")
     assert latest(tmp_path) == final

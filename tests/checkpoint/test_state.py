@@ -1,4 +1,4 @@
-"""A whole training run: schedules, dataloaders and random numbers go on to the bit; states that do not fit."""
+"""States of a run in another layout, and states that do not fit. For the same layout see test_background.py."""
 
 from __future__ import annotations
 
@@ -9,48 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from tests.checkpoint.runs import Run, equal
-from tests.ranks import Ranks, over
-from tests.tiers import wide
-
-
-def _resume(rank: int, size: int, folder: Path, layouts: list[dict[str, int]]) -> list[tuple[bool, bool, bool]]:
-    """The second one saves in the background."""
-    found = []
-    for number, layout in enumerate(layouts):
-        background, first = number == 1, Run(layout)
-        first.train(2)
-        saving = first.save(folder / str(number), background=background)
-        unbroken = first.train(2)
-        if background:
-            saving.result()
-        again = Run(layout, seed=7)
-        again.train(1)
-        assert again.load(folder / str(number)) == 3
-        resumed = again.train(2)
-        same = equal(again.whole(), first.whole())
-        again.load(folder / str(number), state=again.state | {"random": None})  # the losses depend on it
-        found.append((resumed == unbroken, same, again.train(2) != unbroken))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("size", "layouts"),
-    [
-        (2, [{"pp": 2}, {"ep": 2}]),
-        *wide(
-            (4, [{"pp": 2, "ep": 2}, {"dp": 2, "ep": 2}]),
-            (4, [{"ep": 2, "tp": 2}]),
-            (1, [{}, {}]),
-        ),
-    ],
-)
-def test_a_resumed_run_is_the_run_that_never_stopped(
-    kept: dict[int, Ranks], tmp_path: Path, size: int, layouts: list[dict[str, int]]
-) -> None:
-    every = kept[size].run(_resume, tmp_path, layouts) if size > 1 else [_resume(0, 1, tmp_path, layouts)]
-    for found in every:
-        assert found == [(True, True, True)] * len(layouts)
+from tests.checkpoint.runs import Run
+from tests.ranks import over
 
 
 @over(2)

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from overlap1f1b.checkpoint.tensors import Whole, check_tensors, decoded, encoded, read_tensors
-from tests.checkpoint.runs import Tiny, ep
-from tests.ranks import over
+from overlap1f1b.checkpoint.tensors import Whole, check_tensors, decoded, encoded
+from tests.checkpoint.runs import Tiny
 from tests.tiers import wide
 
 
@@ -85,22 +83,3 @@ def test_damage_is_named(tmp_path: Path, name: str, harm: Callable[[Path], objec
     with pytest.raises(ValueError, match=rf"^checkpoint {path} is damaged: {why}[^\n]*; remove it to resume from an"):
         model.load(path)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state().items())
-
-
-def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
-    path = Tiny().save(tmp_path, 1)
-    cut(path / "__0_0.distcp")
-    with pytest.raises(ValueError, match=rf"^checkpoint {path} is damaged: [^\n]*; remove it to resume"):
-        read_tensors(path, {"model.experts.weight": torch.zeros(4, 3, 2)})
-
-
-@over(2)
-def test_all_ranks_say_so(rank: int, size: int, tmp_path: Path) -> None:
-    model = Tiny(ep(size))
-    path = model.save(tmp_path, 3)
-    dist.barrier()
-    if rank == 0:
-        flip(path / "__1_0.distcp")
-    dist.barrier()
-    with pytest.raises(ValueError, match=r"step-00000003 is damaged: \S+ in __1_0\.distcp cannot be read"):
-        model.load(path)
