@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
             self._engine = self._make_engine(num_chunks)
         engine = self._engine
         engine.microbatches = num_chunks
-        batch = Batch(inputs, labels, criterion, self.batch_dim, return_outputs)
+        batch = StepArguments(inputs, labels, criterion, self.batch_dim, return_outputs)
         played = engine.play(lambda: batch.feed(engine.program, self.rank), grad=torch.is_grad_enabled())
         return batch.finish(played.microbatches, engine.program)
 
@@ -158,7 +158,7 @@ class DualPipeV(Pipeline):
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepArguments:
     """The arguments of a step: tensors split along ``dim`` into the microbatches that begin or end on this rank."""
 
     inputs: OptionalTensors

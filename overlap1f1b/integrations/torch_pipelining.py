@@ -114,7 +114,7 @@ class Schedule:
     ) -> None:
         self.program, self.loss_fn = program, loss_fn
         self.result: StepResult | None = None
-        self._parts = {number: Part(module) for number, module in parts.items()}
+        self._parts = {number: StageBlock(module) for number, module in parts.items()}
         self._last = program.placement.stages - 1
         self._make_engine, self._like, self._trains = make_engine, like, loss_fn is not None
 
@@ -229,7 +229,7 @@ class Schedule:
         return loss
 
 
-class Part(MicrobatchBlock):
+class StageBlock(MicrobatchBlock):
     """The module of a stage as one block, called with the keyword arguments of its microbatch."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from overlap1f1b.plan.node import (
     awaited_by,
     parse_parts,
     parse_recompute,
+    peer_of,
     segments_of,
 )
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
@@ -67,6 +68,7 @@ __all__ = [
     "parse_parts",
     "parse_range",
     "parse_recompute",
+    "peer_of",
     "pipeline_bound",
     "play_clocks",
     "play_ranks",

@@ -97,11 +97,6 @@ class Chains:
             needs.append(action._replace(kind=Kind.F if forward else Kind.I, stage=before))
         return tuple(needs)
 
-    def peer(self, node: Node) -> int:
-        """Return the other rank of a send or receive."""
-        towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
-        return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
-
     def _receive(self, node: Node) -> Node:
         """Return the RECEIVE node of a SEND node."""
         forward = node.kind is Kind.F

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Literal, NamedTuple, cast, get_args
 
-from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule import Kind, Placement
 
 
 class Op(StrEnum):
@@ -260,6 +260,12 @@ def awaited_by(node: Node) -> Place | None:
     if node.op is not Op.EXPERTS:
         return None
     return (Op.DISPATCH if node.kind is Kind.F else Op.COMBINE), node.call, node.part
+
+
+def peer_of(node: Node, placement: Placement) -> int:
+    """Return the other pipeline rank of a send or receive."""
+    towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
+    return placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
 
 def backward_order(shape: BlockShape) -> list[Place]:

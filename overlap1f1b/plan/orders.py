@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, zip_longest
 
 from overlap1f1b.plan.chains import Chains
-from overlap1f1b.plan.node import CONTRIBUTING, Node, Op, Resource
+from overlap1f1b.plan.node import CONTRIBUTING, Node, Op, Resource, peer_of
 from overlap1f1b.schedule import Action, Kind, Pair, Slot
 
 
@@ -107,7 +107,7 @@ def receiving_in_order(ranks: Sequence[Sequence[Node]], chains: Chains) -> tuple
     for rank, nodes in enumerate(ranks):
         for node in nodes:
             if node.op is Op.SEND:
-                sent.setdefault((rank, chains.peer(node)), []).append(chains.receive(node))
+                sent.setdefault((rank, peer_of(node, chains.placement)), []).append(chains.receive(node))
     ordered = []
     for rank, nodes in enumerate(ranks):
         position = {node: index for index, node in enumerate(nodes) if node.op is Op.RECEIVE}

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Key, destination
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import Node, Op, Resource
+from overlap1f1b.plan.node import Node, Op, Resource, peer_of
 from overlap1f1b.plan.plan import Plan
 
 _FOREVER = float("inf")
@@ -80,7 +80,7 @@ def with_rendezvous(plan: Plan, costs: NodeCosts, *, counts_block: bool = False)
             merged[rank].append(node)
         if node.op is Op.SEND:
             clocks[rank].play(node)
-            merged[chains.peer(node)].append(chains.receive(node))
+            merged[peer_of(node, placement)].append(chains.receive(node))
             for peer in waiting.pop(destination(node), ()):
                 go_on(peer)
         go_on(rank)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from overlap1f1b.plan.chains import Chains
 from overlap1f1b.plan.clock import Clock, Span
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource
+from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Resource, peer_of
 from overlap1f1b.plan.plan import ends_backward, microbatch_of
 from overlap1f1b.schedule import Action, Kind, Program
 
@@ -375,7 +375,7 @@ def run_together(schedulers: Sequence[RankScheduler], chains: Chains) -> None:
             heappush(heap, (wakes[rank], rank))
         for node in scheduler.order[before:]:
             if node.op is Op.SEND:
-                peer = chains.peer(node)
+                peer = peer_of(node, chains.placement)
                 received = chains.receive(node)
                 schedulers[peer].expect(received)
                 arrival = max(scheduler.clock.arrivals[received.chain].end, schedulers[peer].clock.now)

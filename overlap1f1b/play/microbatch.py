@@ -110,12 +110,12 @@ class Microbatch:
     @property
     def output(self) -> Tensor | OptionalTensors | None:
         """The loss or the last block's outputs, detached; None before the forward has ended."""
-        return one(self.outputs)
+        return unwrapped(self.outputs)
 
     @property
     def input_grad(self) -> Tensor | OptionalTensors | None:
         """Gradient of the input, or of each input; None for one that requires none."""
-        return one(self.input_grads) if self.input_grads else None
+        return unwrapped(self.input_grads) if self.input_grads else None
 
     def coming(self, node: Node) -> dict[Place, Flight[Any]]:
         """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
@@ -235,6 +235,6 @@ def tensors(value: Tensor | Sequence[Tensor] | None) -> Tensors:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def one(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | None, ...] | None:
+def unwrapped(values: tuple[Tensor | None, ...] | None) -> Tensor | tuple[Tensor | None, ...] | None:
     """Return a single value by itself, several as a tuple."""
     return values[0] if values is not None and len(values) == 1 else values

@@ -125,16 +125,16 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
         raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from None
 
 
-class _Place(Struct):
+class _Distributed(Struct):
     rank: int | None = None
     world_size: int | None = None
 
 
-class _File(Struct, rename={"events": "traceEvents", "place": "distributedInfo", "about": "overlap1f1b"}):
+class _File(Struct, rename={"events": "traceEvents", "distributed": "distributedInfo", "about": "overlap1f1b"}):
     format: Any = None
     version: Any = None
     events: list[Raw] | None = None
-    place: _Place | None = None  # torch.profiler writes it if there is a process group
+    distributed: _Distributed | None = None  # torch.profiler writes it if there is a process group
     about: About | None = None
 
 
@@ -149,9 +149,9 @@ def _read_json(path: Path, text: Any, seen: Callable[[float], None]) -> Recordin
             return read_record(path, text)
         if content.events is None:
             raise ValueError(f"{path} has no traceEvents; {_ALLOWED}")
-        place = content.place or _Place()
+        distributed = content.distributed or _Distributed()
         capture = Capture(
-            path, "torch.profiler", rank=place.rank, world=place.world_size, about=content.about or About()
+            path, "torch.profiler", rank=distributed.rank, world=distributed.world_size, about=content.about or About()
         )
         add_events(capture, content.events, seen)
     except RecursionError:

@@ -17,23 +17,23 @@ from overlap1f1b.plan.ranges import parse_node
 from overlap1f1b.profiling.recording import Recording, Spans, StepRecord
 from overlap1f1b.schedule.values import quoted, shortened
 
-Kind = Literal["node", "flight", "wait", "device"]
+SpanKind = Literal["node", "flight", "wait", "device"]
 _SECOND = 1e9
 _LONGEST = 1e9  # seconds that fit into whole nanoseconds
 
 
-class _Step(Struct):
+class _StepSpans(Struct):
     """A step; spans are ``[kind, node, start, end]``, times in seconds from its start."""
 
     step: int
     seconds: float
-    spans: list[tuple[Kind, str, float, float]]
+    spans: list[tuple[SpanKind, str, float, float]]
 
 
 class _Record(Struct):
     rank: int
     mesh: dict[str, tuple[int, int]]
-    steps: list[_Step]
+    steps: list[_StepSpans]
     about: About = About()
 
 
@@ -62,7 +62,7 @@ def read_record(path: Path, text: bytes) -> Recording:
     )
 
 
-def _step(path: Path, step: _Step, begin: int, index: Mapping[str, int], names: Sequence[Node]) -> StepRecord:
+def _step(path: Path, step: _StepSpans, begin: int, index: Mapping[str, int], names: Sequence[Node]) -> StepRecord:
     """Return one step; its clock starts at ``begin``."""
     times = np.array([[start for _, _, start, _ in step.spans], [end for *_, end in step.spans]], float)
     if not (0 <= step.seconds < _LONGEST and (np.abs(times) < _LONGEST).all() and (times[0] <= times[1]).all()):
@@ -70,7 +70,7 @@ def _step(path: Path, step: _Step, begin: int, index: Mapping[str, int], names: 
     start, end = begin + np.rint(times * _SECOND).astype(np.int64)
     every = Spans.of([index[text] for _, text, _, _ in step.spans], start, end)
     kinds = np.array([kind for kind, *_ in step.spans], "U6")
-    issued, flights, waits, device = (every[kinds == kind].ordered for kind in get_args(Kind))
+    issued, flights, waits, device = (every[kinds == kind].ordered for kind in get_args(SpanKind))
     computes = np.array([what.resource is Resource.COMPUTE for what in names], bool)
     compute = issued[computes[issued.what]]
     last = max((int(spans.end.max()) for spans in (issued, flights, waits, device) if len(spans)), default=begin)

@@ -348,7 +348,9 @@ class Gathers:
                     work.wait()
 
         def post() -> Transfer[None]:
-            return _Held(None, job=gather) if self._stream is None else Transfer(None, mark=self._stream.run(gather))
+            return (
+                _Blocking(None, job=gather) if self._stream is None else Transfer(None, mark=self._stream.run(gather))
+            )
 
         flight = coming[node.stage, node.block] = self.lane.launch(node, post)
         return flight
@@ -491,7 +493,7 @@ class ShardedReducer(Reduction):
 
         def post() -> Transfer[None]:
             if self.lane.background:
-                return _Held(None, job=group.post_backward)
+                return _Blocking(None, job=group.post_backward)
             group.post_backward()
             return Transfer(None)
 
@@ -524,7 +526,7 @@ class ShardedReducer(Reduction):
 
 
 @dataclass(slots=True)
-class _Held(Transfer[None]):
+class _Blocking(Transfer[None]):
     """A collective of FSDP2 on gloo, which blocks its thread: the lane's."""
 
     job: Callable[[], None] = lambda: None

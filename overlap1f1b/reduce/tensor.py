@@ -17,7 +17,7 @@ from overlap1f1b.reduce.reduction import BlockKey, Reduction
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.mesh import Mesh
 
-Kind = tuple[tuple[Placement, ...], torch.dtype]
+GradientSpec = tuple[tuple[Placement, ...], torch.dtype]
 """Placements and dtype of a gradient."""
 
 
@@ -43,7 +43,7 @@ class TensorGradients(Reduction):
                 self._parameters[number, block] = [p for p in every if isinstance(p, DTensor)]
         self.reduces = any(self._parameters.values())
         """Whether any parameter is a DTensor."""
-        self._known: dict[BlockKey, dict[int, Kind]] = {}  # by number of the parameter
+        self._known: dict[BlockKey, dict[int, GradientSpec]] = {}  # by number of the parameter
 
     def begin(self, order: Sequence[Node]) -> None:
         # Torch would sum partial ones before it adds to them.
@@ -60,7 +60,7 @@ class TensorGradients(Reduction):
             RuntimeError: A gradient has placements that it did not have before.
         """
         if parameters := self._parameters.get((node.stage, node.block)):
-            for number, (placements, dtype) in sorted(self._kinds(node, parameters).items()):
+            for number, (placements, dtype) in sorted(self._specs(node, parameters).items()):
                 parameter = parameters[number]
                 grad = self._gradient(parameter)
                 if grad is not None and grad.placements != placements:
@@ -87,7 +87,7 @@ class TensorGradients(Reduction):
         label = next(name for name, p in stage.blocks[node.block].named_parameters() if p is parameter)
         return f"{label} of {stage.names[node.block]}"
 
-    def _kinds(self, node: Node, parameters: Sequence[Any]) -> dict[int, Kind]:
+    def _specs(self, node: Node, parameters: Sequence[Any]) -> dict[int, GradientSpec]:
         """Return placements and dtypes of gradients; ranks exchange them until each parameter has had a gradient."""
         known = self._known.setdefault((node.stage, node.block), {})
         if len(known) < len(parameters):

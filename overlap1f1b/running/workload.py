@@ -15,7 +15,7 @@ from torch import Tensor
 from overlap1f1b import __version__
 from overlap1f1b.engine import EngineOptions, LossFunction
 from overlap1f1b.engine.stages import Model
-from overlap1f1b.integrations.transformers.split import Part, split_model
+from overlap1f1b.integrations.transformers.split import RankModule, split_model
 from overlap1f1b.moe import Experts, use_kernels
 from overlap1f1b.running.launch import cores
 from overlap1f1b.running.options import RunOptions
@@ -54,7 +54,7 @@ class ByteModel(MoETransformer):
         self.identity = asdict(sizes)
 
 
-class HfModel(Part):
+class HfModel(RankModule):
     """This rank's part of a randomly initialised model, in one module with the parameter names of the whole model."""
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:

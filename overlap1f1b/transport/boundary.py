@@ -27,7 +27,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from overlap1f1b.plan import CostKey, Node, Op, cost_key
+from overlap1f1b.plan import CostKey, Node, Op, cost_key, peer_of
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.transport.devices import Watch, watch_of
 from overlap1f1b.transport.exchange import Transfer
@@ -202,13 +202,13 @@ class Boundary:
         self._receives, self._posted = {}, {}
         for node in nodes if self.posts_ahead else ():
             if node.op is Op.RECEIVE:
-                self._receives.setdefault(self._peer(node), deque()).append(node)
+                self._receives.setdefault(peer_of(node, self.placement), deque()).append(node)
         for peer in self._receives:
             self._post_next(peer)
 
     def receive(self, node: Node) -> Flight[Tensors]:
         """Return the flight of a RECEIVE node; if it was posted ahead, post the peer's next one."""
-        peer = self._peer(node)
+        peer = peer_of(node, self.placement)
         if not self.posts_ahead:
             return self._launch(node, peer)
         self._post_next(peer)
@@ -270,7 +270,7 @@ class Boundary:
             )
         self._known[node] = self._sent[node.kind, node.stage] = specs
         header = encode(specs) if known is None else None
-        link = self._out[self._peer(node)]
+        link = self._out[peer_of(node, self.placement)]
         parts = tuple(map(local, tensors))
         return link.lane.launch(node, lambda: self._post_send(link, parts, header))
 
@@ -328,10 +328,6 @@ class Boundary:
     def forget(self) -> None:
         """Forget all shapes: after a failed step ranks may know different shapes."""
         self._of_numbers.clear()
-
-    def _peer(self, node: Node) -> int:
-        towards_end = (node.kind is Kind.F) == (node.op is Op.SEND)
-        return self.placement.rank(node.pipe, node.stage + (1 if towards_end else -1))
 
 
 def _transfers(placement: Placement) -> list[tuple[tuple[int, int], list[Node]]]:

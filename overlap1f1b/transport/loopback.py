@@ -20,8 +20,8 @@ LEAST_BYTES = 8 << 20
 """Bytes of a chunk: the bus needs large copies."""
 CHUNKS = 16
 """Chunks of an exchange at most: the way back begins after the first, for which nobody would wait in a network."""
-PLACES = 2
-"""Exchanges that have a place in host memory at once."""
+BUFFERS = 2
+"""Exchanges that have a buffer in host memory at once."""
 
 
 class LoopbackExchange(Exchange):
@@ -53,7 +53,7 @@ class LoopbackExchange(Exchange):
         self.device, self.gbps, self.check = device, gbps, check
         self.out, self.back, self.control = (side_stream(device, name) for name in ("out", "back", "counts"))
         queued = devices.of(device) is not None
-        self._places = deque(_Place() for _ in range(PLACES if queued else 0))
+        self._buffers = deque(_Buffer() for _ in range(BUFFERS if queued else 0))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
         self._copies: deque[HostCopy] = deque()  # that may still be written
@@ -95,7 +95,7 @@ class LoopbackExchange(Exchange):
         if not source.numel():
             return Transfer(result)
         self.bytes_sent += source.numel() * source.element_size()
-        by_chunks = self._by_chunks if self._places else self._whole
+        by_chunks = self._by_chunks if self._buffers else self._whole
         first, last = by_chunks(_bytes(source), _bytes(result), None if ready is None else (ready,))
         if self.check:
             last = self.back.run(self._compare, result, source, after=(last,))
@@ -110,17 +110,19 @@ class LoopbackExchange(Exchange):
     def _by_chunks(self, source: Tensor, result: Tensor, after: tuple[Mark] | None) -> tuple[Mark, Mark]:
         # The first job starts after the rows are computed, and after the last use of the result's memory; events order
         # the chunks of the two streams.
-        place = self._places[0]
-        self._places.rotate(-1)
-        place.fit(source)
+        buffer = self._buffers[0]
+        self._buffers.rotate(-1)
+        buffer.fit(source)
         size = max(-(-len(source) // CHUNKS), LEAST_BYTES)
-        chunks = list(zip(place.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True))
+        chunks = list(
+            zip(buffer.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True)
+        )
         event = devices.of(self.device).Event
         full = [event() for _ in chunks]
 
         def leave(*_: Tensor) -> None:
-            if place.free is not None:
-                place.free.wait()
+            if buffer.free is not None:
+                buffer.free.wait()
             for event, (slot, leaving, _) in zip(full, chunks, strict=True):
                 self._leave(slot, leaving)
                 event.record()
@@ -131,7 +133,7 @@ class LoopbackExchange(Exchange):
                 _arrive(slot, arriving)
 
         left = self.out.run(leave, after=after)
-        place.free = back = self.back.run(arrive, after=())
+        buffer.free = back = self.back.run(arrive, after=())
         return left, back
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
@@ -167,7 +169,7 @@ class LoopbackExchange(Exchange):
         return sum(bool(flag) for flag in wrong)
 
 
-class _Place:
+class _Buffer:
     """Pinned host memory of an exchange."""
 
     def __init__(self) -> None:
@@ -201,5 +203,5 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _arrive(slot: Tensor, place: Tensor) -> None:
-    place.copy_(slot, non_blocking=True)
+def _arrive(slot: Tensor, buffer: Tensor) -> None:
+    buffer.copy_(slot, non_blocking=True)

@@ -148,7 +148,7 @@ class SplitModel(dict[int, LanguageModelStage]):
         return self.train(False)
 
 
-class Part(nn.Module):
+class RankModule(nn.Module):
     """The stages of this rank in one module, by the names of the whole model; ``split`` is for an engine."""
 
     split: SplitModel

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.integrations.transformers.adapters import base_of
 
-Batch = dict[str, Any]
-Step = tuple[Any, Any, Any]
+Inputs = dict[str, Any]
+Prediction = tuple[Any, Any, Any]
 """Loss, logits and labels of a batch, as ``Trainer.prediction_step`` returns them."""
 
 
@@ -125,9 +125,11 @@ class Ahead:
 
     def __init__(self, loader: Any, count: int, *, whole: bool = False) -> None:
         self._loader, self._count, self._whole, self._ended = loader, count, whole, False
-        self.batches: list[Batch] = []  # that were read together
-        self._read_as: list[Batch] = []
-        self.steps: dict[int, Step | None] = {}  # of the batches by their numbers; None on a rank that has no loss
+        self.batches: list[Inputs] = []  # that were read together
+        self._read_as: list[Inputs] = []
+        self.steps: dict[
+            int, Prediction | None
+        ] = {}  # of the batches by their numbers; None on a rank that has no loss
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -135,14 +137,14 @@ class Ahead:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Inputs]:
         batches = iter(self._loader)
         while self._read(batches):
             for number, batch in enumerate(self.batches):
                 self.at(number)
                 yield batch
 
-    def _read(self, batches: Iterator[Batch]) -> list[Batch]:
+    def _read(self, batches: Iterator[Inputs]) -> list[Inputs]:
         self.batches, self.steps, self._ended = [], {}, False
         for batch in batches:
             self.batches.append(batch)
@@ -154,7 +156,7 @@ class Ahead:
         self._read_as = list(map(dict, self.batches))
         return self.batches
 
-    def number(self, batch: Batch) -> int | None:
+    def number(self, batch: Inputs) -> int | None:
         """Return the number of a batch among the batches read together; None for another or a changed batch."""
         for number, (one, read_as) in enumerate(zip(self.batches, self._read_as, strict=True)):
             if one is batch and one.keys() == read_as.keys() and all(one[name] is read_as[name] for name in one):
@@ -175,7 +177,7 @@ class RestOfModel(nn.Module):
     """
 
     def __init__(
-        self, model: Any, names: Sequence[str], batch: Batch, finish: Callable[[Mapping[str, Any]], Any], caller: str
+        self, model: Any, names: Sequence[str], batch: Inputs, finish: Callable[[Mapping[str, Any]], Any], caller: str
     ) -> None:
         super().__init__()
         self.__dict__["_model"] = model  # not a module of this one

@@ -29,9 +29,9 @@ from overlap1f1b.engine import Engine, Feed, StepResult
 from overlap1f1b.engine.agreement import compare_batches
 from overlap1f1b.integrations.transformers.adapters import base_of
 from overlap1f1b.integrations.transformers.arguments import OverlapArguments, check_arguments, with_checkpointing
-from overlap1f1b.integrations.transformers.split import Part, SplitModel, split_model
+from overlap1f1b.integrations.transformers.split import RankModule, SplitModel, split_model
 from overlap1f1b.integrations.transformers.stage import LossOfModel
-from overlap1f1b.integrations.transformers.standins import Ahead, Batch, RestOfModel, ShardedAccelerator, Step
+from overlap1f1b.integrations.transformers.standins import Ahead, Inputs, Prediction, RestOfModel, ShardedAccelerator
 from overlap1f1b.play.feed import split_batch
 
 CHECKPOINT = "overlap1f1b"
@@ -43,7 +43,7 @@ _OF_TRAINING = {"loss", "learning_rate"}  # entries of Trainer's line on optimiz
 logger = logging.get_logger(__name__)
 Named = Mapping[str, Any]
 Finish = Callable[[Named], Any]
-Compute = Callable[[int, RestOfModel, Batch], Tensor]
+Compute = Callable[[int, RestOfModel, Inputs], Tensor]
 """Number of a microbatch, the rest of the model and the batch → loss."""
 
 
@@ -74,7 +74,7 @@ class Overlapped(Trainer):
 
     def __init__(self, *args: Any, overlap_args: OverlapArguments | None = None, **kwargs: Any) -> None:
         self.overlap_args = overlap_args or OverlapArguments()
-        self._collected: list[Batch] = []
+        self._collected: list[Inputs] = []
         self._last: StepResult | None = None
         self._tokens: Tensor | float = 0.0
         self._said: dict[str, float] = {}  # logged while a loss was computed
@@ -175,7 +175,7 @@ class Overlapped(Trainer):
         """Return the number of sequences of an optimizer step."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def floating_point_ops(self, inputs: Batch) -> int:
+    def floating_point_ops(self, inputs: Inputs) -> int:
         """Return this rank's part of Trainer's estimate for a microbatch."""
         whole = self._built().parameters
         return 6 * inputs["input_ids"].numel() * whole // self.overlap_args.pp if "input_ids" in inputs else 0
@@ -201,7 +201,7 @@ class Overlapped(Trainer):
             self._tokens += items
         return samples, items
 
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """Collect a microbatch; with the last one of an optimizer step, play them all.
 
         Returns:
@@ -217,7 +217,7 @@ class Overlapped(Trainer):
         if callable(train := getattr(self.optimizer, "train", None)):  # Trainer calls it on the last stage alone
             train()
 
-        def compute(_: int, rest: RestOfModel, batch: Batch) -> Tensor:
+        def compute(_: int, rest: RestOfModel, batch: Inputs) -> Tensor:
             super(Overlapped, self).training_step(rest, batch, num_items_in_batch)
             loss, self.accelerator.loss = self.accelerator.loss, None
             assert loss is not None
@@ -235,7 +235,7 @@ class Overlapped(Trainer):
         # Moving a tensor to a CPU with a number would copy it.
         return data if self.args.device.type == "cpu" else super()._prepare_input(data)
 
-    def _feed(self, batches: Mapping[int, Batch], count: int, compute: Compute, scale: float) -> Feed:
+    def _feed(self, batches: Mapping[int, Inputs], count: int, compute: Compute, scale: float) -> Feed:
         """Return the feed of the batches by microbatch; microbatches without one get a token that does not count."""
         engine, names = self.engine, self._built().names
         for batch in batches.values():
@@ -267,7 +267,7 @@ class Overlapped(Trainer):
         return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
 
     def _loss(
-        self, batch: Batch | None, compute: Callable[[RestOfModel, Batch], Tensor], named: Named, finish: Finish
+        self, batch: Inputs | None, compute: Callable[[RestOfModel, Inputs], Tensor], named: Named, finish: Finish
     ) -> Tensor:
         """Return the loss of a microbatch, computed by Trainer's own code; zero without a batch."""
         if batch is None:
@@ -348,8 +348,8 @@ class Overlapped(Trainer):
             return super().evaluation_loop(ahead, *args, **kwargs)
 
     def prediction_step(
-        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> Step:
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Prediction:
         """Play a batch forwards as one microbatch; every rank of the pipeline gets loss, logits and labels.
 
         With the first of the batches that :meth:`evaluation_loop` has read together, all of them are played.
@@ -376,7 +376,7 @@ class Overlapped(Trainer):
         slots = placement.microbatches(built.pipe, count)
         numbers = {slot: number for number, slot in enumerate(slots)}
 
-        def compute(slot: int, rest: RestOfModel, batch: Batch) -> Tensor:
+        def compute(slot: int, rest: RestOfModel, batch: Inputs) -> Tensor:
             ahead.at(numbers[slot])
             step = super(Overlapped, self).prediction_step(rest, batch, prediction_loss_only, ignore_keys)
             # Logits of several batches may not fit into a GPU where the logits of one batch do.
@@ -506,7 +506,7 @@ class BuiltModel:
                 "that begins without its base (init_lora_weights=True or gaussian)"
             )
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
-        self.module = Part(self.stages)
+        self.module = RankModule(self.stages)
         placement, last = program.placement, program.placement.stages - 1
         self.loss_rank = placement.replicas(last)[0]
         self.pipe = next(pipe for pipe, stage in placement.places(self.loss_rank) if stage == last)

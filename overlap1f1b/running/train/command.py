@@ -16,7 +16,7 @@ from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.train.display import Progress, board, compared, show, speed_of
-from overlap1f1b.running.train.trainer import Step, Trainer
+from overlap1f1b.running.train.trainer import StepFigures, Trainer
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.terminal.output import console, print_lines, refused, write_json
@@ -42,8 +42,8 @@ class _Run:
     def __init__(self, options: TrainOptions, rank: Rank, screen: Console, say: Say) -> None:
         self.options, self.rank, self.screen, self.say = options, rank, screen, say
         self.tokens = options.batch * options.sequence * rank.data_ranks  # of a step, over all ranks
-        self.steps: list[Step] = []
-        self.reference_steps: list[Step] = []
+        self.steps: list[StepFigures] = []
+        self.reference_steps: list[StepFigures] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
         overlap = parse_overlap(options.overlap)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
@@ -76,7 +76,7 @@ class _Run:
             + (f", a link of {trainer.link:g} GB/s imitated between them" if trainer.link else ""),
         )
 
-    def _step(self, index: int) -> Step:
+    def _step(self, index: int) -> StepFigures:
         """Make a step; say what the engine has chosen when costs are measured and plans are tried."""
         engine = self.trainer.engine
         measures, settling = engine.costs is None, engine.tuner.settling

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from overlap1f1b.learn.purpose import Purpose
-from overlap1f1b.running.train.trainer import Step
+from overlap1f1b.running.train.trainer import StepFigures
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
 
@@ -35,9 +35,9 @@ class Progress:
     def __init__(self, say: Say, *, tokens: int, start: int, steps: int) -> None:
         self.say, self.tokens, self.steps = say, tokens, steps
         self.every = max(1, round((steps - start) / LINES))
-        self._recent: deque[Step] = deque(maxlen=RECENT)
+        self._recent: deque[StepFigures] = deque(maxlen=RECENT)
 
-    def show(self, number: int, step: Step, held_out: float | None) -> None:
+    def show(self, number: int, step: StepFigures, held_out: float | None) -> None:
         """Show step ``number``, from 1, and the loss on held-out text if it was just measured."""
         if any(before.purpose is not step.purpose for before in self._recent):
             self._recent.clear()  # steps that measure nodes or try plans are slower
@@ -55,7 +55,9 @@ class Progress:
 
 
 @contextmanager
-def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[[int, Step, float | None], None]]:
+def board(
+    folder: Path | None, *, tokens: int, start: int
+) -> Iterator[Callable[[int, StepFigures, float | None], None]]:
     """Yield a function like :meth:`Progress.show` that writes a step's figures for TensorBoard.
 
     ``folder`` may have files of earlier runs, whose scalars of steps after ``start`` are dropped; None writes nothing.
@@ -67,7 +69,7 @@ def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[
 
     with SummaryWriter(str(folder), purge_step=start + 1 if start else None) as writer:
 
-        def show(number: int, step: Step, held_out: float | None) -> None:
+        def show(number: int, step: StepFigures, held_out: float | None) -> None:
             values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
             values |= {"tokens_per_s": tokens / step.seconds}
             values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed} | step.by_exchange
@@ -78,7 +80,7 @@ def board(folder: Path | None, *, tokens: int, start: int) -> Iterator[Callable[
         yield show
 
 
-def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
+def speed_of(steps: Sequence[StepFigures], tokens: int) -> dict[str, Any]:
     """Return the JSON of the speed: medians over ``timed_steps`` steps of ``tokens`` tokens each.
 
     Steps that try plans count only where no plan is settled, those that measure nodes only where there are no others.
@@ -99,7 +101,9 @@ def speed_of(steps: Sequence[Step], tokens: int) -> dict[str, Any]:
     }
 
 
-def compared(steps: Sequence[Step], reference: Sequence[Step], tokens: int, *, start: int) -> dict[str, Any]:
+def compared(
+    steps: Sequence[StepFigures], reference: Sequence[StepFigures], tokens: int, *, start: int
+) -> dict[str, Any]:
     """Return the part of the JSON that compares the run with ``reference``, the same steps by ``sequential``.
 
     ``start`` steps were made before. Steps are numbered from 1.

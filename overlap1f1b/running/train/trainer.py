@@ -35,7 +35,7 @@ EVAL_WINDOWS = 128  # of held-out text, over all ranks
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFigures:
     """Figures of one step of all ranks."""
 
     loss: float  # mean over ranks and microbatches
@@ -79,7 +79,7 @@ class Trainer:
         data = self.engine.mesh.ranks(pp=(self.engine.mesh.rank("pp"),), over=("dp", "ep"))
         self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StepFigures:
         """Make the step with this index, from 0.
 
         Raises:
@@ -116,7 +116,7 @@ class Trainer:
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
         every = self.engine.mesh.every(overlap).values()
         metrics = result.metrics() if rank.group is not None else {}
-        return Step(
+        return StepFigures(
             loss=loss,
             grad_norm=norm,
             seconds=time.perf_counter() - start,

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.running.train.display import board
-from overlap1f1b.running.train.trainer import Step
+from overlap1f1b.running.train.trainer import StepFigures
 from tests.cli.inside import Verb
 
 
@@ -23,8 +23,8 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
     return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in found.Tags()["scalars"]}
 
 
-def step(loss: float, hidden: float | None) -> Step:
-    return Step(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, purpose=Purpose.SETTLED)
+def step(loss: float, hidden: float | None) -> StepFigures:
+    return StepFigures(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, purpose=Purpose.SETTLED)
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
