@@ -277,13 +277,13 @@ def test_a_file_is_named_by_a_noun() -> None:
 
 
 def test_integrations_import_what_the_page_for_them_names() -> None:
-    """In full, as in `overlap1f1b.play.step.Step`, or in lines of code: from overlap1f1b.play.step import Step."""
+    """In full, as in `overlap1f1b.play.step.Step`, or in lines as of code."""
     page = ROOT / "docs" / "new-integration.md"
     if not page.exists():
         pytest.skip("docs/new-integration.md is not written")
     text = page.read_text()
     named = set(re.findall(r"\boverlap1f1b(?:\.\w+)+", text))
-    for module, names in re.findall(r"from (overlap1f1b[\w.]*) import \(?([\w, \n]+)", text):
+    for module, names in re.findall(r"from (overlap1f1b[\w.]*) import ([\w, ]+)", text):
         named |= {f"{module}.{name.strip()}" for name in names.split(",")}
     for path in SOURCES:
         for line, name in imports_of(path) if floor_of(path) == "integrations" else ():

@@ -13,9 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
 from torch.utils._pytree import tree_leaves
 
-from overlap1f1b.cut.blocks import MicrobatchBlock
-from overlap1f1b.engine import Engine, EngineOptions, Feed, StepResult
-from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.engine import Engine, EngineOptions, Feed, Microbatch, MicrobatchBlock, StepResult
 from overlap1f1b.schedule import Placement, Program, actions_of, build_schedule, parse_slot
 from overlap1f1b.schedule.program import program_of
 from overlap1f1b.transport.exchange import Exchange

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from overlap1f1b.cut.blocks import MicrobatchBlock
 from overlap1f1b.cut.replacement import replaced
-from overlap1f1b.engine import Engine, EngineOptions
+from overlap1f1b.engine import Engine, EngineOptions, Microbatch, MicrobatchBlock
 from overlap1f1b.integrations import torch_pipelining
 from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher, exchange_by_rows
-from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.schedule import Program, build_schedule
 
 __all__ = ["SCHEDULES", "Overlapped", "Schedule", "pipelining_fn"]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.cut.blocks import MicrobatchBlock, device_of
 from overlap1f1b.cut.replacement import Replacement, replaced
+from overlap1f1b.engine import Microbatch
 from overlap1f1b.integrations.megatron.config import (
     OWN,
     RANDOM,
@@ -38,7 +39,6 @@ from overlap1f1b.integrations.megatron.step import ChunkStep, logged
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.transport.suspension import Forward
 
 SHARDS = {"FSDPModule": "FSDP2", "MegatronFSDP": "Megatron-FSDP", "FsdpModule": "Megatron-FSDP"}

@@ -6,7 +6,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from overlap1f1b.cut.options import EngineOptions
+from overlap1f1b.engine import EngineOptions
 from overlap1f1b.plan import Recompute, parse_overlap, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
