@@ -226,8 +226,8 @@ class Body(NamedTuple):
         return getattr(import_module(self.module), self.name).body(*args)
 
 
-def over(size: int, *, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function `(rank, size, *args)` that asserts, on 2, 4 or 8 kept ranks.
+def over(size: int | Callable[..., int], *, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of a function `(rank, size, *args)` that asserts, on kept ranks: 2, 4 or 8, or `size(*args)`.
 
     The arguments are fixtures and parameters of the test. It fails with the message of the first rank that fails. A
     body returns nothing: what it returns would be a claim that nobody looks at.
@@ -237,10 +237,10 @@ def over(size: int, *, timeout: float | None = None) -> Callable[[Callable[..., 
         _, _, *names = inspect.signature(body).parameters
 
         def test(**given: Any) -> None:
-            found = given["kept"][size].run(
-                Body(body.__module__, body.__name__), *(given[name] for name in names), timeout=timeout
-            )
-            assert found == [None] * size, f"the body returned {found}; allowed: None, since it asserts by itself"
+            args = [given[name] for name in names]
+            ranks = size if isinstance(size, int) else size(*args)
+            found = given["kept"][ranks].run(Body(body.__module__, body.__name__), *args, timeout=timeout)
+            assert found == [None] * ranks, f"the body returned {found}; allowed: None, since it asserts by itself"
 
         signature = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("kept", *names)])
         for name in ("__module__", "__name__", "__qualname__", "__doc__"):

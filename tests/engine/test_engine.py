@@ -23,7 +23,7 @@ from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Transfe
 from overlap1f1b.transport.failures import LostRankError
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 PROGRAMS = [("sequential", None), ("combined_1f1b", 0), ("combined_1f1b", 1), ("combined_1f1b", 3)]
@@ -186,7 +186,9 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
 
-def _compare(rank: int, size: int, microbatches: int) -> list[str]:
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), *wide((2, 1), (2, 5), (4, 4))])
+@over(lambda ranks, _: ranks, timeout=120)
+def test_ranks_equal_sequential_and_one_process(rank: int, size: int, ranks: int, microbatches: int) -> None:
     """Programs and overlaps on all ranks, against plain autograd on the whole model in this process.
 
     Of five microbatches every program with every overlap.
@@ -212,17 +214,8 @@ def _compare(rank: int, size: int, microbatches: int) -> list[str]:
             problems += [f"{where}: {name} differs from sequential" for name in models.equal(found, reference)]
             if result.peak_activations > program.peak_activations[0]:
                 problems.append(f"{where}: {result.peak_activations} alive")
-    return problems + models.apart(reference, expected, rank, size, 1e-5)
-
-
-@pytest.mark.parametrize("microbatches", [2, *wide(1, 5)])
-def test_two_ranks_equal_sequential_and_one_process(ranks2: Ranks, microbatches: int) -> None:
-    assert ranks2.run(_compare, microbatches) == [[], []]
-
-
-@pytest.mark.wide
-def test_four_ranks_equal_sequential_and_one_process(ranks4: Ranks) -> None:
-    assert ranks4.run(_compare, 4, timeout=120) == [[]] * 4
+    problems += models.apart(reference, expected, rank, size, 1e-5)
+    assert not problems, problems
 
 
 @over(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,8 +22,8 @@ from overlap1f1b.simulation import simulate
 from tests import models
 from tests.engines import COSTS, make
 from tests.plan.tries import all_tries
-from tests.ranks import Ranks, over
-from tests.tiers import first
+from tests.ranks import over
+from tests.tiers import wide
 
 OVERLAPS: list[Overlap] = ["serial", "pairs", 2, 3]
 CHUNKED = {"interleaved_1f1b": 2, "combined_1f1b": 2, "zb_h1": 2, "afab": 2}
@@ -173,48 +174,28 @@ def _compared(
     return problems
 
 
-def _compare_of_all_tries(rank: int, size: int, *layout: Any) -> list[str]:
-    """With the plans that a user's engine has."""
-    with all_tries():
-        return _compare(rank, size, *layout)
-
-
-# One schedule of each sort: chunks in a loop, folded with split backwards, in two directions.
+# One schedule of each sort: chunks in a loop, folded with split backwards, in two directions. The others have more
+# stages or expert ranks with eight ranks.
 SORTS = ["combined_1f1b", "zb_v", "dualpipe"]
-OTHERS = [name for name in SCHEDULES if name not in SORTS]  # these have more stages and expert ranks with eight ranks
+OTHERS = [name for name in SCHEDULES if name not in SORTS]
+ALIKE = ["afab", "interleaved_1f1b", "zb_h2", "dualpipev"]  # one of each two that are alike
 
 
-@pytest.mark.parametrize("name", first([*SORTS, *OTHERS], "combined_1f1b"))
-def test_two_stages(ranks2: Ranks, name: str) -> None:
-    function = _compare_of_all_tries if name in SORTS else _compare
-    assert ranks2.run(function, name, 2, 1, 1, timeout=120) == [[]] * 2
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ["afab", "interleaved_1f1b", "zb_h2", "dualpipev"])  # one of each two that are alike
-def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_compare, name, 2, 1, 2, timeout=120) == [[]] * 4
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", OTHERS)
-def test_four_stages(ranks4: Ranks, name: str) -> None:
-    assert ranks4.run(_compare, name, 4, 1, 1, timeout=120) == [[]] * 4
-
-
-# Above the other schedules have more stages and expert ranks; here they meet, and data ranks.
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SORTS)
-def test_four_stages_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
-    assert ranks8.run(_compare, name, 4, 1, 2) == [[]] * 8
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SORTS)
-def test_two_stages_two_data_ranks_and_two_expert_ranks(ranks8: Ranks, name: str) -> None:
-    assert ranks8.run(_compare, name, 2, 2, 2) == [[]] * 8
+@pytest.mark.parametrize(
+    ("name", "pp", "dp", "ep"),
+    [
+        ("combined_1f1b", 2, 1, 1),
+        *wide(*((name, 2, 1, 1) for name in [*SORTS[1:], *OTHERS])),
+        *wide(*((name, 2, 1, 2) for name in ALIKE), *((name, 4, 1, 1) for name in OTHERS)),
+        *wide(*((name, 4, 1, 2) for name in SORTS), *((name, 2, 2, 2) for name in SORTS)),
+    ],
+)
+@over(lambda _, pp, dp, ep: pp * dp * ep, timeout=180)
+def test_every_schedule(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> None:
+    """On two ranks each sort has the plans that a user's engine has."""
+    with all_tries() if size == 2 and name in SORTS else nullcontext():
+        problems = _compare(rank, size, name, pp, dp, ep)
+    assert not problems, problems
 
 
 @over(2)

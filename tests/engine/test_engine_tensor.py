@@ -172,31 +172,6 @@ def differences(engine: Engine, wanted: dict[str, Tensor], tolerance: float = 1e
     return problems
 
 
-def _train(rank: int, size: int, name: str, last: Overlap, options: dict[str, Any]) -> list[str]:
-    """A step that overlaps; behind a serial one, where that finds the exchanges that blocks make by themselves.
-
-    If labels are ``counted``, their numbers are uneven, and ranks along "cp" and "ep" have their own.
-    """
-    mesh, counted = mesh_of(name), options.pop("counted", False)
-    number, count = number_of(mesh)
-    wanted, norm = expected(count, counted, options.get("layers", 2))
-    engine = engine_over(mesh, name, count_tokens=labels if counted else None, **options)
-    inputs, target = data_of(mesh, number, counted)
-    problems = []
-    played: list[Overlap] = ["serial", last] if "cp" in LAYOUTS[name].mesh else [last]
-    for overlap in played:
-        assert isinstance(engine.model, nn.Sequential)
-        engine.model.zero_grad()
-        engine.plan = compile(engine.program, engine.shapes, COSTS, overlap)
-        with pauses(rank):
-            engine.step(inputs, target=target)
-        problems += [f"{overlap}: {problem}" for problem in differences(engine, wanted)]
-        found = engine.clip_gradients(1e9)
-        if abs(float(found) - float(norm)) > 1e-12 * float(norm):
-            problems.append(f"{overlap}: norm {float(found)}, not {float(norm)}")
-    return problems
-
-
 CASES: list[Any] = [
     ("tp", 3, {"layers": 1}),
     ("tp with sequences", "pairs", {"schedule": "zb_h1", "layers": 1}),
@@ -219,12 +194,33 @@ CASES: list[Any] = [
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "overlap", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "last", "options"), CASES, ids=str)
+@over(lambda name, *_: LAYOUTS[name].ranks)
 def test_gradients_and_norms_are_those_of_one_process(
-    kept: dict[int, Ranks], name: str, overlap: Overlap, options: dict[str, Any]
+    rank: int, size: int, name: str, last: Overlap, options: dict[str, Any]
 ) -> None:
-    ranks = LAYOUTS[name].ranks
-    assert kept[ranks].run(_train, name, overlap, options) == [[]] * ranks
+    """A step that overlaps; behind a serial one, where that finds the exchanges that blocks make by themselves.
+
+    If labels are ``counted``, their numbers are uneven, and ranks along "cp" and "ep" have their own.
+    """
+    mesh, counted = mesh_of(name), options.pop("counted", False)
+    number, count = number_of(mesh)
+    wanted, norm = expected(count, counted, options.get("layers", 2))
+    engine = engine_over(mesh, name, count_tokens=labels if counted else None, **options)
+    inputs, target = data_of(mesh, number, counted)
+    problems = []
+    played: list[Overlap] = ["serial", last] if "cp" in LAYOUTS[name].mesh else [last]
+    for overlap in played:
+        assert isinstance(engine.model, nn.Sequential)
+        engine.model.zero_grad()
+        engine.plan = compile(engine.program, engine.shapes, COSTS, overlap)
+        with pauses(rank):
+            engine.step(inputs, target=target)
+        problems += [f"{overlap}: {problem}" for problem in differences(engine, wanted)]
+        found = engine.clip_gradients(1e9)
+        if abs(float(found) - float(norm)) > 1e-12 * float(norm):
+            problems.append(f"{overlap}: norm {float(found)}, not {float(norm)}")
+    assert not problems, problems
 
 
 @cache
@@ -239,16 +235,12 @@ def plain_loss(count: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["tp with sequences", *wide("ep x tp with sequences", "cp in a ring", "pp x tp")])
-def test_measured_plans(kept: dict[int, Ranks], name: str) -> None:
+@over(lambda name: LAYOUTS[name].ranks)
+def test_measured_plans(rank: int, size: int, name: str) -> None:
     """All ranks of a tensor group must find the same plan; losses and clipped gradients are those of one process.
 
     Steps before, while and after costs are measured, and exchanges that blocks make by themselves are found.
     """
-    ranks = LAYOUTS[name].ranks
-    assert kept[ranks].run(_measured, name) == [[]] * ranks
-
-
-def _measured(rank: int, size: int, name: str) -> list[str]:
     mesh = mesh_of(name)
     number, count = number_of(mesh)
     wanted, norm = expected(count, layers=1)
@@ -272,7 +264,7 @@ def _measured(rank: int, size: int, name: str) -> list[str]:
         plans.append(engine.plan)
     if engine.costs is None or plans[-1] is plans[0]:
         problems.append("no plan was compiled for measured costs")
-    return problems
+    assert not problems, problems
 
 
 SAVED = {
@@ -325,13 +317,10 @@ def test_a_checkpoint_goes_round_over_tensor_layouts(kept: dict[int, Ranks], tmp
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="refused before torch 2.13")
 @pytest.mark.parametrize("data_ranks", [1, *wide(2)])
-def test_mixed_precision(kept: dict[int, Ranks], data_ranks: int) -> None:
+@over(lambda data_ranks: 2 * data_ranks)
+def test_mixed_precision(rank: int, size: int, data_ranks: int) -> None:
     """Gradients under FSDP2's mixed precision, which it sums beside ``.grad``, against one process in float32."""
-    assert kept[2 * data_ranks].run(_mixed) == [[]] * (2 * data_ranks)
-
-
-def _mixed(rank: int, size: int) -> list[str]:
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (data_ranks, 2), mesh_dim_names=("dp", "tp"))
     inputs, target = data_of(mesh, mesh.get_local_rank("dp"))
     model = tensors.build(mesh, sequence=True, layers=1).float()
     for block in model:
@@ -339,7 +328,8 @@ def _mixed(rank: int, size: int) -> list[str]:
     engine = engine_of(model, mesh)
     with pauses(rank):
         engine.step(inputs, target=target)
-    return differences(engine, expected(size // 2, layers=1)[0], 0.05)
+    problems = differences(engine, expected(data_ranks, layers=1)[0], 0.05)
+    assert not problems, problems
 
 
 @over(4)
@@ -416,13 +406,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_what_differs_or_does_not_fit_the_layout_is_refused(ranks2: Ranks) -> None:
+@pytest.mark.parametrize("case", WRONG)
+@over(2)
+def test_what_differs_or_does_not_fit_the_layout_is_refused(rank: int, size: int, case: str) -> None:
     """Else experts or routers would learn wrong gradients in silence."""
-    for case in WRONG:
-        ranks2.run(_refuses, case)
-
-
-def _refuses(rank: int, size: int, case: str) -> None:
     (options, message), mesh = WRONG[case], pair()
     model = tensors.build(mesh, layers=1, **options)
     gate: Any = model[1].gate
@@ -438,27 +425,24 @@ def _refuses(rank: int, size: int, case: str) -> None:
         engine.step(inputs, target=target)
 
 
-def _left_unreduced(rank: int, size: int, policy: MixedPrecisionPolicy) -> list[str]:
-    """Two steps of FSDP2 over a tensor group, the first without a reduction."""
+@pytest.mark.parametrize("reduced", [None, *wide(torch.float64)], ids=str)
+@over(2)
+def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
+    rank: int, size: int, reduced: torch.dtype | None
+) -> None:
+    """Also where gradients are summed in the dtype that they have."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = tensors.build(mesh, sequence=True, layers=1)
     for block in model:
-        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=reduced))
     engine = engine_of(model, mesh)
     inputs, target = data_of(None, 0)
     for reduces in (False, True):
         for block in model:
             block.set_requires_gradient_sync(reduces)
         engine.step(inputs, target=target)
-    return differences(engine, {name: 2 * grad for name, grad in expected(1, layers=1)[0].items()})
-
-
-@pytest.mark.parametrize("reduced", [None, *wide(torch.float64)], ids=str)
-def test_steps_without_a_reduction_are_part_of_the_next_one_under_fsdp2(
-    ranks2: Ranks, reduced: torch.dtype | None
-) -> None:
-    """Also where gradients are summed in the dtype that they have."""
-    assert ranks2.run(_left_unreduced, MixedPrecisionPolicy(reduce_dtype=reduced)) == [[], []]
+    problems = differences(engine, {name: 2 * grad for name, grad in expected(1, layers=1)[0].items()})
+    assert not problems, problems
 
 
 @over(2)
@@ -657,13 +641,10 @@ def test_what_cannot_be_played_is_refused(rank: int, size: int) -> None:
             make(tensors.build(other), program, mesh=given, timeout=10, **options)
 
 
-def test_linear_layers_split_over_the_ranks_of_the_experts_are_refused(ranks2: Ranks) -> None:
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+@over(2)
+def test_linear_layers_split_over_the_ranks_of_the_experts_are_refused(rank: int, size: int, style: Any) -> None:
     """Their ranks have different tokens."""
-    for style in (ColwiseParallel, RowwiseParallel):
-        ranks2.run(_split_over_experts, style)
-
-
-def _split_over_experts(rank: int, size: int, style: Any) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU())
     parallelize_module(model[0], mesh, style())
@@ -675,7 +656,9 @@ def _split_over_experts(rank: int, size: int, style: Any) -> None:
         make(model, build_schedule("1f1b", microbatches=2), mesh=mesh, timeout=10)
 
 
-def _beside_the_mesh(rank: int, size: int) -> list[str]:
+@pytest.mark.parametrize("ranks", [2, *wide(4)])
+@over(lambda ranks: ranks)
+def test_ranks_that_blocks_meet_beside_the_mesh_play_one_plan(rank: int, size: int, ranks: int) -> None:
     """Engines over "ep" alone, while blocks meet along "tp", where one rank is slow."""
     mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("ep", "tp"))
     program, inputs = build_schedule("combined_1f1b", microbatches=4), data_of(None, mesh.get_local_rank("ep"))
@@ -692,9 +675,6 @@ def _beside_the_mesh(rank: int, size: int) -> list[str]:
         order = engine.plan.fingerprint
     orders: list[str] = [""] * size
     dist.all_gather_object(orders, order)
-    return models.equal(*found) + ["plans"] * (len(set(orders)) > 1)
-
-
-@pytest.mark.parametrize("ranks", [2, *wide(4)])
-def test_ranks_that_blocks_meet_beside_the_mesh_play_one_plan(kept: dict[int, Ranks], ranks: int) -> None:
-    assert kept[ranks].run(_beside_the_mesh) == [[]] * ranks
+    assert len(set(orders)) == 1, orders
+    problems = models.equal(*found)
+    assert not problems, problems

@@ -224,7 +224,23 @@ class Case:
 STEPS = 3  # the first two measure; outputs are returned from all but the second
 
 
-def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: Any = None) -> list[str]:
+@pytest.mark.parametrize(
+    ("ranks", "name", "kind", "ep", "mapping"),
+    [
+        (2, "dualpipe", "streams", 1, [1, 0]),
+        (2, "dualpipev", "experts", 2, None),
+        *wide(*((2, "dualpipe", kind, 1, None) for kind in ("sequential", "routed"))),
+        *wide(*((2, "dualpipev", kind, 1, None) for kind in ("mlp", "streams", "routed"))),
+        *wide(*((4, name, "streams", 1, [2, 0, 3, 1]) for name in CLASSES)),
+        *wide(*((4, name, "experts", 2, None) for name in CLASSES)),
+    ],
+)
+@over(lambda ranks, *_: ranks)
+def test_over_ranks(rank: int, size: int, ranks: int, name: str, kind: str, ep: int, mapping: list[int] | None) -> None:
+    compare(ranks, name, kind, ep, mapping)
+
+
+def compare(size: int, name: str, kind: str, ep: int = 1, mapping: Any = None) -> None:
     with double():
         case = Case(name, kind, size, ep, mapping)
         pipeline, problems = case.pipeline, []
@@ -238,36 +254,11 @@ def _compare(rank: int, size: int, name: str, kind: str, ep: int = 1, mapping: A
         problems += ["evaluation changes gradients"] * (
             not all(map(torch.equal, before, (p.grad for p in pipeline.parameters())))
         )
-        return problems
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "ep", "mapping"),
-    [
-        ("dualpipe", "streams", 1, [1, 0]),
-        *wide(
-            *[("dualpipe", kind, 1, None) for kind in ("sequential", "routed")],
-            *[("dualpipev", kind, 1, None) for kind in ("mlp", "streams", "routed")],
-        ),
-    ],
-)
-def test_two_ranks(ranks2: Ranks, name: str, kind: str, ep: int, mapping: list[int] | None) -> None:
-    assert ranks2.run(_compare, name, kind, ep, mapping) == [[]] * 2
-
-
-def test_experts_over_two_ranks(ranks2: Ranks) -> None:
-    assert ranks2.run(_compare, "dualpipev", "experts", 2) == [[]] * 2
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.parametrize(("kind", "ep", "mapping"), [("streams", 1, [2, 0, 3, 1]), ("experts", 2, None)])
-def test_four_ranks(ranks4: Ranks, name: str, kind: str, ep: int, mapping: list[int] | None) -> None:
-    assert ranks4.run(_compare, name, kind, ep, mapping) == [[]] * 4
+    assert not problems, problems
 
 
 def test_a_v_on_one_rank(alone: None) -> None:
-    assert _compare(0, 1, "dualpipev", "mlp") == []
+    compare(1, "dualpipev", "mlp")
 
 
 def _as_plain(pipeline: DualPipeV, plain: list[nn.Module]) -> bool:

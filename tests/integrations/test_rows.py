@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from overlap1f1b.integrations.rows import exchange_by_rows
 from overlap1f1b.plan import Op, Overlap
 from tests.play.plain import HIDDEN, MICROBATCHES, batch, compare, engine_of
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(
@@ -69,11 +69,14 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
 
 
-def _compare(rank: int, size: int, overlaps: tuple[Overlap, ...]) -> list[str]:
+@pytest.mark.parametrize(("ranks", "overlaps"), [(2, (3,)), *wide((4, ("pairs", 3)))])
+@over(lambda ranks, _: ranks)
+def test_auto_ep(rank: int, size: int, ranks: int, overlaps: tuple[Overlap, ...]) -> None:
     mesh = _mesh(size)
     build, exchanges = partial(_build, mesh), 2 * 2 * LAYERS * MICROBATCHES
     problems = [p for k in overlaps for p in compare(f"overlap {k}", build, mesh, exchanges=exchanges, overlap=k)]
-    return problems + _summed(build, mesh)
+    problems += _summed(build, mesh)
+    assert not problems, problems
 
 
 def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
@@ -92,11 +95,6 @@ def _summed(build: Callable[[], nn.Module], mesh: DeviceMesh) -> list[str]:
     return [name for name, grad in alone.items() if not torch.allclose(grad, summed[name])] + ["no experts"] * (
         not marked
     )
-
-
-@pytest.mark.parametrize(("ranks", "overlaps"), [(2, (3,)), *wide((4, ("pairs", 3)))])
-def test_auto_ep(kept: dict[int, Ranks], ranks: int, overlaps: tuple[Overlap, ...]) -> None:
-    assert kept[ranks].run(_compare, overlaps) == [[]] * ranks
 
 
 PLAYED: dict[str, tuple[Overlap, dict[str, Any]]] = {

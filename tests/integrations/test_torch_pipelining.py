@@ -29,7 +29,7 @@ from tests import models
 from tests.campaign import hidden
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.12", reason="its V schedules send to themselves, not on gloo")
@@ -87,8 +87,23 @@ def cut(model: nn.Sequential) -> list[nn.Module]:
     return [model[a:b] for a, b in STAGES]
 
 
-def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap: Overlap) -> list[str]:
-    """Return the differences from torch's step of all steps until the engine has chosen its plan, and of one more."""
+@pytest.mark.parametrize(
+    ("name", "ep", "microbatches", "overlap"),
+    [
+        ("ScheduleDualPipeV", 2, 4, "pairs"),
+        ("ScheduleInterleavedZeroBubble", 1, 4, 3),
+        *wide(
+            ("ScheduleDualPipeV", 2, 7, 3),
+            ("ScheduleInterleaved1F1B", 2, 4, 3),
+            ("ScheduleZBVZeroBubble", 2, 4, 2),
+            ("Schedule1F1B", 2, 4, 3),
+            ("ScheduleGPipe", 1, 4, 3),
+        ),
+    ],
+)
+@over(lambda name, ep, *_: 2 * ep)
+def test_steps(rank: int, size: int, name: str, ep: int, microbatches: int, overlap: Overlap) -> None:
+    """All steps until the engine has chosen its plan, and one more, against torch's step."""
     mesh, group = mesh_of(size, ep)
     model = models.build(group, layers=LAYERS)
     if name in ("Schedule1F1B", "ScheduleGPipe"):
@@ -110,28 +125,8 @@ def _equal(rank: int, size: int, ep: int, name: str, microbatches: int, overlap:
     if (output is None) == expected.last or (expected.last and not torch.equal(output, expected.output)):
         problems.append("eval between steps")
     problems += [f"{what} after eval" for what in models.equal(expected.gradients, gradients_of(stages))]
-    return problems + Step(ours, stages, data).differs(expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "microbatches", "overlap"),
-    [
-        ("ScheduleDualPipeV", 4, "pairs"),
-        *wide(
-            ("ScheduleDualPipeV", 7, 3),
-            ("ScheduleInterleaved1F1B", 4, 3),
-            ("ScheduleZBVZeroBubble", 4, 2),
-            ("Schedule1F1B", 4, 3),
-        ),
-    ],
-)
-def test_with_shared_experts(ranks4: Ranks, name: str, microbatches: int, overlap: Overlap) -> None:
-    assert ranks4.run(_equal, 2, name, microbatches, overlap) == [[]] * 4
-
-
-@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", *wide("ScheduleGPipe")])
-def test_on_two_ranks(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(_equal, 1, name, 4, 3) == [[], []]
+    problems += Step(ours, stages, data).differs(expected)
+    assert not problems, problems
 
 
 @over(2)

@@ -17,38 +17,32 @@ from overlap1f1b.plan import Overlap
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, PROGRAMS, Case, Fields, selective
 from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
 
-def differences(rank: int, size: int, case: Case, overlap: Overlap) -> list[str]:
-    """Run a case by Megatron-Core's own schedule and by this project's; return lines on what differs.
+@pytest.mark.parametrize(
+    ("case", "overlap"),
+    [
+        *first(((name, "pairs" if at % 3 == 2 else 3) for at, name in enumerate(CASES)), ("plain", 3)),
+        *first(((name, 3) for name in PROGRAMS), ("zb_h1, ep 1", 3)),
+    ],
+)
+@over(lambda name, _: (CASES | PROGRAMS)[name].ranks)
+def test_steps(rank: int, size: int, case: str, overlap: Overlap) -> None:
+    """By Megatron-Core's own schedule and by this project's: two of three cases by the default overlap.
 
     Of a program what all ranks of a pipeline have is compared, by its place.
     """
+    of = (CASES | PROGRAMS)[case]
     shim.apply()
     flex.apply(delay_ms=2.0)  # anew: a buffer belongs to groups
-    with models.init_parallel(tp=case.tp, etp=case.etp, pp=case.pp, ep=case.ep, vp=case.vp):
-        pair = serial_step(case), our_step(case, overlap)
-        return unlike(*(map(of_pipeline, pair) if case.program else pair))[:3]
-
-
-@pytest.mark.parametrize(
-    ("name", "overlap"),
-    first(((name, "pairs" if at % 3 == 2 else 3) for at, name in enumerate(CASES)), ("plain", 3)),
-)
-def test_steps(kept: dict[int, Ranks], name: str, overlap: Overlap) -> None:
-    """Two of three cases by the default overlap, the others in pairs."""
-    size = CASES[name].ranks
-    assert kept[size].run(differences, CASES[name], overlap) == [[]] * size
-
-
-@pytest.mark.parametrize("name", first(PROGRAMS, "zb_h1, ep 1"))
-def test_programs(kept: dict[int, Ranks], name: str) -> None:
-    size = PROGRAMS[name].ranks
-    assert kept[size].run(differences, PROGRAMS[name], 3) == [[]] * size
+    with models.init_parallel(tp=of.tp, etp=of.etp, pp=of.pp, ep=of.ep, vp=of.vp):
+        pair = serial_step(of), our_step(of, overlap)
+        problems = unlike(*(map(of_pipeline, pair) if of.program else pair))[:3]
+    assert not problems, problems
 
 
 class Unseeded(Case):
@@ -87,8 +81,10 @@ def _dropout(known: dict[Any, Tensor], *, repeats: bool) -> Iterator[None]:
         F.dropout = real
 
 
-def _masks(rank: int, size: int, name: str) -> list[str]:
-    """Return the differences of our steps from Megatron-Core's own under the same masks."""
+@pytest.mark.parametrize("name", first(RECOMPUTED, "first layer"))
+@over(lambda name: RECOMPUTED[name].ranks)
+def test_a_recomputation_repeats_the_masks_of_its_forward(rank: int, size: int, name: str) -> None:
+    """Under the masks of ours Megatron-Core's own steps give the same."""
     shim.apply()
     case = RECOMPUTED[name]
     fields: Fields = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
@@ -97,10 +93,5 @@ def _masks(rank: int, size: int, name: str) -> list[str]:
         with _dropout(known, repeats=False):
             ours = our_step(case, 3)
         with _dropout(known, repeats=True):
-            return unlike(serial_step(case), ours)
-
-
-@pytest.mark.parametrize("name", first(RECOMPUTED, "first layer"))
-def test_a_recomputation_repeats_the_masks_of_its_forward(kept: dict[int, Ranks], name: str) -> None:
-    size = RECOMPUTED[name].ranks
-    assert kept[size].run(_masks, name) == [[]] * size
+            problems = unlike(serial_step(case), ours)
+    assert not problems, problems

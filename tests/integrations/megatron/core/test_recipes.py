@@ -21,7 +21,7 @@ from overlap1f1b.integrations.megatron.forward_backward import engines_of
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import AUX, BIAS, DDP, OVERLAP_REDUCE, SHARED, Case
 from tests.integrations.megatron.core.steps import prepared
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.tiers import first
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
@@ -227,8 +227,10 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
 
 
-def _replayed(rank: int, size: int, name: str) -> list[str]:
-    """Return what differs between a loop's results by Megatron-Core's functions and by ours."""
+@pytest.mark.parametrize("name", first(LOOPS, "verl"))
+@over(lambda name: LOOPS[name][1].ranks)
+def test_loops_of_others(rank: int, size: int, name: str) -> None:
+    """Reports, log probabilities and gradients are equal to the bit; one function and one engine a model play all."""
     shim.apply()
     from megatron.core.pipeline_parallel import get_forward_backward_func as own
 
@@ -239,7 +241,7 @@ def _replayed(rank: int, size: int, name: str) -> list[str]:
         options = EngineOptions(timeout=30)
         return get_forward_backward_func(*args, **kwargs, schedule="combined_1f1b", options=options)
 
-    problems, built = [], list[list[Any]]()
+    built = list[list[Any]]()
 
     def build() -> list[Any]:
         built.append(prepared(case, delayed=False, in_v=False))
@@ -247,14 +249,7 @@ def _replayed(rank: int, size: int, name: str) -> list[str]:
 
     with models.init_parallel(pp=case.pp, ep=case.ep, vp=case.vp):
         pairs = [list(loop(get, build)) for get in (own, ours)]
-        problems += [f"result {at} differs" for at, pair in enumerate(zip(*pairs, strict=True)) if not _same(*pair)]
+        other = [f"result {at}" for at, pair in enumerate(zip(*pairs, strict=True)) if not _same(*pair)]
         engines = [len(engines) for chunks in built for engines in engines_of(chunks[0]).values()]
-        problems += [f"engines of each model: {engines}"] * (set(engines) != {1})
-    return problems
-
-
-@pytest.mark.parametrize("name", first(LOOPS, "verl"))
-def test_loops_of_others(kept: dict[int, Ranks], name: str) -> None:
-    """Reports, log probabilities and gradients are equal to the bit; one function and one engine a model play all."""
-    ranks = LOOPS[name][1].ranks
-    assert kept[ranks].run(_replayed, name) == [[]] * ranks
+    assert not other, other
+    assert set(engines) == {1}, engines
