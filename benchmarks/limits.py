@@ -79,7 +79,7 @@ def main() -> None:
         print(f"{name}\n  limit  chosen   holds  best alike  times as fast  chosen plan")
         for limit in LIMITS:
             rooms = (limit * plain.peak_bytes[0],)
-            best, plan = alike(rooms), planner.chosen(PROGRAM, counted, rooms, tried=False).plans[0]
+            best, plan = alike(rooms), replace(planner, rooms=rooms).chosen(PROGRAM, counted).plans[0]
             modes = ", ".join(f"{count} {mode}" for mode, count in Counter(b.recompute for b in plan.shapes[0]).items())
             holds = plan.peak_bytes[0] / plain.peak_bytes[0]
             print(

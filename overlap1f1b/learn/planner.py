@@ -46,18 +46,20 @@ class Planner:
     Args:
         program: Schedule of the first step.
         options: ``overlap``; ``memory`` and ``recompute`` for messages.
-        sparing: Whether another forward warms up only if that gains, as on a GPU, which has no memory to spare.
         rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
         counts_block: Whether the host waits for counts.
         progress: Called while plans are searched.
+        sparing: Whether another forward warms up only if that gains; else the schedule is as it was given.
+        rooms: Bytes that each pipeline rank may hold beyond those before a step; without them any number.
     """
 
     program: Program
     options: EngineOptions
-    sparing: bool
     rendezvous: bool
     counts_block: bool
     progress: Callable[[float], None] = lambda _: None
+    sparing: bool = False
+    rooms: tuple[float, ...] = ()
 
     @property
     def overlap(self) -> Overlap:
@@ -83,25 +85,18 @@ class Planner:
 
     # ---------------------------------------------------------------------------------------------- of several
 
-    def fastest(
-        self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float] = (), *, tried: bool = False
-    ) -> list[Plan]:
+    def fastest(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
         """Return plans of a step, the one that is predicted to be the fastest first.
-
-        ``rooms`` are bytes that each pipeline rank may hold beyond those before a step; without them any number. Where
-        plans will not be ``tried``, the schedule is as it was given.
 
         Raises:
             ValueError: No plan keeps within the limit, or the costs have no bytes.
         """
-        found = self._fitting(program, shapes, costs, rooms, tried=tried)
-        return found or self._refuse(program, shapes, costs, rooms)
+        return self._fitting(program, shapes, costs) or self._refuse(program, shapes, costs)
 
-    def _fitting(
-        self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float], *, tried: bool
-    ) -> list[Plan]:
+    def _fitting(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
         """Return the same without any where none keeps within the limit."""
-        placement, blocks, spared = program.placement, self.counts_block, tuple((1 - SPARE) * room for room in rooms)
+        rooms, spared = self.rooms, tuple((1 - SPARE) * room for room in self.rooms)
+        placement, blocks = program.placement, self.counts_block
         if rooms and not costs.bytes:
             raise ValueError("memory with costs that have no bytes; allowed: costs of an engine with it, or none")
         kept = list[Plan]()
@@ -120,7 +115,7 @@ class Planner:
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
-        others = lighter(program) if rooms else warmups(program) if self.sparing and tried else (program,)
+        others = lighter(program) if rooms else warmups(program) if self.sparing else (program,)
         for number, other in enumerate(others):
             self.progress(0.0)
             room = spared if number else rooms  # the lightest holds one microbatch at a time
@@ -129,12 +124,12 @@ class Planner:
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept
 
-    def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts, rooms: Sequence[float]) -> NoReturn:
+    def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:
         """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
         program = one_by_one(program.microbatches, program.placement)
         # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
         plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")
-        over, rank = max((peak - rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
+        over, rank = max((peak - self.rooms[rank], rank) for rank, peak in enumerate(plan.peak_bytes))
         limit = parse_memory(self.options.memory)
         enough = f"{megabytes(limit + over)} or more, " if isinstance(limit, int) else ""
         other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
@@ -145,18 +140,15 @@ class Planner:
 
     # ---------------------------------------------------------------------------------------------- of settings
 
-    def chosen(self, program: Program, measured: Measured, rooms: Sequence[float] = (), *, tried: bool) -> Choice:
+    def chosen(self, program: Program, measured: Measured) -> Choice:
         """Choose what each block recomputes, if several modes were measured, or into how many parts calls are cut.
 
         Raises:
             ValueError: No plan keeps within the limit.
         """
         if len({mode for mode, _ in measured}) > 1:
-            return self._with_recompute(program, measured, rooms, tried=tried)
-        found = {
-            setting[1]: (costs, self.fastest(program, shapes, costs, rooms, tried=tried))
-            for setting, (costs, shapes) in measured.items()
-        }
+            return self._with_recompute(program, measured)
+        found = {parts: (costs, self.fastest(program, of, costs)) for (_, parts), (costs, of) in measured.items()}
         predicted = {parts: plans[0].predicted for parts, (_, plans) in found.items()}
         best, *more = found
         for parts in more:
@@ -164,13 +156,13 @@ class Planner:
                 best = parts
         return Choice(*found[best], predicted)
 
-    def _with_recompute(self, program: Program, measured: Measured, rooms: Sequence[float], *, tried: bool) -> Choice:
+    def _with_recompute(self, program: Program, measured: Measured) -> Choice:
         best: Choice | None = None
         for costs, shapes in planning.choices({mode: found for (mode, _), found in measured.items()}):
-            plans = self._fitting(program, shapes, costs, rooms, tried=tried)
+            plans = self._fitting(program, shapes, costs)
             if plans and (best is None or plans[0].predicted < best.plans[0].predicted):
                 best = Choice(costs, plans, {})
-        return best or self._refuse(program, shapes, costs, rooms)
+        return best or self._refuse(program, shapes, costs)
 
 
 def lighter(program: Program) -> Iterator[Program]:

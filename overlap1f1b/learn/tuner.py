@@ -106,7 +106,6 @@ class Tuner:
         self.planner = Planner(
             program,
             options,
-            sparing=self._on_gpu,
             rendezvous=not mesh.on_gloo,
             counts_block=counts_block,
             progress=self.peers.go_on,
@@ -145,8 +144,7 @@ class Tuner:
         """The next step, with its plan; that of a settled plan if nothing is left to learn."""
         now, program = self._now, self.program
         if now.plan is None and self._costs is not None:  # its plans may have to be tried
-            tried = self._rounds > 0
-            self._play(self.planner.fastest(program, self.shapes, self._costs, self._rooms, tried=tried))
+            self._play(self._limited().fastest(program, self.shapes, self._costs))
         elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
             alone = one_by_one(program.microbatches, program.placement, split=True)
             now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
@@ -439,7 +437,7 @@ class Tuner:
         self._play(choice.plans)
 
     def _chosen(self) -> Choice:
-        choice = self.planner.chosen(self.program, self._measured, self._rooms, tried=self._rounds > 0)
+        choice = self._limited().chosen(self.program, self._measured)
         return choice._replace(plans=worth_trying(choice.plans, self.counted.rooms))
 
     def _use(self, setting: Setting) -> None:
@@ -499,9 +497,10 @@ class Tuner:
             limit = devices.obtainable(self._device) if self._on_gpu else None
         self.counted = counted(count, math.inf if limit is None else limit, self.peers)
 
-    @property
-    def _rooms(self) -> tuple[float, ...]:
-        return self.counted.rooms if self.options.memory is not None else ()
+    def _limited(self) -> Planner:
+        """Return what makes plans to choose from. Of what a GPU has only trials are kept from holding more."""
+        rooms = self.counted.rooms if self.options.memory is not None else ()
+        return replace(self.planner, rooms=rooms, sparing=self._on_gpu and self._rounds > 0)
 
 
 def _described(plan: Plan) -> tuple[int, bool, int]:

@@ -239,6 +239,6 @@ def test_no_uniform_choice_within_a_limit_is_faster(seed: int) -> None:
                 for plan in fastest(other, shapes, costs, 3, counts_block=True, rooms=[(1 - SPARE) * room])
             ]
             found = {(mode, 1): of for mode, of in measured.items()}
-            plan = planner.chosen(program, found, [room], tried=False).plans[0]
+            plan = replace(planner, rooms=(room,)).chosen(program, found).plans[0]
             assert plan.peak_bytes[0] <= room
             assert plan.predicted <= min(grid, default=1e9) / (1 - LEAST_WARMUP_GAIN), factor
