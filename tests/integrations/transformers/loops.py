@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from overlap1f1b.engine import LostRankError
-from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
+from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
 from overlap1f1b.plan import Node
 from tests.integrations.transformers import tiny
 from tests.ranks import Ranks
@@ -87,7 +87,7 @@ class Spec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     layout: OverlapArguments | None = None
-    kind: Callable[..., Any] = OverlapTrainer
+    kind: Callable[..., Any] = OverlapTrainer  # with a layout a plain trainer is one under the mixin
     resume: str | None = None
     seed: int = 3
     on_meta: bool = False
@@ -116,7 +116,13 @@ class Spec:
             sizes = {"num_hidden_layers": self.layers, **self.config}
             model = None if self.model is None else tiny.build(self.model, seed=self.seed, **sizes)
         data: dict[str, Any] = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
-        return self.kind(model, arguments, **{"data_collator": pad, **data, **more, **self.trainer})
+        kind = self.kind if self.layout is None else mixed(self.kind)
+        return kind(model, arguments, **{"data_collator": pad, **data, **more, **self.trainer})
+
+
+def mixed(kind: Any) -> Any:
+    """Return a trainer under the mixin."""
+    return kind if issubclass(kind, Overlapped) else type(f"Overlapped{kind.__name__}", (Overlapped, kind), {})
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
@@ -195,12 +201,13 @@ def alone(spec: Spec) -> Any:
 
 
 def plain(spec: Spec, shards: int = 1, **changes: Any) -> Any:
-    """Trainer on one process, with the microbatches of all ranks."""
+    """Trainer, or a plain one's own kind, on one process, with the microbatches of all ranks."""
     arguments = {**spec.arguments}
     if "per_device_eval_batch_size" in arguments:
         arguments["per_device_eval_batch_size"] *= shards
     accumulation = spec.accumulation * shards
-    own = {"kind": transformers.Trainer, "layout": None, "arguments": arguments, "accumulation": accumulation}
+    kind = spec.kind if not issubclass(spec.kind, Overlapped) else transformers.Trainer  # type: ignore[arg-type]
+    own = {"kind": kind, "layout": None, "arguments": arguments, "accumulation": accumulation}
     return alone(replace(spec, folder=spec.folder / "plain", **{**own, **changes}))
 
 

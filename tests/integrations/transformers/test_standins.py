@@ -15,7 +15,7 @@ pytest.importorskip("accelerate")
 
 import transformers
 
-from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
+from overlap1f1b.integrations.transformers import OverlapArguments
 from tests.integrations.transformers.loops import Spec, train
 from tests.ranks import Ranks
 
@@ -39,10 +39,6 @@ class Reducing(transformers.Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
-class OverlappedReducing(Overlapped, Reducing):
-    pass
-
-
 def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path) -> None:
     """The ranks of a first stage compute no loss, and are not waited for."""
     spec = Spec(tmp_path, kind=Reducing, steps=1)
@@ -50,7 +46,7 @@ def test_sums_of_a_loss_over_ranks(ranks2: Ranks, ranks4: Ranks, tmp_path: Path)
     assert expected[0][:2] == [4.0, 2.0]
     assert expected[0][3:] == [0, 1, 2, 3, -1, -1, 0, 1, 2, 3, 0, 1]
     layout = OverlapArguments(pp=2, timeout=20.0)
-    assert ranks4.run(train, replace(spec, kind=OverlappedReducing, layout=layout), attrgetter("reduced")) == [
+    assert ranks4.run(train, replace(spec, kind=Reducing, layout=layout), attrgetter("reduced")) == [
         (),
         (),
         *expected,

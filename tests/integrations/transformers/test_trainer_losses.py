@@ -19,7 +19,7 @@ pytest.importorskip("accelerate")
 import transformers
 
 from overlap1f1b.engine import LostRankError
-from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped, OverlapTrainer
+from overlap1f1b.integrations.transformers import OverlapArguments, OverlapTrainer
 from overlap1f1b.plan import RECOMPUTES
 from tests.integrations.transformers import loops, tiny
 from tests.integrations.transformers.loops import EVALUATES, LAYOUTS, Sentences, Spec, pad, train
@@ -47,10 +47,6 @@ class Own(transformers.Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         super().log({**logs, "right": getattr(self, "right", -1), "calls": getattr(self, "calls", -1)}, start_time)
-
-
-class OverlappedOwn(Overlapped, Own):
-    pass
 
 
 def smoothed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -93,9 +89,9 @@ def test_each_rank_has_its_own_mean(ranks2: Ranks, tmp_path: Path) -> None:
 def test_a_subclass_keeps_its_own_code(kept: dict[int, Ranks], ranks: int, recompute: Any, tmp_path: Path) -> None:
     """It runs once for each microbatch, also where layers are computed again."""
     shards = ranks // 2
-    spec = Spec(tmp_path, kind=OverlappedOwn, arguments=EVALUATES, rows=40, layers=2 * shards)
+    spec = Spec(tmp_path, kind=Own, arguments=EVALUATES, rows=40, layers=2 * shards)
     spec = replace(spec, layout=OverlapArguments(pp=2, recompute=recompute))
-    expected = loops.plain(spec, shards, kind=Own)
+    expected = loops.plain(spec, shards)
     every = kept[ranks].run(loops.played, spec)
     own = [(line["right"], line["calls"]) for line in expected.state.log_history]
     for found, _, nodes in every:
@@ -258,10 +254,6 @@ class Weighing(transformers.Trainer):
         return (loss, output) if return_outputs else loss
 
 
-class OverlappedWeighing(Overlapped, Weighing):
-    pass
-
-
 def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     batch = pad(rows)
     return {**batch, "weights": 1.0 + batch["input_ids"][:, 0] / tiny.V}
@@ -270,8 +262,8 @@ def pad_with_weights(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 def test_columns_of_the_loss_alone(ranks2: Ranks, tmp_path: Path) -> None:
     """The last stage has no embedding, whose device would be the model's."""
     arguments, more = {"remove_unused_columns": False, **EVALUATES}, {"data_collator": pad_with_weights}
-    spec = Spec(tmp_path, kind=OverlappedWeighing, arguments=arguments, trainer=more, layout=OverlapArguments(pp=2))
-    loops.as_plain(spec, ranks2, kind=Weighing)
+    spec = Spec(tmp_path, kind=Weighing, arguments=arguments, trainer=more, layout=OverlapArguments(pp=2))
+    loops.as_plain(spec, ranks2)
 
 
 class Modes(OverlapTrainer):

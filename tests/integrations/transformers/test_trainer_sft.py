@@ -17,17 +17,13 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
-from overlap1f1b.integrations.transformers import OverlapArguments, Overlapped
+from overlap1f1b.integrations.transformers import OverlapArguments
 from tests.integrations.transformers import tiny
-from tests.integrations.transformers.loops import SHOWN, launched, same_weights, weights
+from tests.integrations.transformers.loops import SHOWN, launched, mixed, same_weights, weights
 from tests.ranks import Ranks
 from tests.tiers import first, wide
 
 METRICS = ("mean_token_accuracy", "entropy", "num_tokens", "aux_loss", "eval_mean_token_accuracy", "eval_entropy")
-
-
-class OverlapSFTTrainer(Overlapped, SFTTrainer):
-    pass
 
 
 @dataclass(frozen=True)
@@ -111,7 +107,7 @@ def built(case: Case) -> Any:
         targets = ["experts.gate_up_proj", "experts.down_proj"]
         more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", target_parameters=targets)
     model = tiny.build(case.model, seed=3 if case.resume is None else 4, num_hidden_layers=2)
-    kind = SFTTrainer if case.layout is None else OverlapSFTTrainer
+    kind = SFTTrainer if case.layout is None else mixed(SFTTrainer)
     return kind(model, args, processing_class=words(), train_dataset=data, eval_dataset=eval_data, **more)
 
 
@@ -214,14 +210,6 @@ def test_packing_that_wraps(tmp_path: Path) -> None:
     assert built(case).args.packing
 
 
-class OverlapDPOTrainer(Overlapped, DPOTrainer):
-    pass
-
-
-class OverlapKTOTrainer(Overlapped, KTOTrainer):
-    pass
-
-
 def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArguments | None) -> list[dict[str, float]]:
     """Train beside a reference model, by pairs or on completions that are good or bad; return the log."""
     from datasets import Dataset
@@ -245,7 +233,7 @@ def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArgume
             args = KTOConfig(str(folder), max_steps=2, loss_type="apo_zero_unpaired", **given)
         more |= {"train_dataset": Dataset.from_dict(columns), "processing_class": words()}
         model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (3, 4))
-        trainer = kind(model, ref_model=reference, args=args, **more)
+        trainer = (kind if layout is None else mixed(kind))(model, ref_model=reference, args=args, **more)
         trainer.train()
         return list(trainer.state.log_history)
 
@@ -254,12 +242,12 @@ def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArgume
 def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) -> None:
     """A reference model of its own runs whole on each rank."""
     expected = aligned(0, 1, DPOTrainer, tmp_path, None)
-    for found in ranks2.run(aligned, OverlapDPOTrainer, tmp_path, layout):
+    for found in ranks2.run(aligned, DPOTrainer, tmp_path, layout):
         same(found, expected, SHOWN)
 
 
 def test_judgements(ranks2: Ranks, tmp_path: Path) -> None:
     """KTOTrainer moves a batch to the accelerator's device, which must not copy it."""
     expected = aligned(0, 1, KTOTrainer, tmp_path, None)
-    for found in ranks2.run(aligned, OverlapKTOTrainer, tmp_path, OverlapArguments(pp=2)):
+    for found in ranks2.run(aligned, KTOTrainer, tmp_path, OverlapArguments(pp=2)):
         same(found, expected, (*SHOWN, "rewards/chosen", "logps/rejected"))
