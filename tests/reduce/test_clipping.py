@@ -18,7 +18,7 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engines import COSTS, make
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 IGNORED = -100
@@ -46,7 +46,15 @@ def parts(inputs: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(x, y) for x, y in zip(inputs.chunk(4), target.chunk(4), strict=True) if tokens(y)]
 
 
-def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((2, 1, 2), "dualpipe"),
+        *wide(((2, 2, 1), "dualpipev"), ((1, 2, 2), "zb_h1"), ((2, 2, 1), "combined_1f1b"), ((2, 2, 2), "dualpipe")),
+    ],
+)
+@over(lambda shape, _: math.prod(shape), timeout=180)
+def test_tokens_norm_and_scale(rank: int, size: int, shape: tuple[int, int, int], name: str) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "ep"))
     at = mesh.get_coordinate()
     assert at is not None
@@ -78,7 +86,8 @@ def _whole_mesh(rank: int, size: int, shape: tuple[int, int, int], name: str) ->
         reference = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
         if abs(float(norm) / float(reference) - 1) > 1e-5:
             problems.append(f"norm {norm} of type {norm_type}, expected {reference}")
-    return problems + differences(engine, blocks, whole, at[2])
+    problems += differences(engine, blocks, whole, at[2])
+    assert not problems, problems
 
 
 def differences(engine: Engine, blocks: list[nn.Module], whole: nn.Module, ep_rank: int) -> list[str]:
@@ -93,18 +102,6 @@ def differences(engine: Engine, blocks: list[nn.Module], whole: nn.Module, ep_ra
             if float((grad - full).norm()) > 1e-5 * float(full.norm()):
                 problems.append(f"{label} differs by {float((grad - full).norm() / full.norm()):.1e}")
     return problems
-
-
-@pytest.mark.parametrize(
-    ("shape", "name"),
-    [
-        ((2, 1, 2), "dualpipe"), *wide(((2, 2, 1), "dualpipev"), ((1, 2, 2), "zb_h1"), ((2, 2, 1), "combined_1f1b"),
-        ((2, 2, 2), "dualpipe"),),
-    ],
-)  # fmt: skip
-def test_tokens_norm_and_scale(kept: dict[int, Ranks], shape: tuple[int, int, int], name: str) -> None:
-    size = math.prod(shape)
-    assert kept[size].run(_whole_mesh, shape, name) == [[]] * size
 
 
 class Autocast(nn.Module):
@@ -206,7 +203,9 @@ def test_a_norm_is_summed_in_float32_at_least(dtype: torch.dtype) -> None:
     assert float(engine.clip_gradients(1e9)) == pytest.approx(exact, rel=1e-6)
 
 
-def _of_two_precisions(rank: int, size: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 4], ids=["whole", "shards"])
+@over(lambda ranks: ranks)
+def test_a_norm_is_the_same_number_on_stages_of_any_precision(rank: int, size: int, ranks: int) -> None:
     """One stage is float32, the other float64, with gradients far apart in size."""
     dp = size // 2
     layout = {"pp": 2, "dp": dp}
@@ -227,11 +226,6 @@ def _of_two_precisions(rank: int, size: int) -> None:
     exact = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
     assert norm.dtype == torch.float64
     assert float(norm) == pytest.approx(exact, rel=1e-15)
-
-
-def test_a_norm_is_the_same_number_on_stages_of_any_precision(ranks2: Ranks, ranks4: Ranks) -> None:
-    ranks2.run(_of_two_precisions)
-    ranks4.run(_of_two_precisions)  # shards
 
 
 def test_no_token_at_all_is_refused() -> None:

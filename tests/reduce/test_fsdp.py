@@ -31,7 +31,7 @@ from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engines import COSTS, make
 from tests.observing import Around
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
 PROGRAMS = [("combined_1f1b", 1), ("combined_1f1b", 3), ("zb_h1", None)]
@@ -110,8 +110,14 @@ def engine_over(model: nn.Sequential, program: Program, mesh: DeviceMesh | None,
     return make(model, program, mesh=mesh, **{"costs": COSTS, "timeout": 20, "verify": False} | options)
 
 
-def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> list[str]:
-    mesh, problems = meshed(size, dp), []
+@pytest.mark.parametrize(
+    ("ranks", "dp", "wrap"),
+    [(2, 1, "blocks"), *wide(*((2, 2, wrap) for wrap in WRAPS), *((4, 2, wrap) for wrap in FOUR))],
+)
+@over(lambda ranks, *_: ranks, timeout=120)
+def test_gradients_equal_fsdp2_bit_for_bit(rank: int, size: int, ranks: int, dp: int, wrap: str) -> None:
+    """The other two ways over four ranks below: blocks that the engine reduces, and copies in the norm."""
+    mesh, problems, microbatches = meshed(size, dp), [], 3 if size == 2 or wrap == "blocks" else 2
     data = [models.batch(microbatches, seed=r) for r in range(size)]
     whole = models.build()
     for inputs, target in data:
@@ -139,17 +145,7 @@ def _compare(rank: int, size: int, dp: int, wrap: str, microbatches: int) -> lis
         full = expected[name][at : at + experts] if "experts" in name else expected[name]
         if float((gradient - full).norm()) > 1e-5 * float(full.norm()):
             problems.append(f"{name} differs from one process")
-    return problems
-
-
-@pytest.mark.parametrize(
-    ("size", "dp", "wrap"),
-    [(2, 1, "blocks"), *wide(*((2, 2, wrap) for wrap in WRAPS), *((4, 2, wrap) for wrap in FOUR))],
-)
-def test_gradients_equal_fsdp2_bit_for_bit(kept: dict[int, Ranks], size: int, dp: int, wrap: str) -> None:
-    """The other two ways over four ranks below: blocks that the engine reduces, and copies in the norm."""
-    microbatches = 3 if size == 2 or wrap == "blocks" else 2
-    assert kept[size].run(_compare, dp, wrap, microbatches, timeout=120) == [[]] * size
+    assert not problems, problems
 
 
 class Sometimes(models.Block):
@@ -446,7 +442,11 @@ def held(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in gradients(model).items() if name in names}
 
 
-def _over_stages(rank: int, size: int) -> list[str]:
+@pytest.mark.wide  # nodes that gather are above, and shards over stages below
+@pytest.mark.parametrize("ranks", [4, 8])
+@over(lambda ranks: ranks, timeout=200)
+def test_nodes_gather_over_stages_that_share_experts(rank: int, size: int, ranks: int) -> None:
+    """Two stages, each over two ranks that share the experts, and two such: the gradients of whole parameters."""
     mesh = init_device_mesh("cpu", (2, size // 4, 2), mesh_dim_names=("pp", "dp", "ep"))
     data, found = models.batch(4, seed=rank % (size // 2)), []
     program = build_schedule("zb_h1", ranks=2, microbatches=4)
@@ -459,14 +459,8 @@ def _over_stages(rank: int, size: int) -> list[str]:
         engine.step(data[0], target=data[1])
         found.append(held(engine, model))
     assert watched.most == 2 < len(engine.connection.sharding.of_block)
-    return models.equal(*found)
-
-
-@pytest.mark.wide  # nodes that gather are above, and shards over stages below
-@pytest.mark.parametrize("size", [4, 8])
-def test_nodes_gather_over_stages_that_share_experts(kept: dict[int, Ranks], size: int) -> None:
-    """Two stages, each over two ranks that share the experts, and two such: the gradients of whole parameters."""
-    assert kept[size].run(_over_stages, timeout=200) == [[]] * size
+    problems = models.equal(*found)
+    assert not problems, problems
 
 
 @over(2, timeout=100)
@@ -605,8 +599,10 @@ def test_stages_over_four_ranks_equal_the_plain_engine(
     assert not problems, problems
 
 
-def _replicas(rank: int, size: int) -> list[float]:
-    """The norm where shards lie on several ranks each."""
+@pytest.mark.parametrize("ranks", [2, *wide(4)])
+@over(lambda ranks: ranks)
+def test_replicated_shards_count_once_in_the_norm(rank: int, size: int, ranks: int) -> None:
+    """Where shards lie on several ranks each."""
     mesh, norms = meshed(size, 2), []
     data = models.batch(3, seed=rank)
     for wrap in (None, "hybrid", "replicate"):
@@ -615,15 +611,9 @@ def _replicas(rank: int, size: int) -> list[float]:
         engine.step(data[0], target=data[1])
         kinds = ((1e9, math.inf), (0.1, 2.0), (1.0, 2.0))
         norms += [float(engine.clip_gradients(most, norm_type)) for most, norm_type in kinds]
-    return norms
-
-
-@pytest.mark.parametrize("size", [2, *wide(4)])
-def test_replicated_shards_count_once_in_the_norm(kept: dict[int, Ranks], size: int) -> None:
-    for norms in kept[size].run(_replicas):
-        assert norms[::3] == pytest.approx(norms[:1] * 3)
-        assert norms[1::3] == pytest.approx(norms[1:2] * 3)
-        assert norms[2::3] == pytest.approx([0.1] * 3, rel=1e-4)
+    assert norms[::3] == pytest.approx(norms[:1] * 3), norms
+    assert norms[1::3] == pytest.approx(norms[1:2] * 3), norms
+    assert norms[2::3] == pytest.approx([0.1] * 3, rel=1e-4), norms
 
 
 @over(2)
@@ -641,8 +631,15 @@ def test_what_would_be_reduced_wrongly_is_refused(rank: int, size: int) -> None:
         engine_over(list(model), program, meshed(size, size))  # type: ignore[arg-type]
 
 
-def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> str:
-    """What an engine over a part of the mesh says of a Linear that another part shares."""
+@pytest.mark.parametrize(
+    ("ranks", "sub", "wrap"),
+    [(2, (), "none"), *wide((4, ("ep",), "none"), (4, ("dp",), "both"), (4, ("dp", "ep"), "both"))],
+)
+@over(lambda ranks, *_: ranks)
+def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
+    rank: int, size: int, ranks: int, sub: tuple[str, ...], wrap: str
+) -> None:
+    """A Linear that another part of the mesh shares."""
     shape = {2: (1, 1, 2), 4: (1, 2, 2) if "ep" in sub else (2, 1, 2)}[size]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep", "tp"))
     model = models.build(mesh.get_group("ep"))
@@ -650,25 +647,14 @@ def _tensor_parallel(rank: int, size: int, sub: tuple[str, ...], wrap: str) -> s
     if wrap == "both":
         fully_shard(model[2], mesh=mesh["dp", "ep"]._flatten("data"))
     given: Any = mesh[sub] if sub else None
-    with pytest.raises(ValueError, match="DTensor") as caught:
+    together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
+    message = (
+        f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
+        f"the engine's ranks {own}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension "
+        "'tp', experts over its 'ep'"
+    )
+    with pytest.raises(ValueError, match=rf"^{re.escape(message)}(\n|$)"):
         engine_over(model, programs(2)[0], given)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("size", "sub", "wrap"),
-    [(2, (), "none"), *wide((4, ("ep",), "none"), (4, ("dp",), "both"), (4, ("dp", "ep"), "both"))],
-)
-def test_ranks_that_share_a_tensor_beside_the_engine_are_refused(
-    kept: dict[int, Ranks], size: int, sub: tuple[str, ...], wrap: str
-) -> None:
-    for rank, message in enumerate(kept[size].run(_tensor_parallel, sub, wrap)):
-        together, own = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2] if size == 4 else [rank]
-        assert message == (
-            f"parameter 2.1.weight of Sequential is a DTensor over 'tp' of ranks {together}, which is not FSDP2's over "
-            f"the engine's ranks {own}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's dimension "
-            "'tp', experts over its 'ep'"
-        )
 
 
 @over(2)
