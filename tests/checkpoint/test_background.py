@@ -193,8 +193,8 @@ def _killed(rank: int, size: int, folder: Path, events: list[int]) -> None:
         one.save(folder, step, background=True)
 
 
-def _resumed(rank: int, size: int, folders: list[Path]) -> list[tuple[int, bool]]:
-    """For each folder the steps of its newest checkpoint, and whether it is what the run that never stopped had."""
+def _resumed(rank: int, size: int, folders: list[Path]) -> list[int]:
+    """For each folder the steps of its newest checkpoint, which is what the run that never stopped had."""
     unbroken, run = {}, Run({"ep": size})
     for step in range(1, 8):
         run.train(1)
@@ -202,9 +202,9 @@ def _resumed(rank: int, size: int, folders: list[Path]) -> list[tuple[int, bool]
     found = []
     for folder in folders:
         again = Run({"ep": size}, seed=7)
-        step = again.load(folder)
-        fits = not step or equal(again.whole(), unbroken[step])
-        found.append((step, fits and again.loader.served == again.scheduler.last_epoch == step))
+        found.append(step := again.load(folder))
+        assert again.loader.served == again.scheduler.last_epoch == step, folder
+        assert not step or equal(again.whole(), unbroken[step]), folder
         again.save(folder, 50)
     return found
 
@@ -217,9 +217,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     for folder in folders:
         with pytest.raises(RankError, match="exit code -9"):
             run(_killed, 2, folder, [source.randrange(1, 120) for _ in range(2)])
-    every = run(_resumed, 2, folders, timeout=300)
-    assert len({steps for steps, _ in every[0]}) > 1
-    for found in every:
-        assert [fits for _, fits in found] == [True] * len(folders)
+    steps, _ = run(_resumed, 2, folders, timeout=300)
+    assert len(set(steps)) > 1
     for folder in folders:
         assert not list(folder.glob(".*"))

@@ -18,7 +18,7 @@ from overlap1f1b import consolidate
 from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
-from tests.checkpoint.runs import Dense, Slice, Tiny, joined, save_on
+from tests.checkpoint.runs import Dense, Slice, Tiny, equal, joined, save_on
 from tests.checkpoint.test_tensors import flip
 from tests.engines import make
 from tests.ranks import Ranks, over
@@ -30,10 +30,8 @@ def test_the_whole_model(ranks2: Ranks, tmp_path: Path) -> None:
     assert consolidate(tmp_path / "run", tmp_path / "one") == tmp_path / "one"
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
     found = load_file(tmp_path / "one" / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    model = Tiny(seed=1)
-    model.load_state_dict(found)
+    assert equal(found, wanted)
+    Tiny(seed=1).load_state_dict(found)
     dcp_to_torch_save(tmp_path / "run" / "step-00000003", tmp_path / "torch.pt")  # torch's own tool
     read = torch.load(tmp_path / "torch.pt")
     assert all(torch.equal(read[f"model.{name}"], wanted[name]) for name in wanted)
@@ -47,7 +45,7 @@ def test_the_whole_model(ranks2: Ranks, tmp_path: Path) -> None:
         several |= part
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
-    assert all(torch.equal(several[name], wanted[name]) for name in wanted)
+    assert equal(several, wanted)
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
@@ -98,18 +96,16 @@ def again_on(rank: int, size: int, folder: Path) -> bool:
     saved, loaded = Again(mesh.get_group("ep")), Again(mesh.get_group("ep"), seed=1)
     save_checkpoint(saved.engine(mesh), folder, 1, saved.optimizer)
     load_checkpoint(loaded.engine(mesh), folder, loaded.optimizer)
-    return all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in saved.state_dict().items())
+    return equal(saved.state_dict(), loaded.state_dict())
 
 
 def test_a_module_in_two_places_has_both_names(ranks2: Ranks, tmp_path: Path) -> None:
     assert ranks2.run(again_on, tmp_path / "run") == [True, True]
     wanted = Again().state_dict()
-    found = load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert equal(load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors"), wanted)
     one = Again(seed=1)
     load_checkpoint(one.engine(None), tmp_path / "run", one.optimizer)
-    assert all(torch.equal(one.state_dict()[name], wanted[name]) for name in wanted)
+    assert equal(one.state_dict(), wanted)
 
 
 @over(2)

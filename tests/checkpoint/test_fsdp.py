@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from overlap1f1b.checkpoint import consolidate, load_checkpoint, save_checkpoint
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.checkpoint.runs import equal, placed
+from tests.checkpoint.test_background import held_back
 from tests.checkpoint.test_resuming import OPTIMIZERS
 from tests.checkpoint.test_resuming import Run as PlainRun
 from tests.ranks import Ranks, over
@@ -53,24 +52,15 @@ TWO, FOUR = {"dp": 2, "ep": 1}, {"dp": 2, "ep": 2}
 def _goes_round(
     rank: int, size: int, wrap: str, name: str, other: dict[str, int], plain: bool, folder: Path
 ) -> list[list[float]]:
-    """The losses behind a checkpoint, those over another layout, and those of that, back in the first layout.
-
-    Of one way to wrap it is written in the background, and the files only when two more steps are done.
-    """
+    """The losses behind a checkpoint, those over another layout, and those of that, back in the first layout."""
     back = run = Run(wrap, TWO if size == 2 else FOUR, name)
     run.train(1)
-    saved, write, trained = run.whole(), FileSystemWriter.write_data, threading.Event()
-
-    def late(*args: Any) -> Any:
-        assert trained.wait(20)
-        return write(*args)
-
-    with patch.object(FileSystemWriter, "write_data", late if wrap == "hybrid" else write):
-        saving = run.save(folder, background=wrap == "hybrid")
+    saved = run.whole()
+    with held_back() as event:
+        saving = run.save(folder, background=True)
         found = [run.train(2)]
-        trained.set()
-        if wrap == "hybrid":
-            saving.result()
+        event.set()
+        saving.result()
     ended = back.whole()
     for group in back.optimizer.param_groups:
         group["lr"] = 3.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,31 +33,19 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         assert equal(other.state(), before)
 
 
-@pytest.mark.parametrize(
-    ("config", "difference"),
-    [
-        ({"hidden": 6, "text": "abc"}, "hidden=5, this run has hidden=6"),
-        ({"hidden": 5}, "text=abc, this run has text=none"),
-        ({"hidden": 5, "text": "abc", "layers": (1,)}, "layers=none, this run has layers=[1]"),
-    ],
-)
-def test_another_configuration_is_named(tmp_path: Path, config: dict[str, Any], difference: str) -> None:
-    path = Tiny().save(tmp_path, 1, config={"text": "abc", "hidden": 5})
-    assert Tiny().load(path, {"hidden": 5, "text": "abc"}) == 1
-    expected = f"checkpoint {path} has {difference}; use the same settings or another checkpoint folder"
-    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
-        Tiny().load(path, config)
-
-
-def test_a_long_difference_is_cut(tmp_path: Path) -> None:
-    path = Tiny().save(tmp_path, 1, config={"hidden": "7" * 10**6, "k" * 10**6: [[1] * 10**5] * 3})
-    for config, text in (
-        ({}, r"\(1000000 characters\)"),
-        ({"hidden": "7" * 10**6}, r"has 'k*'… \(1000000 characters\)="),
+def test_another_configuration_is_named(tmp_path: Path) -> None:
+    path = Tiny().save(tmp_path, 1, config={"text": "abc", "hidden": 5, "long": "7" * 10**6})
+    same = {"hidden": 5, "text": "abc", "long": "7" * 10**6}
+    assert Tiny().load(path, same) == 1
+    for config, difference in (
+        (same | {"hidden": 6}, "hidden=5, this run has hidden=6"),
+        ({"hidden": 5, "long": same["long"]}, "text=abc, this run has text=none"),
+        (same | {"layers": (1,)}, "layers=none, this run has layers=[1]"),
+        (same | {"long": 7}, f"long='{'7' * 40}'… (1000000 characters), this run has long=7"),
     ):
-        with pytest.raises(ValueError, match=rf"^[^\n]*{text}[^\n]*$") as refused:
+        expected = f"checkpoint {path} has {difference}; use the same settings or another checkpoint folder"
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
             Tiny().load(path, config)
-        assert len(str(refused.value)) < 1000
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:

@@ -119,52 +119,38 @@ class Run(WholeRun):
 # The optimizer goes on as it was.
 
 
-def _over_layouts(
-    rank: int, size: int, name: str, start: Path, folder: Path
-) -> tuple[dict[str, list[float]], list[list[float]]]:
-    """Losses behind a checkpoint of one process that goes over layouts, and behind one of each layout, here and there.
-
-    Those of the first layout come first, then those of the second.
-    """
-    losses: dict[str, list[float]] = {}
-    further: list[list[float]] = []
-    source = start
+def _over_layouts(rank: int, size: int, name: str, folder: Path) -> list[float]:
+    """Losses of two steps in each layout, from layout to layout; `idle` goes the same way, and nothing is trained."""
+    losses = []
+    idle = busy = folder / "start"
     for number, layout in enumerate(LAYOUTS[size]):
         run = Run(layout, name, lr=3.0)
-        if number:
-            assert run.load(folder / f"trained{number - 1}") == 4
-            further.append(run.train(2))
-        assert run.load(source) == 3
-        assert run.rates == [0.02, 0.005, 0.0025]
-        run.save(source := folder / f"over{number}")
-        losses[str(layout)] = run.train(2)
-        if number + 1 < len(LAYOUTS[size]):
-            run.save(folder / f"trained{number}", 4)
-            further.append(run.train(2))
-    return losses, further
+        assert run.load(idle) == 3
+        assert run.rates == [0.02, 0.005, 0.0025], run.rates
+        run.save(idle := folder / f"idle{number}")
+        run.load(busy)
+        losses += run.train(2)
+        run.save(busy := folder / f"busy{number}")
+    return losses
 
 
 @pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *wide(*((4, name) for name in OPTIMIZERS))])
 def test_an_optimizer_goes_on_over_other_layouts(kept: dict[int, Ranks], tmp_path: Path, size: int, name: str) -> None:
     """One parameter is never updated, in one process and on several ranks."""
-    first = Run({}, name)
+    first, last = Run({}, name), len(LAYOUTS[size]) - 1
     start = first.train(2)
     first.save(tmp_path / "start")
-    unbroken = first.train(2)
+    unbroken = first.train(2 * len(LAYOUTS[size]) + 2)
     assert unbroken[-1] < start[0]
+    tolerance = 5e-3 if name == "Adafactor" else 2e-5  # it clips updates by the rows that a rank has
+    for losses in kept[size].run(_over_layouts, name, tmp_path):
+        assert losses == pytest.approx(unbroken[:-2], rel=tolerance)
     again = Run({}, name, lr=3.0)
-    again.load(tmp_path / "start")
-    assert again.train(2) == unbroken
-    for losses, further in kept[size].run(_over_layouts, name, tmp_path / "start", tmp_path):
-        assert losses == dict.fromkeys(losses, pytest.approx(unbroken, rel=2e-5))
-        assert len(losses) == len(further) // 2 + 1 == len(LAYOUTS[size])
-        for here, there in zip(further[::2], further[1::2], strict=True):
-            assert there == pytest.approx(here, rel=2e-5)
-    again = Run({}, name, lr=3.0)
-    again.load(tmp_path / f"over{len(LAYOUTS[size]) - 1}")
-    assert again.train(2) == unbroken
-    again.load(tmp_path / "trained0")
-    assert again.train(2) == pytest.approx(further[0], rel=2e-5)
+    for source in ("start", f"idle{last}"):
+        again.load(tmp_path / source)
+        assert again.train(2) == unbroken[:2]
+    again.load(tmp_path / f"busy{last}")
+    assert again.train(2) == pytest.approx(unbroken[-2:], rel=tolerance)
 
 
 # The numbers of the groups.
