@@ -26,13 +26,14 @@ class Saving(Future[Path]):
 
     def begin(self, write: Callable[[], Path]) -> None:
         """Call ``write``, which returns the path, in a thread."""
-        Thread(target=self._run, args=(write,), name="overlap1f1b-checkpoint").start()
 
-    def _run(self, write: Callable[[], Path]) -> None:
-        try:
-            self.set_result(write())
-        except BaseException as error:
-            self.set_exception(error)
+        def run() -> None:
+            try:
+                self.set_result(write())
+            except BaseException as error:
+                self.set_exception(error)
+
+        Thread(target=run, name="overlap1f1b-checkpoint").start()
 
     def result(self, timeout: float | None = None) -> Path:
         self._asked = True
@@ -40,7 +41,6 @@ class Saving(Future[Path]):
 
     def settle(self) -> None:
         """Wait; raise the error of the checkpoint if :meth:`result` has not been asked."""
-        if self._asked:
-            self.exception()
-        else:
-            self.result()
+        error = self.exception()
+        if error is not None and not self._asked:
+            raise error

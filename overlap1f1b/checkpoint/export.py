@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from overlap1f1b.checkpoint.folder import checkpoint_in
-from overlap1f1b.checkpoint.tensors import Index, check_tensors, empty, read_index, read_tensors
+from overlap1f1b.checkpoint.tensors import check_tensors, empty, read_index, read_tensors
 
 FILE_BYTES = 5_000_000_000
 
@@ -42,33 +40,29 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     if not index:
         raise ValueError(f"{path} has no model, it was saved with model='none'; allowed: one with all or trained")
     check_tensors(path)
-    parts = _parts(index, file_bytes)
+    sizes = {name: empty(meta, "meta").nbytes for name, meta in index.items()}
+    parts = _parts(sizes, file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
     for number, part in enumerate(parts):
-        tensors = {name: empty(meta) for name, meta in part.items()}
+        tensors = {name: empty(index[name]) for name in part}
         read_tensors(path, tensors)
         file = "model.safetensors" if len(parts) == 1 else f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
         whole = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
         save_file(whole, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(whole, file)
     if len(parts) > 1:
-        content = {"metadata": {"total_size": sum(map(_bytes, index.values()))}, "weight_map": where}
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
     return folder
 
 
-def _parts(index: Index, file_bytes: int) -> list[Index]:
-    parts: list[dict[str, TensorStorageMetadata]] = [{}]
-    size = 0
-    for name, meta in index.items():
-        if parts[-1] and size + _bytes(meta) > file_bytes:
-            parts.append({})
+def _parts(sizes: dict[str, int], file_bytes: int) -> list[list[str]]:
+    parts, size = [list[str]()], 0
+    for name, bytes_ in sizes.items():
+        if parts[-1] and size + bytes_ > file_bytes:
+            parts.append([])
             size = 0
-        parts[-1][name] = meta
-        size += _bytes(meta)
-    return list(parts)
-
-
-def _bytes(meta: TensorStorageMetadata) -> int:
-    return meta.size.numel() * meta.properties.dtype.itemsize
+        parts[-1].append(name)
+        size += bytes_
+    return parts

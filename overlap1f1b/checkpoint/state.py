@@ -96,13 +96,8 @@ def key_of(name: str, mesh: Mesh | None) -> str:
 def keys_of(states: States, stored: Mapping[str, bool], mesh: Mesh, layout: Mapping[Any, int]) -> dict[str, str]:
     """Return the names of the bytes that this rank reads, by the names of their states; a state of None is not wanted.
 
-    Random numbers are left out if they are missing or of another layout: ranks with data of their own draw others.
-
-    Args:
-        states: States of this run.
-        stored: Whether all ranks had the same bytes, by the name of each stored state.
-        mesh: Mesh of this run.
-        layout: Layout in which the states were stored.
+    ``stored`` says of each state, stored in a ``layout``, whether all ranks had the same. Random numbers are left out
+    if they are missing or of another layout: ranks with data of their own draw others.
     """
     for name in stored.keys() - states.keys():
         raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")
