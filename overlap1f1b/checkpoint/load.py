@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from overlap1f1b.checkpoint.folder import checkpoint_in
-from overlap1f1b.checkpoint.optimizer import Entries, Table, fill, first_difference
+from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, fill, first_difference
 from overlap1f1b.checkpoint.shards import Shards
 from overlap1f1b.checkpoint.state import States, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
@@ -86,7 +86,7 @@ def _prepared(
 ) -> Callable[[], None]:
     """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it."""
     # 1. What this rank reads.
-    index, shards, table = read_index(checkpoint), Shards(engine, optimizer), Table(**facts["optimizer"])
+    index, shards, table = read_index(checkpoint), Shards(engine, optimizer), OptimizerTable(**facts["optimizer"])
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
         if key.endswith("._extra_state"):  # which a module may take in any shape

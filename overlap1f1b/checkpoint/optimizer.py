@@ -1,6 +1,6 @@
 """An optimizer in a checkpoint: entries of parameters and numbers of parameter groups, by the parameters' names.
 
-    table = Table.merged(tables)  # of all ranks
+    table = OptimizerTable.merged(tables)  # of all ranks
     fill(optimizer, entries, table.chosen(optimizer, names))
 
 Large tensors of an optimizer's state are DCP's; the table has tensors of the whole shape on the meta device in their
@@ -56,7 +56,7 @@ def is_large(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-class Table(NamedTuple):
+class OptimizerTable(NamedTuple):
     """What the optimizer of one rank has, or those of all ranks.
 
     Args:
@@ -70,7 +70,7 @@ class Table(NamedTuple):
     groups: list[Numbers] | None
 
     @classmethod
-    def merged(cls, ranks: Sequence[Table]) -> Table:
+    def merged(cls, ranks: Sequence[OptimizerTable]) -> OptimizerTable:
         """Return the table of all ranks."""
         entries: dict[str, Entries] = {}
         for name, own in (pair for rank in ranks for pair in rank.entries.items()):

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
-from overlap1f1b.checkpoint.optimizer import Table, first_difference
+from overlap1f1b.checkpoint.optimizer import OptimizerTable, first_difference
 from overlap1f1b.checkpoint.shards import Shards, Stored
 from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, encoded
@@ -140,7 +140,7 @@ class _Description(NamedTuple):
 
     same: dict[str, Any]  # which all ranks must have
     slice: int  # number of the rank among those that share the experts
-    table: Table
+    table: OptimizerTable
     states: dict[str, int]  # checksum of each of the run's states
 
 
@@ -153,7 +153,7 @@ def _tensors_to_write(
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank could write, by name. They share the memory of the run's."""
 
-    def collect() -> tuple[Shards, Table, dict[str, Tensor], dict[str, Tensor]]:
+    def collect() -> tuple[Shards, OptimizerTable, dict[str, Tensor], dict[str, Tensor]]:
         shards = Shards(engine, optimizer)
         table, large = shards.of_optimizer()
         return shards, table, shards.of_model(facts["model"]) | large, pack(with_random(states))
@@ -168,7 +168,7 @@ def _tensors_to_write(
             raise ValueError(f"{together.failed}: {key} is {here} and {there}; allowed: the same on all ranks")
     shared = {name: len({one.states[name] for one in every}) == 1 for name in packed}
     tensors |= {key_of(name, None if shared[name] else engine.mesh): content for name, content in packed.items()}
-    table = Table.merged([one.table for one in every])
+    table = OptimizerTable.merged([one.table for one in every])
     if together.rank == 0:
         tensors[FACTS] = encoded(facts | {"states": shared, "optimizer": table._asdict()})
     begun = {(name, one.slice) for one in every for name in one.table.entries}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from overlap1f1b.checkpoint.optimizer import Entries, Table, is_large, numbers_of, plain
+from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, is_large, numbers_of, plain
 from overlap1f1b.checkpoint.tensors import Whole
 from overlap1f1b.cut.blocks import marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
@@ -111,7 +111,7 @@ class Shards:
         names = [name for name in state if self.holds(name) and name not in frozen]
         return {f"model.{name}": self._whole(state[name], name) for name in names}
 
-    def of_optimizer(self) -> tuple[Table, dict[str, Tensor]]:
+    def of_optimizer(self) -> tuple[OptimizerTable, dict[str, Tensor]]:
         """Return the optimizer's table, and the large tensors of its state as they are stored, by name."""
         every, large = dict[str, Entries](), dict[str, Tensor]()
         for name, parameter in self.parameters.items():
@@ -135,9 +135,9 @@ class Shards:
         groups = [numbers_of(group) for group in self.optimizer.param_groups]
         pairs = zip(groups, self.optimizer.param_groups, strict=True)
         numbers = {self.stored_names[p]: own for own, group in pairs for p in group["params"]}
-        return Table(every, numbers, groups), large
+        return OptimizerTable(every, numbers, groups), large
 
-    def zeros(self, table: Table, name: str) -> tuple[Entries, dict[str, Tensor]]:
+    def zeros(self, table: OptimizerTable, name: str) -> tuple[Entries, dict[str, Tensor]]:
         """Return a table's entries of a parameter, with zeros for large ones, and these as they are stored, by name."""
         parameter, stored = self.parameters[name], dict[str, Tensor]()
         entries = dict(table.entries.get(self.stored_names[parameter], {}))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from overlap1f1b.checkpoint.optimizer import Table, fill, numbers_of, plain
+from overlap1f1b.checkpoint.optimizer import OptimizerTable, fill, numbers_of, plain
 from overlap1f1b.checkpoint.tensors import decoded, encoded
 
 
@@ -50,11 +50,11 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
     return torch.optim.AdamW(groups, **options), names
 
 
-def stored(*lrs: Any, **options: Any) -> Table:
+def stored(*lrs: Any, **options: Any) -> OptimizerTable:
     one, names = optimizer(*lrs, **options)
     groups = [numbers_of(group) for group in one.param_groups]
-    table = Table({}, dict(zip(names.values(), groups, strict=True)), groups)
-    return Table(**decoded(encoded(Table.merged([table])._asdict())))
+    table = OptimizerTable({}, dict(zip(names.values(), groups, strict=True)), groups)
+    return OptimizerTable(**decoded(encoded(OptimizerTable.merged([table])._asdict())))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:

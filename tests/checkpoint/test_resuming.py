@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from overlap1f1b.checkpoint import folder as checkpoint_folder
 from overlap1f1b.checkpoint import load_checkpoint, save, save_checkpoint
-from overlap1f1b.checkpoint.optimizer import Table
+from overlap1f1b.checkpoint.optimizer import OptimizerTable
 from overlap1f1b.checkpoint.shards import Shards
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import failures
@@ -234,7 +234,7 @@ LOADING: Phases = {
     "index": (FileSystemReader, "read_metadata"),
     "read": (FileSystemReader, "read_data"),
     "model": (nn.Module, "state_dict"),
-    "groups": (Table, "chosen"),
+    "groups": (OptimizerTable, "chosen"),
     "optimizer": (torch.optim.Optimizer, "load_state_dict"),
 }
 FIRST_ALONE = {"save folder", "save merge", "save index", "save publish", "load latest"}
