@@ -57,7 +57,7 @@ def load_checkpoint(
     """
     check_kind("engine", engine, Engine)
     check_kind("directory", directory, str, PathLike)
-    with engine.guarded(lambda: "in load_checkpoint", (LostRankError, KeyboardInterrupt)):
+    with engine.guarded("load_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, f"{directory} cannot be searched")
         checkpoint = together.first(lambda: checkpoint_in(Path(directory)))

@@ -95,7 +95,7 @@ def save_checkpoint(
     directory = Path(directory)
     failed = f"checkpoint {directory / name_of(step)} cannot be written"
     saving = Saving()
-    with engine.guarded(lambda: "in save_checkpoint", (LostRankError, KeyboardInterrupt)):
+    with engine.guarded("save_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
         facts = together.own(lambda: _facts(engine, step, config or {}, model))

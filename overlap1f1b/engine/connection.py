@@ -5,8 +5,9 @@ All communicators are made here, in one order on all ranks, and end with :meth:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,19 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.failures import DifferentCallsError
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
-from overlap1f1b.transport.mesh import DATA, Mesh
+from overlap1f1b.transport.mesh import DATA, Comparison, Mesh
 from overlap1f1b.transport.suspension import Forward
 
 Failing = type[BaseException] | tuple[type[BaseException], ...]
+
+
+Call = Literal["step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "another call"]
+_CALLS = get_args(Call)
+_RANKS = 2**20  # more than there are
+_FACTS = 3  # numbers that a call may compare
 
 
 class Connection:
@@ -69,7 +77,8 @@ class Connection:
         self.mesh = Mesh(mesh, options.limit, options.experts_over)
         self._communicators = Communicators(owner, self.mesh, options.device, exchange)
         self._failed = self._closed = self._entered = False
-        with self._reporting(lambda: "in the construction of its Engine"):
+        self._calls = 0  # that all ranks have made
+        with self._reporting("in the construction of its Engine"):
             placement, mesh_ = program.placement, self.mesh
             # 1. All ranks were given the same options.
             shared = None if exchange is None else type(exchange).__name__
@@ -172,15 +181,23 @@ class Connection:
         self._communicators.settle(lambda: "what was launched before a barrier has not ended on the device")
 
     @contextmanager
-    def guarded(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
-        """After a failure in the body, put earlier gradients back, end the waits of all other ranks, and this engine.
+    def guarded(
+        self, call: Call, of: Failing = BaseException, *, place: str = "", facts: Sequence[float] = ()
+    ) -> Iterator[Comparison]:
+        """Guard a call that all ranks make.
+
+        Ranks compare which call it is, and up to three numbers of it. In a step they go on meanwhile: a rank that has
+        made another call ends the step. After a failure in the body, put earlier gradients back, end the waits of all
+        other ranks, and this engine.
 
         Args:
-            where: Returns what this rank was doing, for messages.
+            call: Its name.
             of: Failures that end the engine, by default all; after others it can go on.
+            place: Where in the call this rank is, for messages.
+            facts: Numbers to compare, see the :class:`~overlap1f1b.transport.mesh.Comparison` that this yields.
 
         Raises:
-            RuntimeError: The engine has failed before, or is in a step.
+            RuntimeError: The engine has failed before, or is in a step; ranks have made different calls.
         """
         if self._closed:
             raise RuntimeError("this engine is closed; allowed: a new one, on all ranks")
@@ -190,9 +207,15 @@ class Connection:
         if self._entered or Forward.running() is not None:
             raise RuntimeError("an engine is used inside a block or a loss of a step; allowed: between steps")
         self._entered = True
+        of = (*(of if isinstance(of, tuple) else (of,)), DifferentCallsError)
         try:
-            with self._reporting(where, of), self._communicators.watched():
-                yield
+            with self._reporting(place or f"in {call}", of), self._communicators.watched():
+                comparison = self._compared(call, facts)
+                if call != "step":
+                    self._check(comparison)
+                yield comparison
+                if call == "step":
+                    self._check(comparison)
         except CapacityOverflowError:  # on all ranks, after everything was played
             raise
         except of:
@@ -205,8 +228,23 @@ class Connection:
         finally:
             self._entered = False
 
+    def _compared(self, call: Call, facts: Sequence[float]) -> Comparison:
+        self._calls += 1
+        numbers = (*facts, *(0.0,) * (_FACTS - len(facts)))
+        return self.mesh.compared(_CALLS.index(call) * _RANKS + self.mesh.number, *numbers)
+
+    def _check(self, comparison: Comparison) -> None:
+        """Check that all ranks of this one's lines have made the same call."""
+        least, most = (divmod(int(number), _RANKS) for number in comparison.extremes(0))
+        if least[0] != most[0]:
+            one, other = (f"{_CALLS[call]} on {self.mesh.labels[rank]}" for call, rank in (least, most))
+            raise DifferentCallsError(
+                f"call {self._calls} of the engine is {one} and {other}; allowed: the same call on all ranks, also of "
+                "mean_loss, clip_gradients and evaluate, while what one rank alone may do is print"
+            )
+
     @contextmanager
-    def _reporting(self, where: Callable[[], str], of: Failing = BaseException) -> Iterator[None]:
+    def _reporting(self, where: str, of: Failing = BaseException) -> Iterator[None]:
         """Tell the other ranks of a failure in the body, and end their waits."""
         failures = self.mesh.failures
         try:
@@ -215,7 +253,7 @@ class Connection:
             raise
         except of as error:
             self._failed = self.mesh.several
-            failures.tell(error, f"{self.mesh.label} failed {failures.place or where()}")
+            failures.tell(error, f"{self.mesh.label} failed {failures.place or where}")
             if self._failed:
                 self._communicators.abort()
             failures.explain(error)

@@ -22,7 +22,7 @@ from overlap1f1b.cut.segment import check_gradients_possible
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import CallSizes, FirstRows, check_tensor_group, compare_batches, values
 from overlap1f1b.engine.capacity import Capacity
-from overlap1f1b.engine.connection import Connection
+from overlap1f1b.engine.connection import Call, Connection
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.learn.check import Verification
@@ -42,6 +42,7 @@ from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.mesh import Comparison
 
 
 class Engine:
@@ -108,7 +109,7 @@ class Engine:
         # 2. Groups, stages, lanes, sums.
         self.connection = connection = Connection(self, model, program, mesh, options, exchange)
         self.mesh, self.stages = connection.mesh, connection.stages
-        with connection.guarded(lambda: "in the construction of its Engine"):
+        with connection.guarded("another call", place="in the construction of its Engine"):
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
             self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             holders = connection.sharding.holders
@@ -163,7 +164,7 @@ class Engine:
         if not self.tuner.steps and self._compares:
             ends = {"inputs": 0, "target": self.program.placement.stages - 1}
             needed = [name for name, stage in ends.items() if stage in self.stages]
-            with self.guarded(lambda: "before its first step"):
+            with self.guarded("step", place="before its first step"):
                 other = compare_batches({"inputs": inputs, "target": target}, self.mesh, needed)
             if other:
                 warnings.warn(
@@ -246,13 +247,22 @@ class Engine:
         every = (*self.observers, *observers) if grad else tuple(one for one in self.observers if one.rehearses)
         links = self.connection.links
         step = Step(plan, make_feed, self.stages, links, grad=grad, loss_scale=loss_scale, observers=every)
-        with self.guarded(lambda: "before the first node of its plan"), self.tuner.naming_limit(plan):
-            return self._evaluate(step) if coming is None else self._train(step, coming)
+        call: Call = "step" if grad else "evaluate"
+        facts, place = self._facts(step), "before the first node of its plan"
+        with (
+            self.guarded(call, place=place, facts=list(facts.values())) as comparison,
+            self.tuner.naming_limit(plan),
+        ):
+            self._agree(step, comparison)
+            played = self._evaluate(step) if coming is None else self._train(step, coming)
+            # All ranks have played the same step, and scaled alike.
+            if any(comparison.differ(here=not grad)[1:]):  # as by a gradient scaler of its own on some rank
+                self.mesh.agree(facts)
+            return played
 
     def _train(self, step: Step, coming: Coming) -> PlayedStep:
         tuner, purpose, first = self.tuner, coming.purpose, not self.tuner.steps
-        # 1. All ranks have the same plan and the same parameters.
-        differ = self._agree(step)
+        # 1. All ranks have the same parameters.
         self._check_parameters(first=first)
         # 2. Who looks on because of what the step is for.
         rows = FirstRows()
@@ -274,21 +284,15 @@ class Engine:
             played = self._run(step, coming.loop)
         if count is not None:
             played = played._replace(result=replace(played.result, peak_bytes=count.count.peak))
-        # 4. All ranks have played the same step, and scaled alike.
-        if any(differ()):  # as by a gradient scaler of its own on some rank
-            self.mesh.agree(self._facts(step))
         if first and self._compares:
             check_tensor_group(self.stages, self.mesh, rows.found)
-        # 5. What the step has shown decides how the next ones are played.
+        # 4. What the step has shown decides how the next ones are played.
         tuner.learn(coming, played.result, self.connection.boundary.timed, None if count is None else count.count)
         return played
 
     def _evaluate(self, step: Step) -> PlayedStep:
-        differ = self._agree(step)
         with self.connection.sharding.gathered(gathered_in(step.plan.ranks[step.links.rank])):
-            played = self._run(step, self.tuner.loop_of(step.plan))
-        differ(here=True)
-        return played
+            return self._run(step, self.tuner.loop_of(step.plan))
 
     def _run(self, step: Step, loop: Plan | None) -> PlayedStep:
         if not self.tuner.steps:
@@ -299,13 +303,12 @@ class Engine:
         self.tuner.note_verified(step.plan)
         return played
 
-    def _agree(self, step: Step) -> Callable[..., list[bool]]:
-        """Compare a step over ranks; return what waits for the comparison of :meth:`_facts`."""
+    def _agree(self, step: Step, comparison: Comparison) -> None:
+        """Compare the plan of a step over ranks, and its number of microbatches if it is another one here."""
         plan, count = step.plan, step.plan.program.microbatches
-        differ = self.mesh.compared(*self._facts(step).values())
         if count != self._played:
             # Ranks whose number has not changed do not wait here: they play, and learn of this error there.
-            if differ(here=True)[0]:
+            if comparison.differ(here=True)[1]:
                 raise ValueError(
                     f"microbatches={count} on {self.mesh.label}, after {self._played}, and another number on a rank "
                     "beside it; allowed: the same on all ranks"
@@ -314,7 +317,6 @@ class Engine:
                 refuse_graphs(stage.blocks, stage.names)
         self._played = count
         self.tuner.agree(plan)
-        return differ
 
     def _facts(self, step: Step) -> dict[str, float]:
         """Return what must be the same on all ranks in every step."""
@@ -415,7 +417,7 @@ class Engine:
 
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
-        with self.guarded(lambda: "in mean_loss"):
+        with self.guarded("mean_loss"):
             losses = (
                 torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
             )
@@ -429,7 +431,7 @@ class Engine:
         All ranks must call this. ``norm_type`` is as of torch's ``clip_grad_norm_``: ``math.inf`` for the largest.
         """
         max_norm, norm_type = check_norm("max_norm", max_norm), check_norm("norm_type", norm_type)
-        with self.guarded(lambda: "in clip_gradients"):
+        with self.guarded("clip_gradients"):
             repeated = self.connection.tied.repeated
             return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, repeated)
 
@@ -441,11 +443,10 @@ class Engine:
         """Return the parameters of this rank's stages, each once."""
         return iter(_parameters_of(self.stages))
 
-    def guarded(
-        self, where: Callable[[], str], of: type[BaseException] | tuple[type[BaseException], ...] = BaseException
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return :meth:`Connection.guarded <overlap1f1b.engine.connection.Connection.guarded>`."""
-        return self.connection.guarded(where, of)
+    @property
+    def guarded(self) -> Callable[..., contextlib.AbstractContextManager[Comparison]]:
+        """Guard of a call that all ranks make: :meth:`overlap1f1b.engine.connection.Connection.guarded`."""
+        return self.connection.guarded
 
     def close(self) -> None:
         """Release communicators and threads; all ranks must call this. The engine cannot be used again.

@@ -28,6 +28,10 @@ class LostRankError(RuntimeError):
     """Another rank failed, or did not answer within the limit."""
 
 
+class DifferentCallsError(RuntimeError):
+    """Ranks have made different calls of an engine, which all of them must make."""
+
+
 class Store:
     """The process group's store. Its calls may fail but not hang, although the rank that holds it may be stopped.
 

@@ -124,6 +124,11 @@ class Mesh:
         return torch.empty(0, device=self.device_type).device
 
     @property
+    def number(self) -> int:
+        """Number of this rank in the default group."""
+        return self._rank
+
+    @property
     def label(self) -> str:
         """Name of this rank in messages."""
         return self.labels[self._rank]
@@ -306,31 +311,9 @@ class Mesh:
             if dimension in self._control:
                 self._compare(self.along(dimension), self.gathered(dimension, dict(facts)), besides)
 
-    def compared(self, *numbers: float) -> Callable[..., list[bool]]:
-        """Start to compare numbers over all ranks; return a function that waits and returns whether each one differs.
-
-        It returns the same on all ranks, or with ``here=True``, by which ranks may call it alone, whether numbers
-        differ along any dimension of this rank. It raises a LostRankError if a rank failed, or did not answer within
-        the limit.
-        """
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
-        most = {name: own.clone() for name in self._control}
-        works = {name: self._control[name].allreduce([line], options) for name, line in most.items()}
-
-        def differ(*, here: bool = False) -> list[bool]:
-            for name, work in works.items():
-                with _naming(name):
-                    work.wait()
-            found = torch.stack([(line != own).any(dim=0) for line in (own, *most.values())]).any(dim=0).to(torch.uint8)
-            # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
-            for name in () if here or len(most) < 2 else most:
-                with _naming(name):
-                    self._control[name].allreduce([found], options).wait()
-            return [bool(one) for one in found.tolist()]
-
-        return differ
+    def compared(self, *numbers: float) -> Comparison:
+        """Start to compare numbers over all ranks."""
+        return Comparison(self._control, numbers)
 
     def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]], besides: str = "") -> None:
         first: dict[str, tuple[object, int]] = {}
@@ -380,6 +363,45 @@ class Mesh:
     def every(self, value: T) -> dict[int, T]:
         """Return the values of all ranks by their numbers in the default group; all ranks must call this."""
         return self.combined({self._rank: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t})
+
+
+class Comparison:
+    """Numbers that are compared over the ranks of some groups, by their dimensions, while the thread goes on.
+
+    Waits raise a LostRankError if a rank failed, or did not answer within the limit.
+    """
+
+    def __init__(self, groups: Mapping[Dimension, Group], numbers: Sequence[float]) -> None:
+        self._groups = groups
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self._own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
+        self._most = {name: self._own.clone() for name in groups}
+        self._works = {name: groups[name].allreduce([line], self._options) for name, line in self._most.items()}
+
+    def differ(self, *, here: bool = False) -> list[bool]:
+        """Wait; return whether each number differs, the same on all ranks.
+
+        With ``here=True``, by which ranks may call this alone, it is along any dimension of this rank.
+        """
+        lines = self._lines()
+        found = torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines)]).any(dim=0).to(torch.uint8)
+        # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
+        for name in () if here or len(lines) < 2 else self._groups:
+            with _naming(name):
+                self._groups[name].allreduce([found], self._options).wait()
+        return [bool(one) for one in found.tolist()]
+
+    def extremes(self, position: int) -> tuple[float, float]:
+        """Wait; return the least and the largest of the numbers at a position, along all dimensions of this rank."""
+        most, least = torch.stack([self._own, *self._lines()])[:, :, position].max(dim=0).values.tolist()
+        return -least, most
+
+    def _lines(self) -> list[torch.Tensor]:
+        for name, work in self._works.items():
+            with _naming(name):
+                work.wait()
+        return list(self._most.values())
 
 
 @contextmanager

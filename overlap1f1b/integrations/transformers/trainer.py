@@ -429,7 +429,7 @@ class Overlapped(Trainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and self.overlap_args.pp > 1:  # ranks of a pipeline read the same rows
             random = RandomState()
-            with self.engine.guarded(lambda: "in the resumption of random numbers"):
+            with self.engine.guarded("another call", place="in the resumption of random numbers"):
                 first = self.engine.mesh.gathered("pp", random.state_dict())[0]
             random.load_state_dict({name: first[name] for name in ("python", "numpy", "cpu")})
 

@@ -140,7 +140,7 @@ def test_engines_end_with_their_model_with_their_function_or_by_close(rank: int,
     gc.collect()
     left = engine_of(function, kept)
     function.close()
-    with pytest.raises(RuntimeError, match="this engine is closed"), left.guarded(str):
+    with pytest.raises(RuntimeError, match="this engine is closed"), left.guarded("another call"):
         pass
     assert not engines_of(kept)
     kept.zero_grad()
