@@ -170,7 +170,7 @@ def _unwaited_work(allreduce: Callable[..., Any]) -> Callable[..., Any]:
     return start
 
 
-def _not_free() -> loopback._Place:
+def _not_free() -> loopback._Buffer:
     """A place in host memory that does not wait until it is free."""
 
     class Taken(place_class):  # type: ignore[misc, valid-type]
@@ -179,7 +179,7 @@ def _not_free() -> loopback._Place:
     return Taken()
 
 
-place_class = loopback._Place
+place_class = loopback._Buffer
 
 
 def _unready(like: DeviceStream, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -212,7 +212,7 @@ def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
         ),
         "early rows have memory of their own": (both, [(DeviceStream, "empty", _unready)]),
         "the way back waits for the way out": ("loopback", [(Event, "wait", lambda self, stream=None: None)]),
-        "a place is filled when it is free": ("loopback", [(loopback, "_Place", _not_free)]),
+        "a place is filled when it is free": ("loopback", [(loopback, "_Buffer", _not_free)]),
     }
 
 
