@@ -39,7 +39,8 @@ host. Ranks of tests are threads that share these generators, so that a step com
 rank drew from them in the steps before."""
 STEP = {
     "play/feed.py Microbatches.__init__": "the seed of the step, from the host's generator",
-    "transport/mesh.py Mesh.compared.<locals>.differ": "a number that is on the host",
+    "transport/mesh.py Comparison.differ": "numbers that are on the host",
+    "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
     "transport/communicators.py Communicators.settle": "the end of the step: a lost rank would hang the next read",
 }
 EXACT = {
@@ -56,10 +57,12 @@ TOKENS = {
 }
 AFTER = {
     "mean_loss": {
+        "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
         "engine/engine.py Engine.mean_loss": "all losses together; where the last stage is",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
     "clip_gradients": {
+        "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
         "reduce/clipping.py _powers": "norms of all gradients together",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
