@@ -148,7 +148,7 @@ def _slices_of_a_tensor(rank: int, size: int, folder: Path) -> bool:
     return equal(*parts)
 
 
-@pytest.mark.wide  # such experts without FSDP2 are in reduce/test_slices.py, and checkpoints under FSDP2 above
+@pytest.mark.wide  # such experts without FSDP2 are in reduce/test_sums_slices.py, and checkpoints under FSDP2 above
 def test_experts_that_are_slices_of_a_tensor(ranks4: Ranks, tmp_path: Path) -> None:
     assert ranks4.run(_slices_of_a_tensor, tmp_path) == [True] * 4
     consolidate(tmp_path, tmp_path / "whole")
