@@ -29,10 +29,10 @@ from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.play.feed import feed_batch
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engine import tensors
 from tests.engines import COSTS, make, said_of
 from tests.pauses import pauses
 from tests.ranks import Ranks, over
+from tests.reduce import tensors
 from tests.tiers import first, wide
 
 MICROBATCHES = 4

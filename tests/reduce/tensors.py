@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from overlap1f1b.moe import GroupedExperts
 from tests import models
-from tests.engine.ring import RingAttention
+from tests.reduce.ring import RingAttention
 
 V, H, HEADS, E, K, S = 31, 24, 4, 8, 2, 8
 
