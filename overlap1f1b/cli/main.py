@@ -146,10 +146,9 @@ def as_options(text: str, options: Any) -> str:
     groups = (options, *vars(options).values()) if is_dataclass(options) else ()
 
     def named(found: re.Match[str]) -> str:
-        name = {"peak_activations": "memory"}.get(found[1], found[1])
-        if all(str(getattr(group, name, "")) != found[2] for group in groups):  # another option's, as of --compare
+        if all(str(getattr(group, found[1], "")) != found[2] for group in groups):  # another option's, as of --compare
             return found[0]
-        return f"--{name.replace('_', '-')} {found[2]}"
+        return f"--{found[1].replace('_', '-')} {found[2]}"
 
     first, *others = (re.sub(r"^(\w+)='?([^'\s;]+)'?", named, part) for part in text.split(" with "))
     return " with ".join([first, *others]) if first.startswith("--") else text

@@ -17,7 +17,6 @@ from torch.profiler import profile as torch_profile
 from overlap1f1b.checkpoint.folder import latest
 from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import parse_overlap
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
 from overlap1f1b.profiling import read
@@ -116,7 +115,7 @@ def _result(options: Options, rank: Rank, engine: Engine, ranks: list[dict[str, 
         "workload": {
             "of": "train" if isinstance(options, TrainOptions) else "bench",
             "program": engine.program.name,
-            "overlap": options.overlap,
+            "overlap": str(options.overlap),
             "order": engine.plan.order,
             "microbatches": options.microbatches,
         },
@@ -156,7 +155,7 @@ def subject(options: Options, rank: Rank, say: Say) -> Iterator[tuple[Engine, Ca
         return
     say(f"loading, then {options.profile_steps} steps")
     corpus = Corpus.load(options.text, sequence=options.sequence)
-    trainer = Trainer(options, rank, corpus, options.program(), overlap=parse_overlap(options.overlap))
+    trainer = Trainer(options, rank, corpus, options.program(), overlap=options.overlap)
     checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
     indices = count(0 if checkpoint is None else trainer.load(checkpoint))
     say(f"measuring nodes, then {options.profile_steps} steps")

@@ -1,20 +1,28 @@
-"""The options of an engine: the only list of them."""
+"""The options of an engine: the only list of them. The module does not load torch.
+
+:class:`UserOptions` has those that a user chooses. ``train``, ``bench`` and Trainer derive theirs from it, so none is
+forgotten. :class:`EngineOptions` adds what follows from the model and its loop: a program gives it.
+"""
 
 from __future__ import annotations
 
+import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from itertools import product
-from typing import Any, Literal, SupportsFloat, get_args
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
-from torch import Tensor
-
-from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_parts, parse_recompute
+from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_overlap, parse_parts, parse_recompute
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
-from overlap1f1b.transport.communicators import DeviceOptions
+from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
@@ -23,42 +31,106 @@ AUTO_PARTS = (1, 2, 4)
 """Numbers of parts whose costs ``auto`` measures."""
 TRIES = 3
 """Steps in which each of the fastest plans is tried."""
+T = TypeVar("T")
+
+
+def documented(options: type[T]) -> type[T]:
+    """Give each field of a dataclass its text, from ``Args`` of the class or of its bases, as ``metadata["help"]``.
+
+    There transformers' ``HfArgumentParser`` looks for it; tyro reads the docstrings itself.
+    """
+    texts: dict[str, str] = {}
+    for of in reversed(options.__mro__):
+        args = inspect.cleandoc(of.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        texts.update(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", args, re.MULTILINE))
+    for one in fields(options):  # type: ignore[arg-type]
+        one.metadata = MappingProxyType({"help": " ".join(texts[one.name].split())})
+    return options
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class UserOptions:
+    """Options of an engine that a user chooses, each a number, a word or a switch.
+
+    Args:
+        overlap: serial, pairs, or k: the fastest of both and of up to k open actions. The schedule auto opens any
+            number, as the costs ask for.
+        recompute: Activations that blocks drop after their forward and compute again before their backward: experts,
+            the experts' own; attention, all others (in a block without experts everything); block, both. Nothing is
+            exchanged twice: rows that the experts received and returned are kept. auto, under a limit of memory,
+            measures all four, two steps each, and chooses for each block, by the bytes that are saved for each second
+            of the step.
+        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
+            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
+            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: auto measures 1, 2
+            and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the fastest.
+        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share, such as 1.25: no host waits
+            for sizes. Ranks along "ep" must have equally many tokens. By default sizes are exact.
+        memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
+            text such as 70GB or 64GiB, or on a GPU auto, what it has free less a reserve. A step counts what each node
+            holds, on a CPU one more. Only plans that keep within it are played; they may have fewer open actions and
+            forwards to warm up. Ranks may have different ones.
+        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
+            and the one whose steps were the fastest is kept. Gradients do not depend on it. With 0, and with costs that
+            are given, the predicted fastest is kept.
+        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another. The
+            steps that measure nodes, which hide nothing, are not, nor plans for other numbers of microbatches of which
+            no more are open at once.
+        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
+    """
+
+    overlap: Overlap = 3
+    recompute: Literal[Recompute, "auto"] = "none"
+    parts: Parts = 1
+    capacity: float | None = None
+    memory: int | str | None = None
+    tries: int = TRIES
+    verify: bool = True
+    timeout: float = DEFAULT_LIMIT_S
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for a value of another kind, or out of range."""
+        parse_overlap(self.overlap)
+        parse_memory(self.memory)
+        for name, parse in (("recompute", parse_recompute), ("parts", parse_parts)):
+            if (value := getattr(self, name)) != "auto":
+                try:
+                    parse(value)
+                except ValueError as error:
+                    raise ValueError(f"{error}, or auto") from None
+        if self.recompute == "auto" and (self.memory is None or self.parts != 1):
+            raise ValueError(
+                "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or one of "
+                f"{', '.join(get_args(Recompute))}"
+            )
+        if self.capacity is not None and not (
+            isinstance(self.capacity, SupportsFloat) and 0 < float(self.capacity) < math.inf
+        ):
+            raise ValueError(f"capacity={quoted(self.capacity)}; allowed: more than 0, or None")
+        check_size("tries", self.tries, 0)
+        check_switches(self, "verify")
+        if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
+            raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+
+    def engine_options(self, **given: Any) -> EngineOptions:
+        """Return the options of an engine: these, and what a program gives."""
+        chosen = {one.name: getattr(self, one.name) for one in fields(UserOptions)}
+        return EngineOptions(**chosen | given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(UserOptions):
     """How an :class:`~overlap1f1b.engine.Engine` plays; all ranks are given the same.
 
     >>> EngineOptions(overlap="pairs", recompute="experts").parts
     1
 
+    Beside the :class:`UserOptions`, a program may give:
+
     Args:
-        overlap: ``"serial"``, ``"pairs"``, or k: the fastest of both and of up to k open actions. The schedule ``auto``
-            opens any number, as the costs ask for.
-        recompute: Activations that blocks drop after their forward and compute again before their backward:
-            ``"experts"`` the experts' own, ``"attention"`` all others (in a block without experts everything),
-            ``"block"`` both. Nothing is exchanged twice: rows that the experts received and returned are kept.
-            ``"auto"``, under a limit of ``memory``, measures all four, two steps each, and chooses for each block, by
-            the bytes that are saved for each second of the step.
-        parts: Parts of the tokens of each call of experts, each with exchanges of its own: these travel behind the
-            experts of another part of the same microbatch. So exchanges are hidden where few microbatches are open, as
-            in warm-up, with one or two microbatches, and in evaluation. Smaller products cost more: ``"auto"`` measures
-            1, 2 and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the
-            fastest.
-        capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share: no host waits for sizes.
-            Ranks along "ep" must have equally many tokens. By default sizes are exact.
-        memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
-            text such as ``"70GB"`` or ``"64GiB"``, or on a GPU ``"auto"``, what it has free less a reserve. A step
-            counts what each node holds, on a CPU one more. Only plans that keep within it are played; they may have
-            fewer open actions and forwards to warm up. Ranks may have different ones.
         costs: Seconds of every node, instead of measuring them.
         plan: A compiled plan to play, instead of compiling one.
-        tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
-            and the one whose steps were the fastest is kept, see ``Engine.tuner.tried``. Gradients do not depend on it.
-            With 0, and with costs that are given, the predicted fastest is kept.
-        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another: see
-            :class:`~overlap1f1b.learn.check.Verification`. The steps that measure nodes, which hide nothing, are not,
-            nor plans for other numbers of microbatches of which no more are open at once.
         reduce: Whether gradients are summed over the ranks that hold the same parameters, under the rest of the step.
             For modules under torch's FSDP2, FSDP2 sums them. In the first step values of these parameters are compared,
             and over a tensor group batches, gradients and the tokens at the experts.
@@ -66,7 +138,6 @@ class EngineOptions:
             the step is then the mean over tokens, ``loss_fn`` the mean over the tokens of its microbatch, not called if
             there are none.
         dynamic_shapes: Whether tensors that pass between stages may change their sizes from step to step.
-        timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
         experts_over: Dimensions whose ranks share the experts: "cp", too, and "tp" where blocks split the tokens of a
             tensor group before the experts. Ranks along other dimensions have copies of them.
         block_weights: Relative costs of the blocks of a whole model, to split it into stages: see :func:`split_blocks`.
@@ -76,51 +147,24 @@ class EngineOptions:
         ValueError: A value of another kind, or out of range. What depends on model or program, its Engine refuses.
     """
 
-    overlap: Overlap = 3
-    recompute: Recompute | Literal["auto"] = "none"
-    parts: Parts = 1
-    capacity: float | None = None
-    memory: int | str | None = None
     costs: NodeCosts | None = None
     plan: Plan | None = None
-    tries: int = TRIES
-    verify: bool = True
     reduce: bool = True
     count_tokens: Callable[..., int | Tensor] | None = None
     dynamic_shapes: bool = False
-    timeout: float = DEFAULT_LIMIT_S
     experts_over: Sequence[str] = ("ep",)
     block_weights: Sequence[float] | None = None
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
-        parse_memory(self.memory)
+        self.check()
         check_kind("costs", self.costs, NodeCosts, None)
         check_kind("plan", self.plan, Plan, None)
         check_kind("device", self.device, DeviceOptions)
-        if self.recompute != "auto":
-            try:
-                parse_recompute(self.recompute)
-            except ValueError as error:
-                raise ValueError(f"{error}, or auto with memory") from None
-        if self.recompute == "auto" and (self.memory is None or (self.costs, self.plan, self.parts) != (None, None, 1)):
-            raise ValueError(
-                "recompute='auto' without a limit of memory, or with costs, a plan or parts; allowed: with memory, or "
-                f"one of {', '.join(get_args(Recompute))}"
-            )
-        check_size("tries", self.tries, 0)
-        if self.parts != "auto":
-            try:
-                parse_parts(self.parts)
-            except ValueError as error:
-                raise ValueError(f"{error}, or auto") from None
-        elif self.costs is not None or self.plan is not None:
-            raise ValueError("parts='auto' with costs or a plan, which are of one number; allowed: this number")
-        if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
-            raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
-        for name in ("verify", "reduce", "dynamic_shapes"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
+        for name in ("recompute", "parts"):
+            if getattr(self, name) == "auto" and (self.costs, self.plan) != (None, None):
+                raise ValueError(f"{name}='auto' with costs or a plan, which have one already; allowed: that one")
+        check_switches(self, "reduce", "dynamic_shapes")
         if self.count_tokens is not None and not callable(self.count_tokens):
             raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
 
@@ -146,6 +190,13 @@ class EngineOptions:
             "count_tokens": None if self.count_tokens is None else "a function",
             "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
         }
+
+
+def check_switches(options: object, *names: str) -> None:
+    """Raise ``ValueError`` for an attribute that is neither True nor False."""
+    for name in names:
+        if not isinstance(value := getattr(options, name), bool):
+            raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
 
 
 _UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}

@@ -1,5 +1,9 @@
 """Room ``engine``: plays a Program over a model."""
 
+from overlap1f1b.transport.versions import check_torch
+
+check_torch()
+
 from overlap1f1b.cut.blocks import MicrobatchBlock, blocks_of
 from overlap1f1b.cut.declaration import declare
 from overlap1f1b.cut.options import EngineOptions
@@ -13,7 +17,7 @@ from overlap1f1b.play.feed import Feed
 from overlap1f1b.play.microbatch import LossFunction, Microbatch
 from overlap1f1b.play.pair import combined_forward_backward_step
 from overlap1f1b.play.result import StepResult
-from overlap1f1b.transport.communicators import DeviceOptions
+from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.failures import LostRankError
 
 __all__ = [

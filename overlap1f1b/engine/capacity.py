@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, SupportsFloat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from overlap1f1b.play.observers import Observer, Routed
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.reduction import GradientsAside
-from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
 
 
@@ -41,15 +39,13 @@ class Capacity(Observer):
         parameters: Returns those of this rank's stages.
 
     Raises:
-        ValueError: An unknown ``factor``; in a step, ranks along "ep" with other numbers of tokens.
+        ValueError: In a step, ranks along "ep" with other numbers of tokens.
         CapacityOverflowError: At the end of a step.
     """
 
     rehearses = True
 
     def __init__(self, factor: float, mesh: Mesh, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        if not (isinstance(factor, SupportsFloat) and 0 < factor < math.inf):
-            raise ValueError(f"capacity={quoted(factor)}; allowed: more than 0, or None")
         self.factor, self._mesh, self._parameters = factor, mesh, parameters
         self._compared = False
         self._dropped: list[Dropped] = []

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from overlap1f1b.plan import Recompute, parse_overlap
+from overlap1f1b.cut.options import UserOptions
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
 from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
@@ -20,8 +20,6 @@ from overlap1f1b.transport.versions import check_torch
 
 DEFAULT_LINK = 0.03
 """GB/s at which the default model exchanges about as long as it computes on two cores."""
-WAIT = Range(most=1_000_000, above=True)
-"""Limits of a wait, in seconds: c10d counts milliseconds in a number of limited size."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,12 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """Options of train and bench."""
+class RunOptions(UserOptions):
+    """Options of train and bench: of the engine, of its ranks, of the model and its text."""
 
+    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes")] = None
+    memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
+    timeout: float = COMMAND_LINE_LIMIT_S
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2
     """Expert-parallel ranks. All pp × dp × ep ranks are started here; under torchrun its ranks are used instead."""
@@ -71,36 +72,23 @@ class RunOptions:
     """Stages of a pipeline rank."""
     extra_warmup: Annotated[int | None, by_default("INT", "0; 1 for combined_1f1b with one chunk on one rank")] = None
     """Additional forwards before the first backward, for schedules that take them."""
-    memory: Annotated[str | None, by_default("BYTES|FLOAT", "no limit; for auto see below")] = None
-    """Memory limit of a rank: bytes with a unit, such as 70GB, or auto, what a GPU has free. A number without a unit is
-    for the schedule auto: how many microbatches' activations a rank may hold at once; one microbatch in half of a
-    rank's layers counts 0.5. By default twice the pipeline ranks, at least 3."""
+    peak_activations: Annotated[float | None, by_default("FLOAT", "twice the pipeline ranks, at least 3")] = None
+    """Limit of the schedule auto: how many microbatches' activations a rank may hold at once; one microbatch in half of
+    a rank's layers counts 0.5."""
     microbatches: Annotated[int, Range(1)] = 8
     """Microbatches of a step."""
     batch: Annotated[int, Range(1)] = 16
     """Sequences of a step on each rank, divided evenly into microbatches."""
     sequence: Annotated[int, Range(1)] = 256
     """Bytes of a sequence."""
-    overlap: Annotated[str, tyro.conf.arg(metavar="serial|pairs|INT")] = "3"
-    """serial, pairs, or the number of actions that may be open at once."""
-    recompute: Recompute | Literal["auto"] = "none"
-    """Activations that blocks free after their forward and compute again before their backward: inside the
-    experts (experts), everywhere else (attention), or both (block); auto, with --memory, chooses for each block. No
-    exchange is repeated."""
-    parts: int | Literal["auto"] = 1
-    """Parts of the tokens of each call of experts, each with exchanges of its own, which travel behind another part's
-    experts; of use with few microbatches. auto: 1, 2 or 4, by costs that the first steps measure for each."""
-    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), ABOVE_0] = None
-    """Largest number of rows in an exchange, as a multiple of an even share, such as 1.25. All exchanges then have this
-    size, and the host waits for no counts."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Kernels of permutations, sums, activations and the router; on a GPU auto times both and keeps the faster."""
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
-    precision: Annotated[Literal["fp8", "mxfp8"] | None, by_default("fp8|mxfp8", "that of the weights")] = None
-    """Of the experts' products and the rows sent to them, in eight bits: fp8 with a scale a row, on a GPU one of
-    compute capability 9; mxfp8 with a scale of 32 elements, whose products a GPU computes in bfloat16."""
+    precision: Literal["weights", "fp8", "mxfp8"] = "weights"
+    """Of the experts' products and the rows sent to them: as the weights, or eight bits: fp8 with a scale a row, on a
+    GPU one of compute capability 9; mxfp8 with a scale of 32 elements, whose products a GPU computes in bfloat16."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None
@@ -108,8 +96,6 @@ class RunOptions:
     replaces the model of the sizes above."""
     seed: Annotated[int, Range(most=2**63 - 1)] = 0
     """Seed of weights and batches."""
-    timeout: Annotated[float, WAIT] = COMMAND_LINE_LIMIT_S
-    """Time limit of a wait for another rank, in seconds."""
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the results as JSON, or - for standard output."""
 
@@ -132,16 +118,8 @@ class RunOptions:
             microbatches=self.microbatches,
             chunks=self.chunks,
             extra_warmup=self.extra_warmup,
-            peak_activations=self.live,
+            peak_activations=self.peak_activations,
         )
-
-    @property
-    def live(self) -> float | None:
-        """Microbatches' activations of a limit of memory without a unit."""
-        try:
-            return None if self.memory is None else float(self.memory)
-        except ValueError:
-            return None
 
 
 @dataclass(frozen=True)
@@ -184,13 +162,13 @@ class TrainOptions(RunOptions):
     """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
     checkpoint_every: Annotated[int, Range(1)] = 50
     """Steps between checkpoints."""
-    verify: bool = True
-    """Compare the first step of every plan with a serial step of the same batch, bit by bit: one more step for each."""
     tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
-    compare: bool = False
-    """Train the same steps with the schedule sequential too, and show both. So it is without --checkpoint and --link,
-    too, if rows are exchanged."""
+    compare: Annotated[
+        tyro.conf.DisallowNone[bool | None],
+        by_default(default="on where rows are exchanged, without --checkpoint and --link"),
+    ] = None
+    """Train the same steps with the schedule sequential too, and show both."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +199,7 @@ class BenchOptions(RunOptions):
     compute: Literal["real", "timed"] = "real"
     """timed: instead of computing, matrix products wait for the measured time of their operations. The processor is
     then free for everything else, as beside a GPU."""
+    verify: bool = False
     reduce: bool = False
     """Also sum the gradients outside the experts over the ranks, in every row. The bounds do not include it."""
     rounds: Annotated[int, Range(1)] = 5
@@ -242,11 +221,11 @@ def check_run(options: RunOptions) -> None:
     if options.batch % options.microbatches:
         batch, count = options.batch, options.microbatches
         raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
-    parse_overlap(options.overlap)
+    options.check()
     if options.hf_config is None:
         _check_model(options)
     else:
-        default = vars(ModelOptions()) | {"weights_in": "combine", "precision": None}
+        default = vars(ModelOptions()) | {"weights_in": "combine", "precision": "weights"}
         for name, value in default.items():
             given = getattr(options.model, name) if name in vars(options.model) else getattr(options, name)
             if given != value:

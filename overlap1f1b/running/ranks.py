@@ -150,7 +150,7 @@ def lost(error: Exception) -> str | None:
 
 def one_line(error: Exception) -> str:
     """Return an error's text in one line, without the name of gloo's source file."""
-    return re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))
+    return re.sub(r"\[[^]]*/\S+\] ", "", " ".join(str(error).split()))
 
 
 def no_room(error: RuntimeError) -> str | None:

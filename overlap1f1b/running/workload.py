@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap1f1b import __version__
-from overlap1f1b.engine import EngineOptions, LossFunction
+from overlap1f1b.engine import LossFunction
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.integrations.transformers.split import RankModule, split_model
 from overlap1f1b.moe import Experts, use_kernels
@@ -37,7 +37,7 @@ def model_config(options: RunOptions) -> MoEConfig:
         score=router,
         aux_coefficient=0.0 if router == "sigmoid" else 0.01,
         weights_in=options.weights_in,
-        precision=options.precision,
+        precision=None if options.precision == "weights" else options.precision,
         kernels=options.kernels,
     )
 
@@ -119,13 +119,6 @@ def fed(options: RunOptions, rank: Rank, inputs: Tensor, target: Tensor) -> tupl
     if options.hf_config is not None:
         inputs = target = torch.cat([inputs, target[:, -1:]], dim=1)
     return inputs, target
-
-
-def engine_options(options: RunOptions) -> EngineOptions:
-    """Return the options of every engine of a command."""
-    named = ("recompute", "parts", "capacity", "timeout")
-    memory = options.memory if options.live is None else None
-    return EngineOptions(memory=memory, **{name: getattr(options, name) for name in named})
 
 
 def workload(options: RunOptions, *names: str) -> dict[str, Any]:

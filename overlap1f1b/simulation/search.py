@@ -122,7 +122,7 @@ class NodeModel:
         layers, waits = len(self._shape_of_a_stage(program.placement)), bool(self.costs.launch)
         return simulate(program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits)
 
-    def synthesized(self, ranks: int, microbatches: int, chunks: int, memory: float | None) -> PlanTimeline:
+    def synthesized(self, ranks: int, microbatches: int, chunks: int, peak_activations: float | None) -> PlanTimeline:
         """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.
 
         Raises:
@@ -133,7 +133,7 @@ class NodeModel:
         def tell(share: float) -> None:
             self.progress((len(plans) + share) / len(placements))
 
-        options: dict[str, Any] = {"peak_activations": memory, "counts_block": waits, "progress": tell}
+        options: dict[str, Any] = {"peak_activations": peak_activations, "counts_block": waits, "progress": tell}
         options["seconds"] = self.seconds / len(placements)
         for placement in placements:
             shape = self._shape_of_a_stage(placement)
@@ -190,7 +190,7 @@ def played(
     ranks: int,
     microbatches: int,
     forward_only: bool = False,
-    memory: float | None = None,
+    peak_activations: float | None = None,
 ) -> tuple[Program, Played]:
     """Return the program of a candidate and its timeline.
 
@@ -204,7 +204,7 @@ def played(
         raise ValueError(f"overlap={candidate.overlap} with auto; allowed: none, since all orders are tried")
     if not isinstance(model, NodeModel):
         raise ValueError("auto with costs of actions; allowed: with costs of sub-ops")
-    timeline = model.synthesized(ranks, microbatches, candidate.options.get("chunks", 1), memory)
+    timeline = model.synthesized(ranks, microbatches, candidate.options.get("chunks", 1), peak_activations)
     return timeline.plan.program, timeline
 
 
@@ -254,13 +254,13 @@ def search(
     microbatches: int,
     model: Model,
     forward_only: bool = False,
-    memory: float | None = None,
+    peak_activations: float | None = None,
     top: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Ranking:
     """Simulate the candidates and rank them.
 
-    >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=Costs(), memory=4)
+    >>> ranking = search(list(candidates()), ranks=4, microbatches=8, model=Costs(), peak_activations=4)
     >>> [(str(candidate), round(outcome.makespan, 6)) for candidate, outcome in ranking.found[:2]]
     [('zb_h1:chunks=4', 24.75), ('zb_h1:chunks=3', 25.0)]
 
@@ -270,19 +270,19 @@ def search(
         microbatches: Microbatches of a step.
         model: Costs of actions, or a :class:`NodeModel` with costs of nodes.
         forward_only: Whether the forwards alone are played.
-        memory: Limit of live activations on any rank; the unit is a rank's whole share of the model for one microbatch.
+        peak_activations: Limit of live activations on any rank, in microbatches of a rank's whole share of the model.
         top: Number of wanted candidates. A candidate that by the model's bound cannot be among the fastest ``top`` is
             not played. Candidates with the smallest bound are played first. None plays all.
         progress: Called with the number of candidates done, after each.
 
     Raises:
-        ValueError: The memory limit is not above 0, or ``top`` is under 1.
+        ValueError: ``peak_activations`` is not above 0, or ``top`` is under 1.
     """
-    if memory is not None and not (isinstance(memory, Real) and memory > 0):
-        raise ValueError(f"memory={memory!r}; allowed: more than 0")
+    if peak_activations is not None and not (isinstance(peak_activations, Real) and peak_activations > 0):
+        raise ValueError(f"peak_activations={peak_activations!r}; allowed: more than 0")
     if top is not None:
         check_size("top", top)
-    limit = float("inf") if memory is None else memory + 1e-9
+    limit = float("inf") if peak_activations is None else peak_activations + 1e-9
     step: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "forward_only": forward_only}
     found: dict[int, Outcome] = {}
     over: list[tuple[float, int]] = []
@@ -299,7 +299,7 @@ def search(
             progress(done)
             continue
         try:
-            outcome = Outcome.of(*played(candidate, model, memory=memory, **step))
+            outcome = Outcome.of(*played(candidate, model, peak_activations=peak_activations, **step))
         except ValueError as error:
             refused.append((index, str(error)))
         else:

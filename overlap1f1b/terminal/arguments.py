@@ -23,14 +23,14 @@ _MESSAGES = {
     r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": r"\2 \1; allowed: \3",
     r" \(applied to [\w ]+\)": "",
     r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
-    r"allowed: INT\|\{(\w+)\}$": r"allowed: a whole number, or \1",
+    r"allowed: INT\|\{([\w,]+)\}$": r"allowed: a whole number, or \1",
     r"allowed: INT$": "allowed: a whole number",
     r"allowed: FLOAT$": "allowed: a number",
 }
 """Patterns of tyro's messages, and the same in the words of this project's errors; applied in this order."""
 
 
-def by_default(metavar: str, default: object = "none") -> Any:
+def by_default(metavar: str | None = None, default: object = "none") -> Any:
     """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 

@@ -7,65 +7,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from overlap1f1b.schedule.values import check_kind, check_size
 from overlap1f1b.transport import devices, streams
+from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.devices import Watch, watch_of
-from overlap1f1b.transport.exchange import DEFAULT_CTAS, CollectiveExchange, Exchange, own_exchange
+from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.failures import Failures, LostRankError, headline
 from overlap1f1b.transport.groups import abort, limit, side_by_side, users_aborts
 from overlap1f1b.transport.limits import LATE_FACTOR, LOOK_S
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
-
-LEAST_CTAS = 16
-"""Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    """Multiprocessors of a GPU for transfers and for compute.
-
-    A third of the thread blocks is for rows, a sixth for each of the two sums of gradients, one for counts, and one for
-    each direction between two neighbours. So all kernels that wait for a peer fit beside each other, and leave compute
-    the rest. Sums of tied parameters run alone, at the end of a step, and have no limit.
-
-    Args:
-        ctas: Thread blocks, each on a multiprocessor, that all transfers of an engine on NCCL may occupy together.
-        carveout: Whether torch's products leave multiprocessors alone in which rows may travel, two for each of their
-            blocks: else a grouped product takes up to 1.7 times as long beside them.
-
-    Raises:
-        ValueError: Fewer than :data:`LEAST_CTAS`, or values of another kind.
-    """
-
-    ctas: int = 3 * DEFAULT_CTAS
-    carveout: bool = True
-
-    def __post_init__(self) -> None:
-        check_size("ctas", self.ctas, LEAST_CTAS)
-        check_kind("carveout", self.carveout, bool)
-
-    @property
-    def rows(self) -> int:
-        """Thread blocks of rows."""
-        return self.ctas // 3
-
-    @property
-    def sums(self) -> int:
-        """Thread blocks of each sum of gradients."""
-        return self.ctas // 6
-
-    def check(self, device: torch.device) -> None:
-        """Raise ``ValueError`` if the device has fewer multiprocessors."""
-        gpu = devices.of(device)
-        most = self.ctas if gpu is None else gpu.get_device_properties(device).multi_processor_count
-        if self.ctas > most:
-            raise ValueError(f"ctas={self.ctas} on {device}; allowed: {LEAST_CTAS} to its {most} multiprocessors")
 
 
 class Watchdog:
@@ -167,7 +121,8 @@ class Communicators:
             ValueError: The mesh's groups, the default group or the budget do not fit the device.
         """
         self.mesh.check_device(device)
-        self.options.check(device)
+        if (gpu := devices.of(device)) is not None:
+            self.options.check(device, gpu.get_device_properties(device).multi_processor_count)
         self._device, self._watch = device, watch_of(device)
 
     def warm_up(self) -> None:

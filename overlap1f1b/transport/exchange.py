@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.transport import devices
+from overlap1f1b.transport.budget import DEFAULT_CTAS
 from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
 from overlap1f1b.transport.streams import HostCopy, Mark, SideStream, side_stream
 
@@ -342,10 +343,6 @@ def _all_to_all(result: Tensor, source: Tensor, group: dist.ProcessGroup, splits
     work = group.alltoall_base(result, source, *splits, options)
     if work is not None:  # a backend that knows no option asyncOp
         work.wait()
-
-
-DEFAULT_CTAS = 8
-"""Thread blocks of a transfer on NCCL, each on one multiprocessor."""
 
 
 def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None) -> Exchange:

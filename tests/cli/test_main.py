@@ -56,10 +56,7 @@ def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, pa
         ("plan --schedule zb_v --ranks 2 --microbatches 4 --extra-warmup 2", "--extra-warmup 2 with zb_v; allowed: 0"),
         ("train --heads 3 --ep 1", "--hidden 256 with --heads 3; allowed: multiples of 6"),
         ("train --pp 9 --layers 4", "--pp 9 makes 9 stages of 6 blocks: embedding, --layers 4, head; "),
-        (
-            "train --ep 1 --hidden 1000000000000",
-            "can't allocate memory: you tried to allocate 1024000000000000 bytes; ",
-        ),
+        ("train --ep 1 --hidden 1000000000000", "can't allocate memory: you tried to allocate "),
     ],
 )
 def test_errors_of_the_library_name_the_option(capsys: Capture, words: str, message: str) -> None:

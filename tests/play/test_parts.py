@@ -164,7 +164,7 @@ def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(rank: i
 
 def test_costs_of_one_number_choose_none() -> None:
     program = build_schedule("sequential", microbatches=2)
-    with pytest.raises(ValueError, match="parts='auto' with costs or a plan, which are of one number; allowed: this"):
+    with pytest.raises(ValueError, match="parts='auto' with costs or a plan, which have one already; allowed: that"):
         make(models.build(), program, costs=COSTS, parts="auto")
 
 

@@ -38,7 +38,9 @@ def test_finds_what_brute_force_finds(ranks: int, microbatches: int) -> None:
     costs = Costs(**{name: draw.choice(values) for name, values in choices.items()})
     built = everything(ranks, microbatches, costs)
     for memory in (1.0, float("inf")) if (ranks + microbatches) % 2 else (2.5, 4.0):
-        ranking = search(list(candidates()), ranks=ranks, microbatches=microbatches, model=costs, memory=memory)
+        ranking = search(
+            list(candidates()), ranks=ranks, microbatches=microbatches, model=costs, peak_activations=memory
+        )
         got = {
             (c.schedule, c.options["chunks"], c.options.get("extra_warmup", 0)): outcome.makespan
             for c, outcome in ranking.found
@@ -60,7 +62,7 @@ def test_of_equals_the_one_with_less_memory_comes_first() -> None:
 def test_what_is_left_out_says_why() -> None:
     tried = [Candidate("dualpipe"), Candidate("afab"), Candidate("sequential")]
     done: list[int] = []
-    ranking = search(tried, ranks=3, microbatches=5, model=Costs(), memory=3, progress=done.append)
+    ranking = search(tried, ranks=3, microbatches=5, model=Costs(), peak_activations=3, progress=done.append)
     assert [str(candidate) for candidate, _ in ranking.found] == ["sequential"]
     assert ranking.over == ((Candidate("afab"), 5.0),)
     assert ranking.refused == (
@@ -78,8 +80,8 @@ def test_what_is_given_is_not_varied() -> None:
 
 @pytest.mark.parametrize("memory", [0.0, -1.0, float("nan"), "8"])
 def test_a_limit_must_be_above_zero(memory: float) -> None:
-    with pytest.raises(ValueError, match=f"^memory={memory!r}; allowed: more than 0$"):
-        search([], ranks=1, microbatches=1, model=Costs(), memory=memory)
+    with pytest.raises(ValueError, match=f"^peak_activations={memory!r}; allowed: more than 0$"):
+        search([], ranks=1, microbatches=1, model=Costs(), peak_activations=memory)
 
 
 def test_actions_know_no_overlap() -> None:
@@ -106,7 +108,7 @@ def test_nodes_are_searched_over_overlaps() -> None:
         "layers=2 over 3 chunks; allowed: a multiple of 3"
     }
     limit = ranking.found[0][1].peak_activations - 0.5
-    within = search(tried, ranks=2, microbatches=3, model=model, memory=limit)
+    within = search(tried, ranks=2, microbatches=3, model=model, peak_activations=limit)
     assert [c for c, _ in within.found] == [c for c, o in ranking.found if o.peak_activations <= limit]
 
 
@@ -128,7 +130,7 @@ def test_pruning_changes_nothing_among_the_first(
     schedules = ["sequential", "1f1b", "combined_1f1b", "zb_v", "dualpipe"]
     tried = list(candidates(schedules=schedules, chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
     done: list[int] = []
-    sizes_and_limit: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "memory": memory}
+    sizes_and_limit: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "peak_activations": memory}
     whole = search(tried, model=model, **sizes_and_limit)
     pruned = search(tried, model=model, top=top, progress=done.append, **sizes_and_limit)
     assert pruned.found[:top] == whole.found[:top]

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.transport import communicators, devices, groups, streams
 from overlap1f1b.transport import mesh as mesh_module
 from overlap1f1b.transport.boundary import LINK_CTAS
-from overlap1f1b.transport.communicators import LEAST_CTAS, Communicators, DeviceOptions, Watchdog
+from overlap1f1b.transport.budget import LEAST_CTAS, DeviceOptions
+from overlap1f1b.transport.communicators import Communicators, Watchdog
 from overlap1f1b.transport.devices import Stamp
 from overlap1f1b.transport.failures import Failures, LostRankError
 from overlap1f1b.transport.mesh import Mesh
@@ -37,12 +38,9 @@ def test_all_transfers_fit_the_budget(ctas: int) -> None:
 
 
 def test_more_blocks_than_multiprocessors() -> None:
-    DeviceOptions(ctas=200).check(torch.device("cpu"))
-    gpu = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(multi_processor_count=132))
-    with patch.object(devices, "of", lambda device: gpu):
-        DeviceOptions(ctas=132).check(GPU)
-        with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 16 to its 132 multiprocessors$"):
-            DeviceOptions(ctas=133).check(GPU)
+    DeviceOptions(ctas=132).check(GPU, 132)
+    with pytest.raises(ValueError, match=r"^ctas=133 on cuda:0; allowed: 16 to its 132 multiprocessors$"):
+        DeviceOptions(ctas=133).check(GPU, 132)
     with pytest.raises(ValueError, match=r"^ctas=15; allowed: 16 or more$"):
         DeviceOptions(ctas=15)
 

@@ -63,7 +63,7 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         "ranks": 4 if options.ranks is None else options.ranks,
         "microbatches": 8 if options.microbatches is None else options.microbatches,
         "forward_only": options.forward_only,
-        "memory": options.memory,
+        "peak_activations": options.peak_activations,
     }
     if options.from_csv is not None:
         program = read(options.from_csv)
@@ -113,7 +113,8 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Cal
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
         raise ValueError(
-            f"--memory {options.memory:g}: none of {len(tried)} schedules fits; allowed: {peak:g} or more ({least})"
+            f"--peak-activations {options.peak_activations:g}: none of {len(tried)} schedules fits; "
+            f"allowed: {peak:g} or more ({least})"
         )
     if not ranking.found:
         first, *others = dict.fromkeys(why for _, why in ranking.refused)

@@ -99,7 +99,7 @@ class PlanOptions:
 
       overlap1f1b plan --layers 4 --ranks 1 --attention 1 --experts 1.3 --dispatch 1.7 --launch 0.1
 
-      overlap1f1b plan --search --ranks 8 --microbatches 32 --memory 8
+      overlap1f1b plan --search --ranks 8 --microbatches 32 --peak-activations 8
 
       overlap1f1b plan --csv plan.csv && overlap1f1b plan --from-csv plan.csv --trace plan.json
     """
@@ -130,9 +130,9 @@ class PlanOptions:
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Try all schedules, chunks, extra_warmup and, with --layers, overlap for these ranks, microbatches and costs, and
     draw the fastest. Options that are given are not varied."""
-    memory: Annotated[float | None, by_default("FLOAT"), ABOVE_0] = None
-    """Memory limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole
-    share of the model. For auto it is by default twice the number of ranks, at least 3."""
+    peak_activations: Annotated[float | None, by_default("FLOAT"), ABOVE_0] = None
+    """Limit for --search and auto: how many microbatches' activations a rank may hold at once, over its whole share of
+    the model. For auto it is by default twice the number of ranks, at least 3."""
     top: Annotated[int | None, by_default("INT", 15), Range(1)] = None
     """Rows in the table of --search; the JSON has all schedules that were played. With --layers, a schedule is not
     played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""
@@ -167,7 +167,7 @@ def check_plan(options: PlanOptions) -> None:
         _refuse(options, ("top",), needed="with --search")
         if not auto:
             _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
-            _refuse(options, ("memory",), needed="with --search or auto")
+            _refuse(options, ("peak_activations",), needed="with --search or auto")
     elif options.group_size is not None:
         raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
     elif options.compare:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from overlap1f1b.cut.options import UserOptions, documented
 from overlap1f1b.engine import EngineOptions
-from overlap1f1b.plan import Recompute, parse_overlap, parse_recompute
 from overlap1f1b.schedule import Program, build_schedule
-from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
 
-@dataclass
-class OverlapArguments:
+@documented
+@dataclass(frozen=True)
+class OverlapArguments(UserOptions):
     """Division of the model and way to play a trainer's steps; ``HfArgumentParser`` reads it from the command line.
 
     >>> arguments = OverlapArguments(pp=2)
@@ -22,51 +22,40 @@ class OverlapArguments:
     >>> arguments.program(microbatches=4).name
     'combined_1f1b'
 
+    All :class:`UserOptions` are among the arguments, and:
+
     Args:
         pp: Pipeline ranks, each with equally many layers.
-        ep: Ranks that share the experts, each with data of its own; 0 for all that ``pp`` and ``dp`` leave.
+        ep: Ranks that share the experts, each with data of its own; 0 for all that pp and dp leave.
         dp: Copies of this, each with data of its own.
         schedule: Name of the schedule that is played in every optimizer step; its microbatches are the
-            ``gradient_accumulation_steps``.
-        overlap: ``serial``, ``pairs``, or the most actions that are open at once, see :class:`Engine`.
-        recompute: Activations to compute again in the backward: ``none``, ``experts``, ``attention`` or ``block``.
-        parts: Parts of the tokens of each call of experts, 1 to 8, or ``auto`` to measure, see :class:`Engine`.
+            gradient_accumulation_steps.
         pretrained: Folder of the weights of a model on the meta device; each rank reads its part.
         adapter: Folder of an adapter that PEFT has written, for a PEFT model on the meta device.
-        verify: Whether the first step of every plan is compared with a plain loop, see :class:`Engine`.
-        timeout: Limit in seconds of every wait for another rank.
+
+    Raises:
+        ValueError: A value of another kind, or out of range.
     """
 
-    pp: int = field(default=1, metadata={"help": "Pipeline ranks, each with equally many layers."})
-    ep: int = field(default=0, metadata={"help": "Ranks that share the experts; 0 for all that pp and dp leave."})
-    dp: int = field(default=1, metadata={"help": "Copies of these ranks."})
-    schedule: str = field(default="combined_1f1b", metadata={"help": "Schedule of an optimizer step."})
-    overlap: str = field(default="3", metadata={"help": "serial, pairs, or the most actions that are open at once."})
-    recompute: Recompute = field(default="none", metadata={"help": "Activations to compute again in the backward."})
-    # Listed, so that HfArgumentParser reads numbers as numbers; it allows no union of a number and a word.
-    parts: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = field(
-        default=1, metadata={"help": "Parts of the tokens of each call of experts; auto measures 1, 2 and 4."}
-    )
-    pretrained: str | None = field(default=None, metadata={"help": "Folder of the weights of a model on meta."})
-    adapter: str | None = field(default=None, metadata={"help": "Folder of the adapter of a PEFT model on meta."})
-    verify: bool = field(default=True, metadata={"help": "Compare the first step of every plan with a plain loop."})
-    timeout: float = field(default=DEFAULT_LIMIT_S, metadata={"help": "Limit of every wait for a rank, in seconds."})
+    pp: int = 1
+    ep: int = 0
+    dp: int = 1
+    schedule: str = "combined_1f1b"
+    pretrained: str | None = None
+    adapter: str | None = None
+    # HfArgumentParser allows no union of a number and a word: parts are listed, so that it reads numbers as numbers.
+    overlap: str = "3"  # type: ignore[assignment]
+    parts: Literal[1, 2, 3, 4, 5, 6, 7, 8, "auto"] = 1
+    memory: str | None = None
 
     def __post_init__(self) -> None:
-        parse_recompute(self.recompute)
-        _ = self.options  # which are checked
+        self.check()
 
     @property
     def options(self) -> EngineOptions:
         """The options of the engine."""
-        return EngineOptions(
-            overlap=parse_overlap(self.overlap),
-            recompute=self.recompute,
-            parts=self.parts,
-            dynamic_shapes=True,  # batches are padded to their longest sequence, and an epoch's last is smaller
-            verify=self.verify,
-            timeout=self.timeout,
-        )
+        # batches are padded to their longest sequence, and an epoch's last is smaller
+        return self.engine_options(dynamic_shapes=True)
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
         """Return the sizes of "pp", "dp" and "ep" on that many ranks.

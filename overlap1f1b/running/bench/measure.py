@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.cut.options import TRIES, Parts
+from overlap1f1b.cut.options import Parts
 from overlap1f1b.engine import Engine, StepResult
 from overlap1f1b.learn.memory import peak_bytes
 from overlap1f1b.moe import set_auxiliary_scale
@@ -34,7 +34,7 @@ from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.transformer import MoETransformer
 from overlap1f1b.running.wire import Balanced, parse_loopback, parse_wire, shape
-from overlap1f1b.running.workload import build, engine_options, fed, loss_fn, model_config
+from overlap1f1b.running.workload import build, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
@@ -63,7 +63,7 @@ class Bench:
         if rank.device.type != "cpu" and (options.wire is not None or options.compute == "timed"):
             given = "--compute timed" if options.wire is None else f"--wire {options.wire}"
             raise ValueError(f"{given} on {rank.device.type}; allowed: on a CPU alone ({devices.VISIBLE}= hides GPUs)")
-        if options.memory is not None and options.live is None and options.compute == "timed":
+        if options.memory is not None and options.compute == "timed":
             raise ValueError(
                 f"--memory {options.memory} with --compute timed, which computes no tensors; allowed: real"
             )
@@ -174,14 +174,12 @@ class Bench:
             overlap=variant.overlap,
             recompute=recompute or self.options.recompute,
             costs=costs,
-            tries=TRIES if variant.program.search_seconds else 0,  # other rows play what is predicted
+            tries=self.options.tries if variant.program.search_seconds else 0,  # other rows play what is predicted
             reduce=self.options.reduce,
         )
 
     def _engine(self, program: Program, mesh: DeviceMesh | None, exchange: Exchange | None, **given: Any) -> Engine:
-        # Gradients of all rows are compared at the end.
-        fixed: dict[str, Any] = {"parts": self.parts, "block_weights": self.block_weights, "verify": False}
-        options = replace(engine_options(self.options), **fixed, **given)
+        options = self.options.engine_options(parts=self.parts, block_weights=self.block_weights, **given)
         return Engine(self.played, program, mesh=mesh, loss_fn=self.loss_fn, options=options, exchange=exchange)
 
     def step(self, player: Player) -> tuple[float, Any]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from overlap1f1b.engine import Engine, EngineOptions, blocks_of, split_blocks
+from overlap1f1b.engine import Engine, blocks_of, split_blocks
 from overlap1f1b.integrations.torch_pipelining import overlapped
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Op, Resource, pipeline_bound
@@ -94,7 +94,7 @@ class TorchSchedule:
         self.first, self.last = 0 in held, placement.stages - 1 in held
         self.schedule = kind.schedule(stages if len(stages) > 1 else stages[0], options.microbatches, loss_fn)
         if kind.overlapped:
-            given = EngineOptions(parts=bench.parts, tries=0, verify=False, timeout=options.timeout)
+            given = options.engine_options(parts=bench.parts, tries=0)
             self.schedule = overlapped(self.schedule, mesh=rank.mesh, options=given, exchange=bench.recording)
             while self.schedule.engine.tuner.settling:
                 bench.step(self)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from overlap1f1b.plan import Overlap, parse_overlap
+from overlap1f1b.plan import Overlap
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.schedule import AUTO, DEFAULT_EXTRA_WARMUP, Program, build_schedule
 
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
 
 def asked_for(options: BenchOptions) -> Variant:
     """Return the variant of ``--schedule`` and ``--overlap``."""
-    return Variant(options.program(), parse_overlap(options.overlap), default=True)
+    return Variant(options.program(), options.overlap, default=True)
 
 
 def variants_of(options: BenchOptions) -> dict[str, Variant]:

@@ -11,7 +11,6 @@ from rich.console import Console
 from overlap1f1b.checkpoint import Saving
 from overlap1f1b.checkpoint.folder import latest
 from overlap1f1b.learn.purpose import Purpose
-from overlap1f1b.plan import parse_overlap
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
@@ -45,10 +44,10 @@ class _Run:
         self.steps: list[StepFigures] = []
         self.reference_steps: list[StepFigures] = []
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
-        overlap = parse_overlap(options.overlap)
-        self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=overlap)
+        self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=options.overlap)
         self.reference: Trainer | None = None
-        if options.compare or (options.checkpoint is None and options.link is None and options.ep > 1):
+        by_default = options.ep > 1 and options.checkpoint is None and options.link is None
+        if by_default if options.compare is None else options.compare:
             sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")
         self._introduce()
@@ -130,8 +129,8 @@ class _Run:
         if self.reference_steps:
             compare = compared(self.steps, self.reference_steps, self.tokens, start=self.start)
         first, last = (history.losses[0], history.losses[-1]) if history.losses else (None, None)
-        names = ("overlap", "recompute", "parts", "capacity", "microbatches", "batch", "sequence")
-        said = {"program": self.trainer.engine.program.name, "text": str(self.corpus)}
+        names = ("recompute", "parts", "capacity", "microbatches", "batch", "sequence")
+        said = {"overlap": str(options.overlap), "program": self.trainer.engine.program.name, "text": str(self.corpus)}
         return {
             "environment": environment(self.rank),
             "workload": workload(options, *names) | said,

@@ -6,7 +6,7 @@ import hashlib
 import math
 import os
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from overlap1f1b.running.link import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
-from overlap1f1b.running.workload import build, engine_options, fed
+from overlap1f1b.running.workload import build, fed
 from overlap1f1b.schedule import Program
 from overlap1f1b.simulation import OverlapFigures
 from overlap1f1b.terminal.output import refused
@@ -64,7 +64,7 @@ class Trainer:
     ) -> None:
         self.options, self.rank, self.corpus = options, rank, corpus
         self.model, model, loss, weights = build(options, rank, program)
-        given = replace(engine_options(options), block_weights=weights, overlap=overlap, verify=options.verify)
+        given = options.engine_options(block_weights=weights, overlap=overlap)
         self.link = link_of(options, rank)
         exchange = PacedExchange(own_exchange(rank.group), self.link) if self.link else None
         self.engine = Engine(model, program, mesh=rank.mesh, loss_fn=loss, options=given, exchange=exchange)

@@ -96,7 +96,7 @@ def test_compare(capsys: Capture) -> None:
 
 
 def test_search(capsys: Capture) -> None:
-    result = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--memory", 4)
+    result = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--peak-activations", 4)
     rows = result["search"]["rows"]
     assert (
         max(row["peak_activations"] for row in rows)
@@ -165,7 +165,7 @@ def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
 
 
 def test_search_shows_the_first_rows_and_what_is_left_out(capsys: Capture) -> None:
-    out = plan(capsys, "--search", "--ranks", 3, "--microbatches", 6, "--memory", 2, "--top", 1).out
+    out = plan(capsys, "--search", "--ranks", 3, "--microbatches", 6, "--peak-activations", 2, "--top", 1).out
     assert "slower ones; --top" in out
     assert "left out, over the memory limit: " in out
     assert "impossible: 1, such as dualpipe over 3 ranks" in out
@@ -237,7 +237,7 @@ def test_sub_ops_compared_and_searched(capsys: Capture) -> None:
 
 def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "auto.csv"
-    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--seconds", 0.01, "--memory", 3)
+    sizes = ("--layers", 2, "--ranks", 2, "--microbatches", 4, "--seconds", 0.01, "--peak-activations", 3)
     with few_tries():
         found = plan.content(
             capsys, *sizes, "--schedule", "auto", "--chunks", 2, "--csv", file, "--compare", "1f1b", "auto"
@@ -260,7 +260,7 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
         ("--compare auto:chunks=2", "--compare auto:chunks=2 without --layers; allowed: with --layers, which gives co"),
         ("--layers 1 --seconds 1", "--seconds 1 alone; allowed: with --search or auto"),
         ("--parts 2", "--parts 2 alone; allowed: with --layers"),
-        ("--layers 1 --schedule auto --memory 0.5", "--memory 0.5; allowed: 1 or more"),
+        ("--layers 1 --schedule auto --peak-activations 0.5", "--peak-activations 0.5; allowed: 1 or more"),
         ("--layers 1 --schedule auto --chunks 2", "--layers 1 over 2 chunks; allowed: a multiple of 2"),
         ("--layers 2 --schedule auto --extra-warmup 1", "--extra-warmup 1 with --schedule auto, wh"),
         ("--layers 2 --schedule auto --group-size 4", "--group-size 4 with --schedule auto, wh"),
@@ -294,7 +294,7 @@ def test_forward_only_forms_are_compared_and_searched(capsys: Capture) -> None:
     forwards = ("--forward-only", "--ranks", 2, "--microbatches", 4)
     compared = plan.content(capsys, *forwards, "--compare", "dualpipev", "combined_1f1b:chunks=2")["compare"]
     assert [row["makespan"] for row in compared] == [5, 5, 4.5]
-    found = plan.content(capsys, *forwards, "--search", "--memory", 1)["search"]
+    found = plan.content(capsys, *forwards, "--search", "--peak-activations", 1)["search"]
     assert (found["rows"][0]["schedule"], found["rows"][0]["makespan"], found["over_memory"]) == ("dualpipe", 4, [])
     assert {row["extra_warmup"] for row in found["rows"]} == {None, 0}
     by_sub_ops = plan.content(
@@ -335,7 +335,7 @@ def test_torch_is_not_loaded() -> None:
             (f"--layers 2 --{name} -1", "0 or more, at most 1e+100")
             for name in ("dispatch", "combine", "counts", "launch")
         ),
-        ("--search --memory 0", "more than 0"),
+        ("--search --peak-activations 0", "more than 0"),
         ("--width 3", "20 or more"),
     ],
 )
@@ -363,9 +363,12 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--compare 1f1b:overlap=2", "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
         ("--search --compare 1f1b", "--compare 1f1b with --search; allowed: one of them"),
         ("--search --group-size 4", "--group-size 4 with --search"),
-        ("--search --memory 0.5", "--memory 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)"),
+        (
+            "--search --peak-activations 0.5",
+            "--peak-activations 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)",
+        ),
         ("--search --chunks 9 --schedule 1f1b", "--chunks 9 with 1f1b; allowed: 1 (chunks is an option of seq"),
-        ("--memory 4", "--memory 4 alone; allowed: with --search"),
+        ("--peak-activations 4", "--peak-activations 4 alone; allowed: with --search"),
         ("--layers 4 --forward 1", "--forward 1 with --layers 4; allowed: one of them"),
         ("--layers 3 --chunks 2", "--layers 3 over 2 chunks; allowed: a multiple of 2"),
         ("--layers 2 --overlap most", "--overlap most; allowed: serial, pairs, or a number"),

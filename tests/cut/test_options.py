@@ -1,0 +1,76 @@
+"""An option of the engine is one of train, of bench and of Trainer, or it is a program's."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from overlap1f1b.cut.options import EngineOptions, UserOptions
+from overlap1f1b.running.options import BenchOptions, TrainOptions
+from overlap1f1b.terminal.arguments import parse
+
+GIVEN = {
+    "overlap": "2",
+    "recompute": "block",
+    "parts": "2",
+    "capacity": "1.5",
+    "memory": "1GB",
+    "tries": "1",
+    "timeout": "7.5",
+}
+"""Another value of each option that takes one; the only other option is a switch."""
+SWITCH = "verify"
+OF_PROGRAMS = {"costs", "plan", "reduce", "count_tokens", "dynamic_shapes", "experts_over", "block_weights", "device"}
+
+
+def words(switch: str) -> list[str]:
+    return [switch, *(word for name, value in GIVEN.items() for word in (f"--{name}", value))]
+
+
+def check(options: UserOptions, *, verify: bool) -> None:
+    """They reach the engine as they were given."""
+    found = options.engine_options()
+    assert {name: str(getattr(found, name)) for name in GIVEN} == GIVEN
+    assert found.verify is verify
+
+
+def test_an_option_is_a_users_or_a_programs() -> None:
+    """What does not follow from the model and its loop belongs to UserOptions, so that every command line has it."""
+    users = {one.name for one in fields(UserOptions)}
+    assert users == {*GIVEN, SWITCH}
+    assert {one.name for one in fields(EngineOptions)} - users == OF_PROGRAMS
+
+
+@pytest.mark.parametrize(("verb", "kind", "verify"), [("train", TrainOptions, False), ("bench", BenchOptions, True)])
+def test_options_of_a_command_line(verb: str, kind: type[Any], verify: bool) -> None:
+    switch = f"--{'' if verify else 'no-'}{SWITCH}"
+    check(parse([verb, *words(switch)], {verb: kind, "other": kind}, prog="p", description=""), verify=verify)
+
+
+def test_options_of_trainer() -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from overlap1f1b.integrations.transformers import OverlapArguments
+
+    parser = transformers.HfArgumentParser(OverlapArguments)
+    (found,) = parser.parse_args_into_dataclasses(words(f"--no_{SWITCH}"))
+    check(found, verify=False)
+    assert all(one.metadata["help"] for one in fields(OverlapArguments))
+    assert OverlapArguments().options.dynamic_shapes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"recompute": "auto"}, "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or"),
+        ({"recompute": "auto", "memory": "1GB", "parts": 2}, "recompute='auto' without a limit of memory, or with par"),
+        ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
+        ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
+        ({"memory": "much"}, "memory='much'; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None"),
+    ],
+)
+def test_values_that_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        EngineOptions(**given)
