@@ -20,8 +20,9 @@ from tests.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+LOGS = [page for page in sorted((ROOT / "benchmarks").rglob("*.md")) if not page.name.startswith("nvidia-")]
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOTS = (ROOT, ROOT / "overlap1f1b", ROOT / "benchmarks" / "results")
+ROOTS = (ROOT, ROOT / "overlap1f1b", ROOT / "benchmarks", ROOT / "benchmarks" / "results")
 LINK = re.compile(r'\]\(([^)\s]+)\)|src="([^"]+)"')
 FILE = re.compile(r"`([\w./-]+\.(?:py|md|json|svg|png|ipynb|sh|Dockerfile)|[\w./-]+/)`")
 
@@ -32,7 +33,34 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def sentences(page: str) -> list[str]:
+    """Return a page's sentences, without code, tables and headings; an item of a list is a paragraph."""
+    page = re.sub(r"^ *```.*?^ *```$|^(?: {4}|\||#|!|<|:::).*?$", "\n", page, flags=re.MULTILINE | re.DOTALL)
+    page = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]+`", "code", page))
+    paragraphs = re.split(r"\n\s*\n|^ *(?:[-*>]|\d+\.) ", page, flags=re.MULTILINE)
+    return [sentence for text in paragraphs for sentence in re.split(r"(?<=[.!?])[)\"*]*\s+", " ".join(text.split()))]
+
+
+def test_sentences_are_found() -> None:
+    page = (
+        "# A title\n\nOne `a. b` [two](x.md). (Four five.) Six\n\n- seven\n- eight\n```\na. b\n```\n    code\n| a |\n"
+    )
+    assert list(filter(None, sentences(page))) == ["One code [two].", "(Four five.", "Six", "seven", "eight"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "benchmarks" / "README.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
+    """At most 10 KB, and 30 words."""
+    assert page.stat().st_size <= 10 * 1024
+    long = [text for text in sentences(page.read_text()) if len(re.findall(r"\S*\w\S*", text)) > 30]
+    assert long == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *LOGS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
     for link, source in LINK.findall(text):
@@ -127,7 +155,7 @@ def test_the_lines_of_a_report_that_a_page_explains_are_those_of_the_program() -
 
 def test_the_pages_name_every_option_that_is_refused() -> None:
     of_megatron = [option for options in REFUSED.values() for option in options]
-    refused = {"coming-from.md": of_megatron, "integrations/trainer.md": OF_TRAINER}
+    refused = {"coming-from.md": of_megatron, "integrations/trainer-refused.md": OF_TRAINER}
     for page, options in refused.items():
         words = (ROOT / "docs" / page).read_text().replace("-", "_")
         assert [option for option in options if option not in words] == []
