@@ -46,6 +46,7 @@ def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = Non
             ``T·min(K, ranks)``, and rows without a token are the last.
         choices: Most choices for each rank, with ``room``. Later tokens are left out first.
     """
+    indices = indices.contiguous()  # any strides, as of a transposed top-k
     (tokens, top_k), local = indices.shape, experts // ranks
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=indices.device).tril(-1)
     rank = torch.where((indices >= 0) & (indices < experts), indices.div(local, rounding_mode="floor"), ranks)

@@ -88,9 +88,9 @@ class Router(nn.Module):
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
     experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
-    In training mode, choices are counted in ``load``, and auxiliary losses are attached to the weights, times
-    ``aux_scale``. One forward sees one microbatch on one rank: for the mean over all microbatches and ranks, the scale
-    is 1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler if there is one. The
+    In training mode choices are counted in ``load``, if gradients are on, and auxiliary losses are attached to the
+    weights, times ``aux_scale``. One forward sees one microbatch on one rank: for the mean over all microbatches and
+    ranks, the scale is 1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler. The
     engine sets it in each step; a plain training loop calls :func:`set_auxiliary_scale`. The forward reads it, so a
     later change does not affect microbatches that still wait for their backward.
 
@@ -136,7 +136,7 @@ class Router(nn.Module):
             weights = weights.to(dtype)
         else:
             indices, weights, scores = route(logits, self.correction_bias, rule, self.kernels, dtype)
-        if self.training:
+        if self.training and torch.is_grad_enabled():  # an evaluation of a model in training mode counts nothing
             self.kernels(count_choices_, self.load, indices)
             weights = self._attach_losses(weights, logits, scores, indices)
         return indices, weights

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from overlap1f1b.engine import Engine
+from overlap1f1b.engine import Engine, Feed
+from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, Transfer, build_exchange
@@ -127,6 +128,35 @@ def test_evaluate_gives_the_loss_and_touches_no_gradient() -> None:
     result = engine.evaluate(data[0], target=data[1])
     assert torch.equal(torch.stack(result.losses), torch.stack(losses))
     assert not models.equal(models.gradients(model), before)
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "block"])
+def test_only_steps_with_gradients_count_into_a_routers_load(recompute: Any) -> None:
+    config = RouterConfig(4, 2, aux_coefficient=0.1)
+    model = nn.Sequential(nn.Embedding(5, 8), MoE(8, 8, config), nn.Linear(8, 5))
+    engine = make(model, programs(2)[2], recompute=recompute, loss_fn=lambda x, y: nn.functional.cross_entropy(x.mT, y))
+    tokens = torch.randint(5, (4, 6))
+    for step in range(3):
+        engine.step(tokens, target=tokens)
+        engine.evaluate(tokens, target=tokens)
+        assert int(model[1].router.load.sum()) == (step + 1) * tokens.numel() * config.top_k
+
+
+def test_numbers_of_microbatches_are_followed_or_refused() -> None:
+    data, model = models.batch(4), models.build()
+    engine = make(model, programs(4)[2], costs=COSTS)
+    with pytest.raises(ValueError, match="microbatches=0; allowed: "):
+        engine.evaluate(data[0], target=data[1], microbatches=0)
+    asked = list[int]()
+
+    def given(stage: int, microbatch: int) -> dict[str, Any]:
+        asked.append(microbatch)
+        x, y = (part.chunk(2)[microbatch] for part in data)
+        return {"inputs": x, "target": y, "loss_fn": models.loss_fn, "loss_grad": 0.5}
+
+    engine.play(lambda: Feed(given, {0: 0.5, 1: 0.5}, None), microbatches=2)
+    assert sorted(set(asked)) == [0, 1]
+    assert engine.microbatches == 2
 
 
 def test_a_step_in_inference_mode_is_refused() -> None:

@@ -119,6 +119,16 @@ def test_a_backward_under_autocast(experts: GroupedExperts) -> None:
         torch.testing.assert_close(one, other, rtol=0.02, atol=float(one.abs().max()) * 0.02)
 
 
+@over(2)
+def test_indices_of_any_strides(rank: int, size: int) -> None:
+    experts = GroupedExperts(4, 8, 8, group=dist.group.WORLD)
+    tokens, scores = torch.randn(5, 8), torch.rand(5, 4)
+    weights, indices = scores.topk(2)
+    turned = indices.T.contiguous().T
+    assert turned.stride() != indices.stride()
+    assert torch.equal(experts(tokens, turned, weights), experts(tokens, indices, weights))
+
+
 @over(2, timeout=30)
 def test_a_copy_has_parameters_of_its_own_and_shares_the_group(rank: int, size: int) -> None:
     """As a moving average of the weights needs it."""

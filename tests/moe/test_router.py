@@ -169,6 +169,8 @@ def test_load_counts_choices_of_training_forwards_only() -> None:
     for seed in range(3):
         for expert in router(draw(9, H, seed=seed))[0].flatten().tolist():
             total[expert] += 1
+    with torch.no_grad():  # an evaluation of a model that was left in training mode
+        router(draw(9, H))
     router.eval()
     router(draw(9, H))
     assert router.load.tolist() == total
