@@ -10,8 +10,8 @@ from tests.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def alone() -> Iterator[Ranks]:
-    """One process, kept for the session: ``alone.run(function, *args)`` with ``function(rank, size, *args)``."""
+def kept() -> Iterator[dict[int, Ranks]]:
+    """One process, kept for the session, for bodies of ``@over(1)``."""
     workers = Ranks(1, timeout=120)
-    yield workers
+    yield {1: workers}
     workers.close()

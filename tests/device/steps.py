@@ -129,11 +129,6 @@ def stuck(logs: Sequence[Sequence[Entry]], seed: int = 1, *, maps: int = 1, sync
     ]
 
 
-def in_world(rank: int, size: int, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What a function gives on every rank of a world, for a process of its own."""
-    return World(ranks).run(function, *args)
-
-
 def played(
     program: Program, layout: Layout, overlaps: Sequence[Overlap], *, watch: bool = False, **options: Any
 ) -> tuple[World, list[tuple[list[dict[str, Tensor]], list[int]]]]:

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from overlap1f1b.running.bench.exchanges import AnsweringExchange, Replay, Sizes
 from overlap1f1b.transport.exchange import CollectiveExchange
 from tests.device.model import Entry
-from tests.device.standin import here
-from tests.device.steps import in_world
-from tests.ranks import Ranks
+from tests.device.standin import World, here
+from tests.ranks import over
 
 CPU = torch.device("cpu")
 
@@ -25,8 +24,9 @@ def _replayed(rank: int, size: int) -> list[Entry]:
     return here().log[begin:]
 
 
-def test_replayed_exchanges_and_compute_do_not_wait_for_each_other(alone: Ranks) -> None:
-    for log in alone.run(in_world, 2, _replayed)[0]:
+@over(1)
+def test_replayed_exchanges_and_compute_do_not_wait_for_each_other(rank: int, size: int) -> None:
+    for log in World(2).run(_replayed):
         assert not [entry for entry in log if entry.kind in ("wait", "record", "comm") and entry.args[0] == (0, 0)]
         assert sum(entry.kind == "comm" for entry in log) == 6
 
@@ -40,8 +40,9 @@ def _answered(rank: int, size: int) -> tuple[list[list[int]], list[Entry]]:
     return copies, [entry for entry in here().log if entry.kind == "block"]
 
 
-def test_the_host_reads_answered_counts_from_a_copy(alone: Ranks) -> None:
-    (((copies, blocked),),) = alone.run(in_world, 1, _answered)
+@over(1)
+def test_the_host_reads_answered_counts_from_a_copy(rank: int, size: int) -> None:
+    ((copies, blocked),) = World(1).run(_answered)
     assert copies == [[5, 6, 7, 8], [1, 2, 3, 4]]
     assert len(blocked) == 1
 

@@ -11,7 +11,7 @@ from overlap1f1b.transport.streams import HostCopy
 from tests import models
 from tests.device.standin import World, here
 from tests.device.steps import Layout, batch_of, engine_of, gradients_of, program_of, stuck
-from tests.ranks import Ranks
+from tests.ranks import over
 
 MICROBATCHES = 5
 
@@ -27,7 +27,7 @@ def _step(rank: int, size: int, capacity: float | None) -> tuple[int, int, Any]:
     return begin, dispatches, gradients_of(engine, model)
 
 
-def _waits(rank: int, size: int, capacity: float | None) -> Any:
+def _waits(capacity: float | None) -> Any:
     """Of every rank: dispatches, waits between the first and the last node, copies to the host; and what is wrong."""
     world, copies, original = World(2), Counter[int](), HostCopy.on
 
@@ -46,9 +46,10 @@ def _waits(rank: int, size: int, capacity: float | None) -> Any:
     return rows, stuck(logs), [gradients for *_, gradients in found]
 
 
-def test_the_host_waits_for_counts_only_without_a_capacity(alone: Ranks) -> None:
+@over(1)
+def test_the_host_waits_for_counts_only_without_a_capacity(rank: int, size: int) -> None:
     """And gradients are those of exact sizes."""
-    exact, padded = (alone.run(_waits, capacity)[0] for capacity in (None, 2.0))
+    exact, padded = (_waits(capacity) for capacity in (None, 2.0))
     for waiting, (rows, hangs, _) in ((True, exact), (False, padded)):
         assert not hangs
         for dispatches, waits, copies in rows:

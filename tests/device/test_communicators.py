@@ -22,7 +22,7 @@ from tests.device.model import hangs
 from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.reduce.test_ties import Stage
 from tests.tiers import wide
 
@@ -47,7 +47,8 @@ def _made(rank: int, size: int, layout: Layout, found: dict[int, Any]) -> None:
     engine.close()
 
 
-def _made_once(rank: int, size: int) -> None:
+@over(1)
+def test_communicators_are_made_in_the_constructor(rank: int, size: int) -> None:
     layout = Layout(4, 2)
     world, found, budgets = World(layout.size), dict[int, Any](), defaultdict[int, dict[str, int]](dict)
     on_device = groups.Groups._on_device
@@ -67,10 +68,6 @@ def _made_once(rank: int, size: int) -> None:
         assert sum(budgets[number].values()) <= 32
     assert not hangs([found[number][0] for number in range(layout.size)])  # whoever comes first
     assert len(world.closed) == sum(map(len, budgets.values()))
-
-
-def test_communicators_are_made_in_the_constructor(alone: Ranks) -> None:
-    alone.run(_made_once)
 
 
 MEET = threading.Barrier(4)
@@ -104,17 +101,14 @@ def _many(
             MEET.wait(60)
 
 
-def _stays_flat(rank: int, size: int, count: int, how: str) -> list[tuple[int, ...]]:
+@pytest.mark.parametrize(("how", "count"), [("closed", 7), *wide(("dropped", 8))])
+@over(1)
+def test_many_engines_leave_nothing(rank: int, size: int, how: str, count: int) -> None:
     sizes: list[tuple[int, ...]] = []
     at_once = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0"}
     with patch.object(groups, "FREED_S", 0.0), patch.dict(os.environ, at_once):
         World(4).run(_many, count, sizes, how, set(threading.enumerate()))
-    return sizes
-
-
-@pytest.mark.parametrize(("how", "count"), [("closed", 7), *wide(("dropped", 8))])
-def test_many_engines_leave_nothing(alone: Ranks, how: str, count: int) -> None:
-    ((first, last),) = alone.run(_stays_flat, count, how)
+    first, last = sizes
     assert last[:3] <= first[:3], (first, last)  # communicators, threads, file descriptors
     assert last[3] < first[3] + 2 * count, (first, last)  # objects: an engine that stayed would leave thousands
 
@@ -133,11 +127,8 @@ def _tied(rank: int, size: int) -> None:
         make(stages, program, mesh=mesh, costs=COSTS, timeout=20, verify=False).step(inputs, target=target)
 
 
-def _ties_meet(rank: int, size: int) -> list[str]:
+@over(1)
+def test_a_second_engine_meets_after_ties(rank: int, size: int) -> None:
     world = World(3)
     world.run(_tied)
-    return [str(stuck) for stuck in hangs(world.logs)]
-
-
-def test_a_second_engine_meets_after_ties(alone: Ranks) -> None:
-    assert alone.run(_ties_meet) == [[]]
+    assert not (stuck := hangs(world.logs)), stuck

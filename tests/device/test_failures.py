@@ -19,9 +19,9 @@ from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import groups
 from tests.device.standin import Stopped, World, here
-from tests.device.steps import COSTS, Layout, batch_of, in_world, mesh_of, model_of, program_of
+from tests.device.steps import COSTS, Layout, batch_of, mesh_of, model_of, program_of
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.tiers import wide
 
 LAYOUT, FAILING, LIMIT_S = Layout(2, 2), 2, 3.0
@@ -131,12 +131,6 @@ class Case:
         return error, took, sum(block.waits for block in blocks if isinstance(block, Waiting))
 
 
-def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple[str, float, int]]:
-    world = World(LAYOUT.size)
-    with _soon():
-        return world.run(Case(how, phase, waits).play)
-
-
 @pytest.mark.parametrize(
     ("how", "phase", "waits"),
     [
@@ -155,11 +149,13 @@ def _ends(rank: int, size: int, how: str, phase: str, waits: bool) -> list[tuple
         ),
     ],
 )
-def test_all_others_end_and_say_why(alone: Ranks, how: str, phase: str, waits: bool) -> None:
-    (found,) = alone.run(_ends, how, phase, waits)
+@over(1)
+def test_all_others_end_and_say_why(rank: int, size: int, how: str, phase: str, waits: bool) -> None:
+    with _soon():
+        found = World(LAYOUT.size).run(Case(how, phase, waits).play)
     assert any(waited for *_, waited in found) == waits
-    for rank, (said, took, _) in enumerate(found):
-        if rank == FAILING:
+    for number, (said, took, _) in enumerate(found):
+        if number == FAILING:
             assert said.startswith("ValueError: bad weather" if how == "raises" else "stopped"), said
             continue
         assert said.startswith("LostRankError"), said
@@ -205,15 +201,12 @@ def _bad_weather() -> None:
     raise ValueError("bad weather")
 
 
-def _collectives_of_a_model(rank: int, size: int) -> list[str]:
+@over(1, timeout=40)
+def test_a_host_that_waits_in_a_collective_of_the_model(rank: int, size: int) -> None:
+    """It is ended with the groups of the user, which an engine leaves alone else."""
     # The world's threads each know their own groups; torch knows all of a process in every thread.
     with _soon(), patch.object(groups, "_registered", lambda group: group.group_desc == "default_pg"):
-        return World(2).run(_waits_for_its_own)
-
-
-def test_a_host_that_waits_in_a_collective_of_the_model(alone: Ranks) -> None:
-    """It is ended with the groups of the user, which an engine leaves alone else."""
-    ((own, other),) = alone.run(_collectives_of_a_model, timeout=40)
+        own, other = World(2).run(_waits_for_its_own)
     assert own.startswith("ValueError: bad weather")
     assert other.startswith("LostRankError")
     assert "ValueError: bad weather" in other
@@ -242,9 +235,10 @@ def _uses_what_nobody_computed(rank: int, size: int) -> list[str]:
     return said
 
 
-def test_an_index_that_nobody_computed_is_not_the_cause(alone: Ranks) -> None:
+@over(1, timeout=40)
+def test_an_index_that_nobody_computed_is_not_the_cause(rank: int, size: int) -> None:
     """A rank that has ended its transfers may go on, and send to others whose transfers have not ended yet."""
-    ((_, said),) = alone.run(in_world, 2, _uses_what_nobody_computed, timeout=40)
+    _, said = World(2).run(_uses_what_nobody_computed)
     assert said == [
         "IndexError: index out of range in self",
         "LostRankError: rank cp 0 failed: ValueError: bad weather; here since then: "

@@ -8,7 +8,7 @@ from overlap1f1b.schedule import Kind
 from tests.device.standin import World, here
 from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
 from tests.plan.rules import meets
-from tests.ranks import Ranks
+from tests.ranks import over
 
 LAYOUT = Layout(2, 2)
 
@@ -39,7 +39,8 @@ def _measured(rank: int, size: int) -> tuple[int, NodeCosts, str, set[tuple[Op, 
     return steps, engine.costs, engine.plan.fingerprint, launched, held - computed, timed
 
 
-def _problems(rank: int, size: int) -> list[str]:
+@over(1)
+def test_every_rank_has_the_same_launch_costs_and_nothing_hangs(rank: int, size: int) -> None:
     world = World(LAYOUT.size)
     found = world.run(_measured)
     problems = [f"{setting}: {waits}" for setting, waits in stuck(world.logs)]
@@ -56,8 +57,4 @@ def _problems(rank: int, size: int) -> list[str]:
             problems.append(f"rank {number} has other costs")
         if other[4]:
             problems.append(f"rank {number} held the device {other[4]} times more often than it computed")
-    return problems
-
-
-def test_every_rank_has_the_same_launch_costs_and_nothing_hangs(alone: Ranks) -> None:
-    assert alone.run(_problems) == [[]]
+    assert not problems, problems

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +29,7 @@ from tests.device.model import Entry
 from tests.device.standin import Event, Stream, World
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, one_at_a_time, program_of
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.reduce.test_ties import MICROBATCHES, build
 from tests.tiers import first, wide
 
@@ -186,66 +186,61 @@ def _unready(like: DeviceStream, tensor: torch.Tensor, *shape: int) -> torch.Ten
     return tensor.new_empty(shape)
 
 
-def _removals() -> dict[str, tuple[str, list[tuple[Any, str, Any]]]]:
-    """What each removal replaces, and the world in which it matters."""
-    both = "stages and experts"
-    return {
-        "the way out waits for rows": ("loopback", [(Stream, "wait_stream", lambda self, other: None)]),
-        "compute waits for rows": (both, [(EventMark, "wait", _no_wait)]),
-        "a job waits for what was computed before": (both, [(Stream, "wait_stream", lambda self, other: None)]),
-        "the host waits for the copies of counts": (both, [(EventMark, "synchronize", lambda self, *limits: None)]),
-        "counts are copied behind their exchange": (both, [(HostCopy, "on", classmethod(_copied_apart))]),
-        "a sent tensor is freed when it is sent": (both, [(Transfer, "release", _not_released)]),
-        "compute waits for a received tensor": (both, [(Transfer, "receive", _receive_unwaited)]),
-        "rows live until they are exchanged": (
-            both,
-            [(CollectiveExchange, "rows", _without_source(CollectiveExchange.rows))],
-        ),
-        "experts wait for counts under a capacity": (
-            "capacity",
-            [(CollectiveExchange, "counts", _unwaited_counts(CollectiveExchange.counts))],
-        ),
-        "gradients wait for their sum": (both, [(Reducer, "_all_reduce", _unwaited_sums(Reducer._all_reduce))]),
-        "tied gradients wait for their sum": (
-            "tied",
-            [(standin.StandInGroup, "allreduce", _unwaited_work(standin.StandInGroup.allreduce))],
-        ),
-        "early rows have memory of their own": (both, [(DeviceStream, "empty", _unready)]),
-        "the way back waits for the way out": ("loopback", [(Event, "wait", lambda self, stream=None: None)]),
-        "a place is filled when it is free": ("loopback", [(loopback, "_Buffer", _not_free)]),
-    }
+BOTH = "stages and experts"
+REMOVALS: dict[str, tuple[Any, ...]] = {
+    "the way out waits for rows": ("loopback", Stream, "wait_stream", lambda self, other: None),
+    "compute waits for rows": (BOTH, EventMark, "wait", _no_wait),
+    "a job waits for what was computed before": (BOTH, Stream, "wait_stream", lambda self, other: None),
+    "the host waits for the copies of counts": (BOTH, EventMark, "synchronize", lambda self, *limits: None),
+    "counts are copied behind their exchange": (BOTH, HostCopy, "on", classmethod(_copied_apart)),
+    "a sent tensor is freed when it is sent": (BOTH, Transfer, "release", _not_released),
+    "compute waits for a received tensor": (BOTH, Transfer, "receive", _receive_unwaited),
+    "rows live until they are exchanged": (BOTH, CollectiveExchange, "rows", _without_source(CollectiveExchange.rows)),
+    "experts wait for counts under a capacity": (
+        "capacity",
+        CollectiveExchange,
+        "counts",
+        _unwaited_counts(CollectiveExchange.counts),
+    ),
+    "gradients wait for their sum": (BOTH, Reducer, "_all_reduce", _unwaited_sums(Reducer._all_reduce)),
+    "tied gradients wait for their sum": (
+        "tied",
+        standin.StandInGroup,
+        "allreduce",
+        _unwaited_work(standin.StandInGroup.allreduce),
+    ),
+    "early rows have memory of their own": (BOTH, DeviceStream, "empty", _unready),
+    "the way back waits for the way out": ("loopback", Event, "wait", lambda self, stream=None: None),
+    "a place is filled when it is free": ("loopback", loopback, "_Buffer", _not_free),
+}  # fmt: skip
+"""The world in which a wait matters, and what is replaced: owner, name and value."""
 
 
-REMOVALS = tuple(_removals())
-
-
-def _races(rank: int, size: int, what: str, removal: str | None) -> list[str]:
-    """Races of a world, perhaps one from which a wait was taken out."""
-    what, replaced = (what, []) if removal is None else _removals()[removal]
+def _races(what: str, *replaced: Any) -> list[str]:
+    """Races of a world, in which a wait may be replaced: owner, name and value."""
     function, ranks = WORLDS[what]
     world = World(ranks)
-    with patch.object(loopback, "LEAST_BYTES", 256), ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(patch.object(owner, name, value))
+    with patch.object(loopback, "LEAST_BYTES", 256), patch.object(*replaced) if replaced else nullcontext():
         world.run(function, watch=True)
     return [str(race) for number, log in enumerate(world.logs) for race in races(number, log)]
 
 
 @pytest.mark.parametrize("what", first(WORLDS, "stages and experts"))
-def test_everything_is_ordered(alone: Ranks, what: str) -> None:
-    assert alone.run(_races, what, None) == [[]]
+@over(1)
+def test_everything_is_ordered(rank: int, size: int, what: str) -> None:
+    assert not (found := _races(what)), found
 
 
 @pytest.mark.parametrize("removal", first(REMOVALS, "the way out waits for rows"))
-def test_a_wait_that_is_taken_out_is_found(alone: Ranks, removal: str) -> None:
-    (found,) = alone.run(_races, "", removal)
-    assert found
+@over(1)
+def test_a_wait_that_is_taken_out_is_found(rank: int, size: int, removal: str) -> None:
+    assert _races(*REMOVALS[removal])
 
 
-def _unread_counts(rank: int, size: int, kept: bool) -> None:
+def _unread_counts(rank: int, size: int, holds: bool) -> None:
     """Counts on their way to the host that nobody reads, as after a failure of a step."""
     exchange = loopback.LoopbackExchange(torch.device("cpu"))
-    if not kept:
+    if not holds:
         exchange._copies = deque(maxlen=0)
     counts = torch.tensor([3, 1])
     transfer = exchange.counts(counts)
@@ -254,17 +249,14 @@ def _unread_counts(rank: int, size: int, kept: bool) -> None:
     counts.add(1)  # the checker looks for freed memory at each operation
 
 
-def _races_of_unread_counts(rank: int, size: int, kept: bool) -> list[str]:
-    world = World(1)
-    world.run(_unread_counts, kept, watch=True)
-    return [str(race) for race in races(0, world.logs[0])]
-
-
-@pytest.mark.parametrize("kept", [True, *wide(False)])
-def test_counts_that_nobody_reads(alone: Ranks, kept: bool) -> None:
+@pytest.mark.parametrize("holds", [True, *wide(False)])
+@over(1)
+def test_counts_that_nobody_reads(rank: int, size: int, holds: bool) -> None:
     """Torch would give their host memory away, and does not know of the kernel that is still to write to it."""
-    (found,) = alone.run(_races_of_unread_counts, kept)
-    assert any("stream host" in race for race in found) != kept
+    world = World(1)
+    world.run(_unread_counts, holds, watch=True)
+    found = [str(race) for race in races(0, world.logs[0])]
+    assert any("stream host" in race for race in found) != holds, found
 
 
 # ------------------------------------------------------------------------------------------------ by hand

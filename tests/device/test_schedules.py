@@ -16,15 +16,11 @@ from tests import models
 from tests.device.standin import World, here
 from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
 from tests.engines import make
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.tiers import wide
 
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 3)
 TWO_PIPES = ("dualpipe",)  # sum over replicas, in another order than one process
-
-
-def _plays(rank: int, size: int, name: str, pp: int, ep: int, options: dict[str, Any] | None = None) -> list[str]:
-    return problems_of(name, Layout(pp, ep), **(options or {}))[0]
 
 
 def problems_of(name: str, layout: Layout, **options: Any) -> tuple[list[str], World]:
@@ -59,20 +55,20 @@ def _sequential(layout: Layout, microbatches: int, **options: Any) -> list[dict[
     return wanted
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_four_stages(alone: Ranks, name: str) -> None:
-    assert alone.run(_plays, name, 4, 1) == [[]]
-
-
-@pytest.mark.parametrize("name", ["combined_1f1b", *wide("zb_v", "dualpipe", AUTO)])
-def test_two_stages_and_two_expert_ranks(alone: Ranks, name: str) -> None:
-    assert alone.run(_plays, name, 2, 2) == [[]]
-
-
-@pytest.mark.parametrize(("pp", "options"), [(1, {"parts": 2}), *wide((2, {"parts": 2}), (2, {"recompute": "block"}))])
-def test_parts_and_activations_that_are_computed_again(alone: Ranks, pp: int, options: dict[str, Any]) -> None:
-    assert alone.run(_plays, "combined_1f1b", pp, 2, options) == [[]]
+@pytest.mark.parametrize(
+    ("name", "layout", "options"),
+    [
+        ("combined_1f1b", Layout(2, 2), {}),
+        ("combined_1f1b", Layout(1, 2), {"parts": 2}),
+        *wide(*((name, Layout(2, 2), {}) for name in ("zb_v", "dualpipe", AUTO))),
+        *wide(*((name, Layout(4, 1), {}) for name in SCHEDULES)),
+        *wide(*(("combined_1f1b", Layout(2, 2), options) for options in ({"parts": 2}, {"recompute": "block"}))),
+    ],
+)
+@over(1)
+def test_every_schedule(rank: int, size: int, name: str, layout: Layout, options: dict[str, Any]) -> None:
+    problems, _ = problems_of(name, layout, **options)
+    assert not problems, problems
 
 
 class _Several(nn.Module):
@@ -96,7 +92,9 @@ class _Joined(nn.Module):
         return self.linear(h * sign + (z * z).imag)
 
 
-def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
+@pytest.mark.parametrize("dynamic", [False, *wide(True)])
+@over(1)
+def test_dtypes_that_nccl_lacks_pass_between_stages(rank: int, size: int, dynamic: bool) -> None:
     torch.manual_seed(3)
     model, x, y = nn.Sequential(_Several(), _Joined()), torch.randn(3, 4).double(), torch.randn(3, 4).double()
     loss_fn = nn.functional.mse_loss
@@ -118,16 +116,10 @@ def _unlike(rank: int, size: int, dynamic: bool) -> list[dict[str, Tensor]]:
         engine.close()
         return found
 
-    found = World(2).run(step)
-    return [expected, found[0] | found[1]]
-
-
-@pytest.mark.parametrize("dynamic", [False, *wide(True)])
-def test_dtypes_that_nccl_lacks_pass_between_stages(alone: Ranks, dynamic: bool) -> None:
-    ((expected, found),) = alone.run(_unlike, dynamic)
-    assert expected.keys() == found.keys()
+    first, second = World(2).run(step)
+    assert expected.keys() == first.keys() | second.keys()
     for name, gradient in expected.items():
-        assert torch.allclose(gradient, found[name], rtol=1e-12), name
+        assert torch.allclose(gradient, (first | second)[name], rtol=1e-12), name
 
 
 def _step_without_rendezvous(rank: int, size: int, name: str) -> int:
@@ -143,16 +135,12 @@ def _step_without_rendezvous(rank: int, size: int, name: str) -> int:
     return begin
 
 
-def _hangs_without_rendezvous(rank: int, size: int, name: str) -> list[str]:
-    """Settings in which a step hangs whose receives stand where a CPU's plan has them."""
+@pytest.mark.parametrize("name", ["zb_h1", *wide("dualpipe", "combined_1f1b")])
+@over(1)
+def test_receives_at_other_places_hang(rank: int, size: int, name: str) -> None:
     world = World(4)
     begins = world.run(_step_without_rendezvous, name)
     logs = [log[begin:] for log, begin in zip(world.logs, begins, strict=True)]
-    return [setting for setting, _ in stuck(logs)]
-
-
-@pytest.mark.parametrize("name", ["zb_h1", *wide("dualpipe", "combined_1f1b")])
-def test_receives_at_other_places_hang(alone: Ranks, name: str) -> None:
-    (settings,) = alone.run(_hangs_without_rendezvous, name)
-    assert "lazy, a sync at every node, one queue" in settings
-    assert "eager, a sync at every node, one queue" in settings
+    settings = [setting for setting, _ in stuck(logs)]
+    assert "lazy, a sync at every node, one queue" in settings, settings
+    assert "eager, a sync at every node, one queue" in settings, settings

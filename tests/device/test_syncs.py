@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,14 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import overlap1f1b
 from overlap1f1b.transport.streams import EventMark
 from tests.device import standin
 from tests.device.standin import World
 from tests.device.steps import Layout, batch_of, engine_of, program_of
-from tests.ranks import Ranks
+from tests.ranks import over
 from tests.tiers import first
 
 LAYOUT = Layout(2, 2)
+PACKAGE = f"{Path(overlap1f1b.__file__).parent}/"
 READS = ("tolist", "numpy", "cpu", "__array__")
 """Ways to read a tensor that no dispatch mode sees on a CPU."""
 OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
@@ -109,11 +112,11 @@ def _note(found: dict[int, Counter[str]]) -> None:
     if rank is None or rank.number not in found or rank.quiet:
         return
     frame = sys._getframe(2)
-    while "overlap1f1b/" not in frame.f_code.co_filename or "/tests/" in frame.f_code.co_filename:
+    while not frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_back is None:
             return  # the test's own
         frame = frame.f_back
-    file = frame.f_code.co_filename.rpartition("overlap1f1b/")[2]
+    file = frame.f_code.co_filename.removeprefix(PACKAGE)
     found[rank.number][f"{file} {frame.f_code.co_qualname}"] += 1
 
 
@@ -138,12 +141,6 @@ def _steps(rank: int, size: int, found: dict[int, Counter[str]], options: dict[s
     return counted
 
 
-def _places(rank: int, size: int, setting: str) -> list[dict[str, Counter[str]]]:
-    found: dict[int, Counter[str]] = {}
-    with _noting(found):
-        return World(LAYOUT.size).run(_steps, found, SETTINGS[setting])
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact sizes": {},
     "capacity and tokens": {"capacity": 8.0, "count_tokens": lambda target: (target >= 0).sum()},
@@ -151,12 +148,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("setting", first(SETTINGS, "exact sizes"))
-def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None:
-    (every,) = alone.run(_places, setting)
-    for rank, counted in enumerate(every):
-        places = {
-            name: Counter({p: n for p, n in found.items() if p not in ON_A_CPU}) for name, found in counted.items()
-        }
+@over(1)
+def test_a_step_waits_at_listed_places_alone(rank: int, size: int, setting: str) -> None:
+    found: dict[int, Counter[str]] = {}
+    with _noting(found):
+        every = World(LAYOUT.size).run(_steps, found, SETTINGS[setting])
+    for number, counted in enumerate(every):
+        places = {name: Counter({p: n for p, n in here.items() if p not in ON_A_CPU}) for name, here in counted.items()}
         dispatches = counted["step"]["moe/route.py _check"] // 2  # which reads the lowest and the highest index
         assert dispatches
         expected = {name: Counter(dict.fromkeys(listed, 1)) for name, listed in AFTER.items()}
@@ -167,6 +165,6 @@ def test_a_step_waits_at_listed_places_alone(alone: Ranks, setting: str) -> None
         else:
             assert places["step"].pop(arrives) == dispatches  # on a CPU alone numbers of tokens travel with the counts
             expected["step"] += Counter(dict.fromkeys(CAPACITY, 1)) + Counter(dict.fromkeys(TOKENS, 1))
-        if rank < LAYOUT.ep:  # the first stage
+        if number < LAYOUT.ep:  # the first stage
             del expected["mean_loss"]["engine/engine.py Engine.mean_loss"], expected["step"]["play/feed.py _shares"]
-        assert places == expected
+        assert places == expected, (places, expected)
