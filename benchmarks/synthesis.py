@@ -1,6 +1,6 @@
 """Orders of actions made for the costs against the best fixed schedules of the same parts and memory, simulated.
 
-    python benchmarks/synthesis.py            # the rows of docs/schedules.md
+    python benchmarks/synthesis.py            # the rows of benchmarks/results/synthesis.md
     python benchmarks/synthesis.py --large    # 8 ranks × 32 microbatches, and 16 × 64 layers like DeepSeek-V3's
 
 Experts : attention 4 : 3, input and weight gradients as long as the forward each, both exchanges alike, 4 layers a

@@ -32,11 +32,11 @@ class Drawing(NamedTuple):
     picture: Path | None
 
 
-def drawings() -> list[Drawing]:
-    """Return the drawings of all pages."""
+def drawings(docs: Path = DOCS) -> list[Drawing]:
+    """Return the drawings of all pages below a folder."""
     return [
         Drawing(page, command, text, (page.parent / picture).resolve() if picture else None)
-        for page in sorted(DOCS.rglob("*.md"))
+        for page in sorted(docs.rglob("*.md"))
         for command, text, picture in _BLOCK.findall(page.read_text())
     ]
 
@@ -49,10 +49,12 @@ def printed(command: str) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def redraw() -> None:
+def redraw(docs: Path = DOCS) -> None:
     """Write the pages and their pictures again."""
-    for page, command, text, picture in drawings():
-        drawn = printed(command + (f" --svg {picture}" if picture else ""))
+    for page, command, text, picture in drawings(docs):
+        drawn = printed(command)
+        if picture:  # the command then says what it has written, too
+            printed(f"{command} --svg {shlex.quote(str(picture))}")
         page.write_text(page.read_text().replace(f"{command}\n{text}```", f"{command}\n{drawn}```"))
 
 

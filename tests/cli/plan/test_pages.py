@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
 from overlap1f1b.schedule import SCHEDULES
-from tests.cli.plan.pages import DOCS, drawings, printed
+from tests.cli.plan.pages import DOCS, drawings, printed, redraw
 
 DRAWINGS = drawings()
 
@@ -29,6 +30,18 @@ def test_pictures_have_the_figures_of_their_commands() -> None:
     assert sorted(picture.name for picture in pictures) == ["pairs.svg", "serial.svg", "three.svg"]
     for picture, title in pictures.items():
         assert title in picture.read_text()
+
+
+def test_pages_are_drawn_again(tmp_path: Path) -> None:
+    command = "plan --schedule 1f1b --ranks 2 --microbatches 2 --width 80"
+    page = tmp_path / "a folder" / "page.md"
+    page.parent.mkdir()
+    page.write_text(f"Text.\n\n```text\n$ overlap1f1b {command}\nstale\n```\n\n![drawn](drawn.svg)\n")
+    redraw(tmp_path)
+    ((_, _, text, picture),) = drawings(tmp_path)
+    assert text == printed(command)
+    assert picture is not None
+    assert text.splitlines()[0] in picture.read_text()
 
 
 def test_every_schedule_has_a_section_with_its_drawing() -> None:
