@@ -53,6 +53,75 @@ class RankScheduler(ABC):
         return self.clock.play(node)
 
 
+class Activations:
+    """The (stage, microbatch) of a rank that hold activations.
+
+    Attributes:
+        alive: Those between the begin of their forward and the end of their input gradient.
+        left: Those and others that have weight gradients to come, each with how much is to come.
+    """
+
+    def __init__(self) -> None:
+        self.alive: set[tuple[int, ...]] = set()
+        self.left: dict[tuple[int, ...], int] = {}
+
+    def begin(self, place: tuple[int, ...]) -> None:
+        """A forward begins."""
+        self.alive.add(place)
+        self.owe(place)
+
+    def owe(self, place: tuple[int, ...]) -> None:
+        """A weight gradient has become possible."""
+        self.left[place] = self.left.get(place, 0) + 1
+
+    def end(self, place: tuple[int, ...]) -> None:
+        """An input gradient has ended; its forward may have run before this order."""
+        if place in self.alive:
+            self.alive.remove(place)
+            self.settle(place)
+
+    def settle(self, place: tuple[int, ...]) -> bool:
+        """A weight gradient has ended; return whether nothing holds activations any more."""
+        self.left[place] -= 1
+        if not self.left[place]:
+            del self.left[place]
+        return place not in self.left
+
+
+class _Sums:
+    """Lets microbatches pass each node of the backwards in the program's order, so that sums have one order.
+
+    Args:
+        actions: Actions of a rank, in the program's order.
+        parts: Whether calls of experts have several parts; these pass together, with the first as the last.
+    """
+
+    def __init__(self, actions: Sequence[Action], *, parts: bool) -> None:
+        self.parts = parts
+        self.turn = _turns(actions, (Kind.B, Kind.I))
+        self.weight_turn = _turns(actions, (Kind.B, Kind.W))
+        self.passed: dict[tuple[object, ...], int] = {}  # microbatches that have passed a node
+
+    def _place(self, node: Node) -> tuple[object, ...]:
+        if self.parts and node.op is _EXPERTS:
+            node = node._replace(part=0)
+        return node[:2] + node[3:]
+
+    def in_turn(self, node: Node, turn: int) -> bool:
+        """Return whether so many microbatches, all earlier ones, have passed a node."""
+        return self.passed.get(self._place(node), 0) == turn
+
+    def weight_in_turn(self, node: Node) -> bool:
+        """Return whether all earlier microbatches have passed a weight gradient."""
+        return self.in_turn(node, self.weight_turn[microbatch_of(node)])
+
+    def passes(self, node: Node) -> None:
+        """A microbatch passes a node."""
+        if node.op is not _EXPERTS or not node.part:
+            place = self._place(node)
+            self.passed[place] = self.passed.get(place, 0) + 1
+
+
 class Policy(NamedTuple):
     """The settings of the list scheduler.
 
@@ -137,18 +206,13 @@ class ListScheduler(RankScheduler):
         super().__init__(Clock(costs, counts_block=policy.counts_block, placement=chains.placement, clocks=clocks))
         self.chains, self.policy, self.peak, self.peak_weights = chains, policy, peak, peak_weights
         self.waiting = deque(actions)
-        self.splits = any(action.kind is Kind.W for action in self.waiting)
-        self.parts = any(block.parts > 1 for shape in chains.shapes for block in shape)
         self.open: list[_Open] = []
         self.weights: dict[Node, None] = {}  # in the order in which they became possible
-        self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
-        self.live: set[tuple[int, int, int]] = set()  # (pipe, stage, microbatch) from forward to the end of backward
-        self.pending: dict[tuple[int, int, int], int] = {}  # weight gradients still to come
-        self.late: set[tuple[int, int, int]] = set()  # input gradient ended, weight gradients not
         self.issued_weights: set[Node] = set()
-        self.turn = _turns(self.waiting, (Kind.B, Kind.I))
-        self.weight_turn = _turns(self.waiting, (Kind.B, Kind.W))
-        self.passed: dict[tuple[object, ...], int] = {}  # microbatches that have passed a backward node
+        self.unfinished = {_direction(action) for action in self.waiting if action.kind is not Kind.W}
+        self.split = {microbatch_of(action) for action in self.waiting if action.kind is Kind.W}
+        self.held = Activations()
+        self.sums = _Sums(self.waiting, parts=any(block.parts > 1 for shape in chains.shapes for block in shape))
 
     def run(self) -> list[Node]:
         """Return the nodes in issue order, for a rank that needs nothing of other ranks."""
@@ -171,7 +235,7 @@ class ListScheduler(RankScheduler):
             return None
         if chosen is None or until > max(horizon, self.clock.now):
             return until
-        if chosen.next.op in RECOMPUTES and not self.splits and self._fill(_FOREVER):
+        if chosen.next.op in RECOMPUTES and not self.split and self._fill(_FOREVER):
             return None
         self._advance(chosen)
         self._launch()
@@ -184,7 +248,8 @@ class ListScheduler(RankScheduler):
             if action.kind is _W:  # some of its nodes may have been issued in waits
                 chain = tuple(node for node in chain if node not in self.issued_weights)
             if chain:
-                turn = (self.weight_turn if action.kind is _W else self.turn).get(microbatch_of(action), 0)
+                turns = self.sums.weight_turn if action.kind is _W else self.sums.turn
+                turn = turns.get(microbatch_of(action), 0)
                 self.open.append(_Open(action, chain, turn, tuple(map(_direction, self.chains.local_needs(action)))))
 
     def _launch(self) -> None:
@@ -223,7 +288,7 @@ class ListScheduler(RankScheduler):
             if (
                 RESOURCE_OF[node.op] is _COMPUTE
                 and (entry.begun or self._may_begin(entry, older_forwards))
-                and (node.kind is _F or self.passed.get(self._place(node), 0) == entry.turn)
+                and (node.kind is _F or self.sums.in_turn(node, entry.turn))
                 and (entry.action.kind is not _I or not ends_backward(node) or self._has_room(older_inputs))
                 and (start := self.clock.start(node)) <= first[0]
                 and (start, self.clock.cost(node)[0]) < first
@@ -238,61 +303,51 @@ class ListScheduler(RankScheduler):
         for needed in entry.needs:
             if needed in self.unfinished:
                 return False
-        if entry.action.kind is not _F or not self.turn:
+        if entry.action.kind is not _F or not self.sums.turn:
             return True
-        if len(self.live) + older_forwards >= self.peak:
+        if len(self.held.alive) + older_forwards >= self.peak:
             return False
-        limit = self.peak + (0 if self.splits else self.policy.deferred)
-        return len(self.live.union(self.pending)) + older_forwards < limit
-
-    def _place(self, node: Node) -> tuple[object, ...]:
-        """Return the node without its microbatch and part: microbatches pass a place in one order."""
-        if self.parts and node.op is _EXPERTS:
-            node = node._replace(part=0)
-        return node[:2] + node[3:]
+        limit = self.peak + (0 if self.split else self.policy.deferred)
+        return len(self.held.left) + older_forwards < limit
 
     def _has_room(self, older_inputs: int) -> bool:
         """Return whether another input gradient may end and leave its weight gradient waiting."""
-        return len(self.late) + older_inputs < self.peak_weights
-
-    def _in_turn(self, weight: Node) -> bool:
-        """Return whether the earlier microbatches have passed this node, so that sums keep their order."""
-        return self.passed.get(self._place(weight), 0) == self.weight_turn[microbatch_of(weight)]
+        if self.peak_weights == _FOREVER:
+            return True
+        late = sum(place in self.split and place not in self.held.alive for place in self.held.left)
+        return late + older_inputs < self.peak_weights
 
     def _advance(self, entry: _Open) -> None:
+        """Issue the next node of an open action, and note what begins, becomes possible, or ends with it."""
         node = entry.next
-        computes = RESOURCE_OF[node.op] is _COMPUTE
         entry.issued += 1
-        entry.begun |= computes
         if node.kind is _W:
             self._issue_weight(node)
         else:
             self._issue(node)
-        if node.kind is _F and computes and self.turn:
-            self.live.add(microbatch_of(node))
-        if node.kind is _I and RESOURCE_OF[node.op] is not Resource.PEER:
-            self._passed(node)
-            if entry.action.kind is _I and ends_backward(node) and microbatch_of(node) in self.pending:
-                self.late.add(microbatch_of(node))
+            if RESOURCE_OF[node.op] is _COMPUTE:
+                self._computed(node, first=not entry.begun)
+        entry.begun |= RESOURCE_OF[node.op] is _COMPUTE
         if entry.ended:
             self.open.remove(entry)
             self.unfinished.discard(_direction(entry.action))
             if node.kind is _I:
-                self.live.discard(microbatch_of(node))
+                self.held.end(microbatch_of(node))
 
-    def _passed(self, node: Node) -> None:
-        if node.op is not _EXPERTS or not node.part:
-            place = self._place(node)  # parts pass together, with the first as the last
-            self.passed[place] = self.passed.get(place, 0) + 1
-        weight = self.chains.weight(node)
-        if weight is not None:
-            self.weights[weight] = None
-            key = microbatch_of(node)
-            self.pending[key] = self.pending.get(key, 0) + 1
+    def _computed(self, node: Node, *, first: bool) -> None:
+        """Note that a forward holds activations from its first node on, or which weight gradient is possible."""
+        if node.kind is _I:
+            self.sums.passes(node)
+            weight = self.chains.weight(node)
+            if weight is not None:
+                self.weights[weight] = None
+                self.held.owe(microbatch_of(node))
+        elif first and self.sums.turn:
+            self.held.begin(microbatch_of(node))
 
     def _fill(self, until: float) -> bool:
         """Issue the oldest weight gradient in turn, if there is one and the wait is long enough."""
-        node = next(filter(self._in_turn, self.weights), None)
+        node = next(filter(self.sums.weight_in_turn, self.weights), None)
         if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
         self._issue_weight(node)
@@ -306,12 +361,8 @@ class ListScheduler(RankScheduler):
         del self.weights[node]
         self.issued_weights.add(node)
         self._issue(node)
-        place, key = self._place(node), microbatch_of(node)
-        self.passed[place] = self.passed.get(place, 0) + 1
-        self.pending[key] -= 1
-        if not self.pending[key]:
-            del self.pending[key]
-            self.late.discard(key)
+        self.sums.passes(node)
+        self.held.settle(microbatch_of(node))
 
     def _await_counts(self, until: float) -> bool:
         """Let the issuing thread wait for counts, if they arrive before any compute node can start."""

@@ -18,7 +18,7 @@ from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node, Resource
 from overlap1f1b.plan.orders import launched_early, receiving_in_order, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Plan, most_open
-from overlap1f1b.plan.priorities import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_priorities
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
@@ -134,7 +134,7 @@ class _Search:
         self.microbatches, self.chains, self.costs = microbatches, chains, costs
         self.counts_block, self.progress = counts_block, progress
         self.free = replace(costs, launch={})
-        self.steps = Steps(chains, self.free)
+        self.tasks = Tasks(chains, self.free)
         self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
         self.most = [min(self.limits[rank], microbatches) for rank in placement.pipes[0]]  # live ones of every stage
         nodes = microbatches * sum(
@@ -185,7 +185,7 @@ class _Search:
         return end, priorities
 
     def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
-        ranks, end = schedule_freely(self.microbatches, self.steps, priorities, limit * (1 + 1e-9))
+        ranks, end = schedule_by_priorities(self.microbatches, self.tasks, priorities, limit * (1 + 1e-9))
         if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
             ranks = [launched_early(nodes) for nodes in ranks]
         return ranks, end

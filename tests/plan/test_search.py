@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
-from overlap1f1b.plan.priorities import Priorities, Steps, schedule_freely
+from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_priorities
 from overlap1f1b.plan.search import LEAST_TRIES, plan_of
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
 from tests.plan.cases import costs_of, shapes
@@ -142,7 +142,7 @@ def test_random_priorities_keep_every_rule() -> None:
     placement, microbatches = Placement.v(2, 2), 8
     shape = layers(placement, 2)
     chains = Chains(placement, shape)
-    steps, draw = Steps(chains, even(2.0).in_parts(2)), Random(1)
+    tasks, draw = Tasks(chains, even(2.0).in_parts(2)), Random(1)
     for _ in range(8):
         keys = {
             (0, stage, microbatch, kind): draw.gauss(0, 3) + microbatch * draw.choice((-1, 0, 1))
@@ -153,7 +153,7 @@ def test_random_priorities_keep_every_rule() -> None:
         caps = [draw.randint(1, 8) for _ in range(4)]
         limits = [draw.randint(2, 12) for _ in range(2)]
         priorities = Priorities(keys, limits, caps, draw.randint(0, 2), draw.choice((0.0, 1.0)), draw.random())
-        ranks, end = schedule_freely(microbatches, steps, priorities)
+        ranks, end = schedule_by_priorities(microbatches, tasks, priorities)
         plan = plan_of(ranks, chains, microbatches)
         assert not list(broken_rules(plan))
         plan.program.check()
