@@ -1,10 +1,23 @@
-"""Search for an order of actions that is made for the costs, over all ranks of a pipeline."""
+"""Search for an order of actions that is made for the costs, over all ranks of a pipeline.
+
+Contract: :func:`found_orders` returns plans within the limits of live activations, the fastest first; none of the fixed
+schedules that keep them is faster. The result depends on the arguments alone: it is the same on all ranks.
+
+A try is one set of priorities, which a list scheduler of all ranks plays::
+
+    1. play the orders in which the fixed schedules begin their actions
+    2. draw priorities at random, for SAMPLED of the nodes that the search may schedule
+    3. change one of the KEPT best tries, until those nodes are used up or a step is NEAR the bound of all orders
+    4. make a plan of the best try, with a program of its actions
+    5. compile the fixed schedules that may be faster by their bounds
+"""
 
 from __future__ import annotations
 
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from operator import itemgetter
 from random import Random
 from types import MappingProxyType
@@ -22,7 +35,6 @@ from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_prioritie
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import (
     AUTO,
-    SCHEDULES,
     SEARCH_SECONDS,
     Action,
     Kind,
@@ -30,20 +42,20 @@ from overlap1f1b.schedule import (
     Program,
     build_schedule,
     check_search,
-    schedule_of,
+    variants,
 )
 from overlap1f1b.schedule.values import check_size
 
 NODES_PER_SECOND = 150_000
-"""Nodes that one processor schedules in a second; it turns the seconds of a search into a number of tries."""
-LEAST_TRIES = 16
+"""Nodes that one processor schedules in a second; it turns the seconds of a search into a number of nodes."""
+LEAST_TRIES = 15
 """Tries of a search, however large the step."""
 MOST_STEPS = 1500
 """Size of a search in whole steps, however small these are."""
 NEAR = 1.001
 """A search ends when its best step is so near the bound of all orders."""
 SAMPLED = 1 / 3
-"""Share of the tries that are drawn at random; the others change the best ones."""
+"""Share of the nodes for tries that are drawn at random; the others change the best ones."""
 OVERLAP = 3
 """Open actions of the fixed schedules that are tried."""
 
@@ -100,8 +112,8 @@ def found_orders(
         peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
             unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks, at
             least 3.
-        seconds: Size of the search: ``NODES_PER_SECOND`` nodes are scheduled for each second, in at least
-            ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
+        seconds: Size of the search, a number of nodes and no time: ``NODES_PER_SECOND`` nodes are scheduled for each
+            second, in at least ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
             does not depend on the speed of the machine; its time does.
         counts_block: Whether the host waits for counts, as on a GPU.
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
@@ -114,87 +126,21 @@ def found_orders(
     if not isinstance(costs, NodeCosts):
         raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
     chains = Chains(placement, shape)
-    return _Search(microbatches, chains, costs, limits, seconds, counts_block, progress).run()
+    limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
+    search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress)
+    found = search.best(int(seconds * NODES_PER_SECOND))
+    return sorted((found, *search.fixed(found.predicted)), key=lambda plan: plan.predicted)
 
 
-class _Search:
-    """One search; it keeps the best try."""
+class _Draws:
+    """Draws priorities at random, and changes them."""
 
-    def __init__(
-        self,
-        microbatches: int,
-        chains: Chains,
-        costs: NodeCosts,
-        limits: Sequence[int],
-        seconds: float,
-        counts_block: bool,
-        progress: Callable[[float], None],
-    ) -> None:
-        self.placement = placement = chains.placement
-        self.microbatches, self.chains, self.costs = microbatches, chains, costs
-        self.counts_block, self.progress = counts_block, progress
-        self.free = replace(costs, launch={})
-        self.tasks = Tasks(chains, self.free)
-        self.limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
-        self.most = [min(self.limits[rank], microbatches) for rank in placement.pipes[0]]  # live ones of every stage
-        nodes = microbatches * sum(
-            len(chains.of(Action(kind, stage, 0))) for stage in range(placement.stages) for kind in (Kind.F, Kind.I)
-        )
-        self.whole = min(int(seconds * NODES_PER_SECOND), MOST_STEPS * nodes)
-        self.budget = self.whole  # nodes that may still be scheduled
-        self.near = NEAR * pipeline_bound(placement, microbatches, chains.shapes, self.free)
-        self.tries = self.played = 0
-        self.programs = self._programs()
+    def __init__(self, placement: Placement, microbatches: int, limits: Sequence[int]) -> None:
+        self.placement, self.microbatches, self.limits = placement, microbatches, limits
+        self.most = [min(limits[rank], microbatches) for rank in placement.pipes[0]]  # live ones of every stage
         self.random = Random(SEED)
-        # The times are played again only where they differ from the scheduler's.
-        reduced = any(block.reduced or block.gathered for stage in chains.shapes for block in stage)
-        self.plays = bool(costs.launch) or costs.shared_links or reduced
 
-    def run(self) -> list[Plan]:
-        """Return the best plan of all tries, and of fixed schedules; the fastest first."""
-        time = itemgetter(0)
-        pool = [(float("inf"), self._drawn())]  # the best tries, the fastest first
-        for _, program in self.programs[:LIKE]:
-            insort(pool, self._play(self._like(program), pool[0][0] * SPREAD), key=time)
-        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES // 2, self.whole * (1 - SAMPLED)):
-            insort(pool, self._play(self._drawn(), pool[0][0] * SPREAD), key=time)
-        del pool[KEPT:]
-        while pool[0][0] > self.near and self._goes_on(LEAST_TRIES, 0):
-            start = pool[min(self.random.randrange(len(pool)), self.random.randrange(len(pool)))]
-            changed = self._play(self._changed(start[1]), pool[-1][0])
-            if changed[0] <= pool[-1][0]:
-                if changed[0] <= start[0]:
-                    pool.remove(start)
-                insort_left(pool, changed, key=time)
-                del pool[KEPT:]
-        found = self._plan(pool[0][1])
-        return sorted((found, *self._fixed(found.predicted)), key=lambda plan: plan.predicted)
-
-    def _goes_on(self, least: int, left: float) -> bool:
-        self.tries += 1
-        return self.tries <= least or self.budget > left
-
-    def _play(self, priorities: Priorities, limit: float) -> _Try:
-        ranks, end = self._schedule(priorities, limit)
-        self.budget -= sum(map(len, ranks))
-        if self.plays and end < float("inf"):
-            end = self._end(_with_parameters(ranks, self.chains))
-        self.played += 1
-        least = LEAST_TRIES + len(self.programs[:LIKE])
-        self.progress(min(self.played / least, 1 - self.budget / max(1, self.whole), 1.0) / 2)
-        return end, priorities
-
-    def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
-        ranks, end = schedule_by_priorities(self.microbatches, self.tasks, priorities, limit * (1 + 1e-9))
-        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
-            ranks = [launched_early(nodes) for nodes in ranks]
-        return ranks, end
-
-    def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
-        spans = play_ranks(ranks, self.placement, self.costs, counts_block=self.counts_block)
-        return max(span.end for rank in spans for span in rank)
-
-    def _try(self, later: float, slope: float, **settings: Any) -> Priorities:
+    def regular(self, later: float, slope: float, **settings: Any) -> Priorities:
         """Return a try whose forwards come ``later``, with ``slope`` between a microbatch's begin and its end."""
         stages = self.placement.stages
         usual: dict[str, Any] = {"caps": self.most, "deferred": 2, "patience": 0.4}
@@ -206,22 +152,22 @@ class _Search:
         }
         return Priorities(keys, self.limits, **usual | settings)
 
-    def _drawn(self) -> Priorities:
+    def drawn(self, number: int) -> Priorities:
         """Return a random try; the first ones are microbatch first, backward first, and by distance from the start."""
         draw = self.random
         span = float(min(self.microbatches, 4 * self.placement.ranks))
-        if self.tries <= len(_FIRST):
-            later, slope = _FIRST[self.tries - 1]
-            return self._try(later * span, slope * span)
+        if number < len(_FIRST):
+            later, slope = _FIRST[number]
+            return self.regular(later * span, slope * span)
         caps = [draw.choice((limit, max(1, int(limit * draw.uniform(0.3, 1.0))))) for limit in self.most]
-        return self._try(
+        return self.regular(
             draw.choice((0.0, 0.0, draw.uniform(-0.5, 0.5) * span)),
             draw.choice((0.0, draw.uniform(-1.0, 1.0), draw.uniform(0.2, 1.2), draw.uniform(0.2, 1.2))) * span,
             caps=caps if draw.random() < 0.5 else self.most,
             **{name: draw.choice(values) for name, values in _SETTINGS.items()},
         )
 
-    def _changed(self, tried: Priorities) -> Priorities:
+    def changed(self, tried: Priorities) -> Priorities:
         """Return a try with one random change: of a setting, of the keys of whole stages, or of single keys."""
         draw, stages = self.random, self.placement.stages
         what = draw.random()
@@ -250,53 +196,118 @@ class _Search:
             return tried._replace(**changed)
         if what != "caps":
             amount = draw.gauss(0, 1 if what == "later" else self.microbatches / 8)
-            more = self._try(amount, 0.0) if what == "later" else self._try(0.0, amount)
+            more = self.regular(amount, 0.0) if what == "later" else self.regular(0.0, amount)
             return tried._replace(keys={key: at + more.keys[key] - key[2] for key, at in tried.keys.items()})
         caps, stage = list(tried.caps), draw.randrange(self.placement.stages)
         caps[stage] = max(1, min(self.most[stage], caps[stage] + draw.choice((-2, -1, 1, 2))))
         return tried._replace(caps=caps)
 
-    def _plan(self, tried: Priorities) -> Plan:
-        plan = plan_of(self._schedule(tried)[0], self.chains, self.microbatches)
-        return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
 
-    def _fixed(self, best: float) -> Iterator[Plan]:
+class _Search:
+    """One search over the tries of ``draws``."""
+
+    def __init__(
+        self, draws: _Draws, chains: Chains, costs: NodeCosts, counts_block: bool, progress: Callable[[float], None]
+    ) -> None:
+        self.draws, self.chains, self.costs = draws, chains, costs
+        self.counts_block, self.progress = counts_block, progress
+        self.free = replace(costs, launch={})
+        self.tasks = Tasks(chains, self.free)
+        self.programs = self._programs()
+        self.scheduled = 0  # nodes so far
+
+    def _programs(self) -> list[tuple[float, Program]]:
+        """Return the fixed schedules of the placement, with their bounds, smallest first."""
+        placement, programs = self.chains.placement, []
+        for name, options in variants(chunks=(placement.stages // placement.ranks,)):
+            try:
+                sizes = {"ranks": placement.ranks, "microbatches": self.draws.microbatches}
+                program = build_schedule(name, **sizes, **options)
+            except ValueError:  # impossible for these sizes
+                continue
+            if program.placement == placement:
+                programs.append((bound(program, self.chains.shapes, self.free, OVERLAP), program))
+        return sorted(programs, key=itemgetter(0))
+
+    def best(self, nodes: int) -> Plan:
+        """Return the plan of the best try of a search that schedules about so many nodes."""
+        draws, placement, time = self.draws, self.chains.placement, itemgetter(0)
+        actions = (Action(kind, stage, 0) for stage in range(placement.stages) for kind in (Kind.F, Kind.I))
+        whole = min(nodes, MOST_STEPS * draws.microbatches * sum(len(self.chains.of(action)) for action in actions))
+        near = NEAR * pipeline_bound(placement, draws.microbatches, self.chains.shapes, self.free)
+        alike = [program for _, program in self.programs[:LIKE]]
+        pool: list[_Try] = [(float("inf"), draws.drawn(len(_FIRST) - 1))]  # the best tries, the fastest first
+        played = 0
+
+        def play(priorities: Priorities, limit: float) -> _Try:
+            nonlocal played
+            played += 1
+            end = self._play(priorities, limit)
+            self.progress(min(played / (LEAST_TRIES + len(alike)), self.scheduled / max(1, whole), 1.0) / 2)
+            return end, priorities
+
+        for program in alike:
+            insort(pool, play(self._like(program), pool[0][0] * SPREAD), key=time)
+        for number in count():
+            if pool[0][0] <= near or (number >= LEAST_TRIES and self.scheduled >= whole):
+                return self._plan(pool[0][1])
+            if number <= LEAST_TRIES // 2 or self.scheduled < whole * SAMPLED:
+                insort(pool, play(draws.drawn(number), pool[0][0] * SPREAD), key=time)
+                continue
+            del pool[KEPT:]
+            start = pool[min(draws.random.randrange(len(pool)), draws.random.randrange(len(pool)))]
+            changed = play(draws.changed(start[1]), pool[-1][0])
+            if changed[0] <= pool[-1][0]:
+                if changed[0] <= start[0]:
+                    pool.remove(start)
+                insort_left(pool, changed, key=time)
+
+    def fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""
         for number, (least, program) in enumerate(self.programs):
             if least >= best:
                 return
             self.progress((1 + number / len(self.programs)) / 2)
             plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
-            if all(plan.live(rank) <= limit for rank, limit in enumerate(self.limits)):
+            if all(plan.live(rank) <= limit for rank, limit in enumerate(self.draws.limits)):
                 best = min(best, plan.predicted)
                 yield plan
-
-    def _programs(self) -> list[tuple[float, Program]]:
-        """Return the fixed schedules of the placement, with their bounds, smallest first."""
-        chunks, ranks = self.placement.stages // self.placement.ranks, self.placement.ranks
-        programs = []
-        for name in SCHEDULES:
-            for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
-                try:
-                    program = build_schedule(
-                        name, ranks=ranks, microbatches=self.microbatches, chunks=chunks, extra_warmup=extra
-                    )
-                except ValueError:  # impossible for these sizes
-                    continue
-                if program.placement == self.placement:
-                    programs.append((bound(program, self.chains.shapes, self.free, OVERLAP), program))
-        return sorted(programs, key=lambda entry: entry[0])
 
     def _like(self, program: Program) -> Priorities:
         """Return a try with the order in which a fixed schedule begins its actions."""
         ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
-        self.budget -= sum(map(len, ranks))
-        spans = play_ranks(ranks, self.placement, self.free)
+        self.scheduled += sum(map(len, ranks))
         begins: dict[Key, float] = {}
-        for span in (span for rank in spans for span in rank if _begins(span.node)):
-            begins.setdefault(span.node.chain, span.start)
-        distance = max(begins.values()) / (self.microbatches + self.placement.ranks) or 1.0
-        return self._try(0.0, 0.0)._replace(keys={key: begin / distance for key, begin in begins.items()})
+        for span in chain.from_iterable(play_ranks(ranks, self.chains.placement, self.free)):
+            if _begins(span.node):
+                begins.setdefault(span.node.chain, span.start)
+        distance = max(begins.values()) / (self.draws.microbatches + self.chains.placement.ranks) or 1.0
+        keys = {key: begin / distance for key, begin in begins.items()}
+        return self.draws.regular(0.0, 0.0)._replace(keys=keys)
+
+    def _play(self, priorities: Priorities, limit: float) -> float:
+        """Return the time of a try; infinite beyond the limit."""
+        ranks, end = self._schedule(priorities, limit)
+        self.scheduled += sum(map(len, ranks))
+        parameters = any(block.reduced or block.gathered for stage in self.chains.shapes for block in stage)
+        # The times are played again only where they differ from the scheduler's.
+        if end < float("inf") and (self.costs.launch or self.costs.shared_links or parameters):
+            return self._end(_with_parameters(ranks, self.chains))
+        return end
+
+    def _schedule(self, priorities: Priorities, limit: float = float("inf")) -> tuple[list[list[Node]], float]:
+        ranks, end = schedule_by_priorities(self.draws.microbatches, self.tasks, priorities, limit * (1 + 1e-9))
+        if not self.counts_block:  # else a dispatch that waits for its counts would hold up the host
+            ranks = [launched_early(nodes) for nodes in ranks]
+        return ranks, end
+
+    def _end(self, ranks: Sequence[Sequence[Node]]) -> float:
+        spans = play_ranks(ranks, self.chains.placement, self.costs, counts_block=self.counts_block)
+        return max(span.end for rank in spans for span in rank)
+
+    def _plan(self, priorities: Priorities) -> Plan:
+        plan = plan_of(self._schedule(priorities)[0], self.chains, self.draws.microbatches)
+        return replace(plan, predicted=self._end(plan.ranks), peak_bytes=self.costs.peak_bytes(plan.ranks))
 
 
 def plan_of(ranks: Sequence[Sequence[Node]], chains: Chains, microbatches: int) -> Plan:

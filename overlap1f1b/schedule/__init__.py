@@ -5,10 +5,12 @@ from overlap1f1b.schedule.generators.interleaved import DEFAULT_EXTRA_WARMUP
 from overlap1f1b.schedule.generators.registry import (
     DEFAULT_CHUNKS,
     DEFAULT_PROGRAM,
+    EXTRA_WARMUP,
     OPTIONS,
     SCHEDULES,
     build_schedule,
     schedule_of,
+    variants,
 )
 from overlap1f1b.schedule.generators.search import AUTO, SEARCH_SECONDS, auto, check_search
 from overlap1f1b.schedule.generators.sequences import forwards_of, one_by_one
@@ -20,6 +22,7 @@ __all__ = [
     "DEFAULT_CHUNKS",
     "DEFAULT_EXTRA_WARMUP",
     "DEFAULT_PROGRAM",
+    "EXTRA_WARMUP",
     "OPTIONS",
     "SCHEDULES",
     "SEARCH_SECONDS",
@@ -37,4 +40,5 @@ __all__ = [
     "one_by_one",
     "parse_slot",
     "schedule_of",
+    "variants",
 ]

@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from numbers import Real
 from typing import Any
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, bound, found_orders, pipeline_bound
-from overlap1f1b.schedule import AUTO, SCHEDULES, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.schedule import AUTO, EXTRA_WARMUP, SCHEDULES, Placement, Program, build_schedule, variants
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.simulator import simulate
@@ -57,7 +56,6 @@ class Outcome:
 
 
 CHUNKS = (1, 2, 3, 4)
-EXTRA_WARMUP = (0, 1, 2)
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 2, 3)
 _ONE = ("chunks", 1)  # says nothing in a name
 
@@ -239,12 +237,8 @@ def candidates(
     >>> [str(candidate) for candidate in candidates(schedules=["zb_h1", "zb_v"], chunks=[1, 2])]
     ['zb_h1', 'zb_h1:chunks=2', 'zb_v:chunks=2']
     """
-    for schedule in schedules:
-        of = schedule_of(schedule)
-        for v, extra in product(chunks, extra_warmup):
-            options = {"chunks": v} | ({"extra_warmup": extra} if of.takes("extra_warmup") else {})
-            if (of.takes("chunks") or v == of.fixed_chunks) and (extra == 0 or "extra_warmup" in options):
-                yield from (Candidate(schedule, options, overlap) for overlap in overlaps)
+    for schedule, options in variants(schedules, chunks=chunks, extra_warmup=extra_warmup):
+        yield from (Candidate(schedule, options, overlap) for overlap in overlaps)
 
 
 def search(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 
 from overlap1f1b.schedule.generators.interleaved import ZBH1, ZBH2, Combined1F1B, Interleaved1F1B, OneFOneB
@@ -40,6 +41,8 @@ OPTIONS = tuple(dict.fromkeys(field.name for name in SCHEDULES for field in fiel
 DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name in SCHEDULES if BY_NAME[name].fixed_chunks == 2)}"
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
+EXTRA_WARMUP = (0, 1, 2)
+"""Extra warm-ups that a search tries."""
 
 
 def schedule_of(name: str) -> type[Schedule]:
@@ -53,6 +56,24 @@ def schedule_of(name: str) -> type[Schedule]:
         nearest = "".join(f"; nearest: {found}" for found in get_close_matches(str(name).lower(), SCHEDULES, 1))
         raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join(BY_NAME)}{nearest}")
     return known
+
+
+def variants(
+    schedules: Sequence[str] = SCHEDULES, *, chunks: Sequence[int], extra_warmup: Sequence[int] = EXTRA_WARMUP
+) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield name and options of every combination that the schedules accept.
+
+    A schedule without an option appears at most once for it.
+
+    >>> list(variants(["zb_h1", "zb_v"], chunks=[1, 2]))
+    [('zb_h1', {'chunks': 1}), ('zb_h1', {'chunks': 2}), ('zb_v', {'chunks': 2})]
+    """
+    for name in schedules:
+        schedule = schedule_of(name)
+        for v, extra in product(chunks, extra_warmup):
+            options = {"chunks": v} | ({"extra_warmup": extra} if schedule.takes("extra_warmup") else {})
+            if (schedule.takes("chunks") or v == schedule.fixed_chunks) and (extra == 0 or "extra_warmup" in options):
+                yield name, options
 
 
 def build_schedule(
