@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, bound, found_orders, pipeline_bound
-from overlap1f1b.schedule import AUTO, EXTRA_WARMUP, SCHEDULES, Placement, Program, build_schedule, variants
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, bound, compile, found_orders, pipeline_bound
+from overlap1f1b.schedule import (
+    AUTO,
+    EXTRA_WARMUP,
+    SCHEDULES,
+    SEARCH_SECONDS,
+    Placement,
+    Program,
+    build_schedule,
+    variants,
+)
 from overlap1f1b.schedule.values import check_size
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.simulator import simulate
@@ -99,8 +108,7 @@ class NodeModel:
     Args:
         costs: Costs of the nodes. With launch costs the host waits for counts, as on a GPU with exact sizes.
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
-        default: Overlap of candidates without one.
-        overlaps: The overlaps that a search tries.
+        overlap: Overlap of candidates without one.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
         seconds: Size of the search for an order, see :func:`~overlap1f1b.found_orders`.
         progress: Called with the share of a search for an order that is done, after each try.
@@ -108,17 +116,17 @@ class NodeModel:
 
     costs: NodeCosts
     layers: int
-    default: Overlap = 3
-    overlaps: tuple[Overlap, ...] = OVERLAPS
+    overlap: Overlap = 3
     parts: int = 1
-    seconds: float = 10.0
+    seconds: float = SEARCH_SECONDS
     progress: Callable[[float], None] = field(default=lambda share: None, compare=False, repr=False)
 
     def play(self, program: Program, overlap: Overlap | None = None) -> PlanTimeline:
         """Return a program's timeline; ``ValueError`` if the layers cannot be divided evenly over the chunks."""
-        overlap = self.default if overlap is None else overlap
-        layers, waits = len(self._shape_of_a_stage(program.placement)), bool(self.costs.launch)
-        return simulate(program, self.costs, overlap=overlap, layers=layers, parts=self.parts, counts_block=waits)
+        shape, costs = self._shape(program.placement), self._costs
+        overlap = self.overlap if overlap is None else overlap
+        plan = compile(program, shape, costs, overlap, counts_block=self._waits)
+        return play_nodes(plan, costs, counts_block=self._waits)
 
     def synthesized(self, ranks: int, microbatches: int, chunks: int, peak_activations: float | None) -> PlanTimeline:
         """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.
@@ -126,29 +134,26 @@ class NodeModel:
         Raises:
             ValueError: The layers cannot be divided evenly over the chunks, or no order can keep the limit of memory.
         """
-        placements, waits, plans = _placements(ranks, chunks), bool(self.costs.launch), list[Plan]()
-
-        def tell(share: float) -> None:
-            self.progress((len(plans) + share) / len(placements))
-
-        options: dict[str, Any] = {"peak_activations": peak_activations, "counts_block": waits, "progress": tell}
+        placements, plans = _placements(ranks, chunks), list[Plan]()
+        options: dict[str, Any] = {"peak_activations": peak_activations, "counts_block": self._waits}
         options["seconds"] = self.seconds / len(placements)
+        options["progress"] = lambda share: self.progress((len(plans) + share) / len(placements))
         for placement in placements:
-            shape = self._shape_of_a_stage(placement)
+            shape = self._shape(placement)
             plans.append(found_orders(placement, microbatches, shape, self._costs, **options)[0])
-        return play_nodes(min(plans, key=lambda plan: plan.predicted), self._costs, counts_block=waits)
+        return play_nodes(min(plans, key=lambda plan: plan.predicted), self._costs, counts_block=self._waits)
 
     def bound(self, candidate: Candidate, ranks: int, microbatches: int, *, forward_only: bool = False) -> float:
         """Return a lower bound of the time of a candidate: 0 of an impossible one; of ``auto`` that of every order."""
         try:
             if candidate.schedule == AUTO:
                 return min(
-                    pipeline_bound(placement, microbatches, self._shape_of_a_stage(placement), self._costs)
+                    pipeline_bound(placement, microbatches, self._shape(placement), self._costs)
                     for placement in _placements(ranks, candidate.options.get("chunks", 1))
                 )
             program = candidate.build(ranks, microbatches, forward_only=forward_only)
-            overlap = self.default if candidate.overlap is None else candidate.overlap
-            return bound(program, self._shape_of_a_stage(program.placement), self._costs, overlap)
+            overlap = self.overlap if candidate.overlap is None else candidate.overlap
+            return bound(program, self._shape(program.placement), self._costs, overlap)
         except ValueError:
             return 0.0
 
@@ -156,7 +161,11 @@ class NodeModel:
     def _costs(self) -> NodeCosts:
         return self.costs.in_parts(self.parts)
 
-    def _shape_of_a_stage(self, placement: Placement) -> StageShape:
+    @property
+    def _waits(self) -> bool:
+        return bool(self.costs.launch)
+
+    def _shape(self, placement: Placement) -> tuple[BlockShape, ...]:
         chunks = placement.stages // placement.ranks
         check_size("layers", self.layers)
         if self.layers % chunks:
@@ -287,21 +296,19 @@ def search(
         bounds = [model.bound(candidate, **step) for candidate in tried]
     fastest: list[float] = []
     for done, index in enumerate(sorted(range(len(tried)), key=bounds.__getitem__), 1):
-        candidate = tried[index]
         if top is not None and len(fastest) >= top and bounds[index] > fastest[top - 1] * (1 + 1e-8):
             pruned.append((bounds[index], index))
-            progress(done)
-            continue
-        try:
-            outcome = Outcome.of(*played(candidate, model, peak_activations=peak_activations, **step))
-        except ValueError as error:
-            refused.append((index, str(error)))
         else:
-            if outcome.peak_activations <= limit:
-                found[index] = outcome
-                insort(fastest, outcome.makespan)
+            try:
+                outcome = Outcome.of(*played(tried[index], model, peak_activations=peak_activations, **step))
+            except ValueError as error:
+                refused.append((index, str(error)))
             else:
-                over.append((outcome.peak_activations, index))
+                if outcome.peak_activations <= limit:
+                    found[index] = outcome
+                    insort(fastest, outcome.makespan)
+                else:
+                    over.append((outcome.peak_activations, index))
         progress(done)
 
     def order(index: int) -> tuple[float, float, int, int]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from overlap1f1b.plan import NodeCosts
 from overlap1f1b.schedule import SCHEDULES, build_schedule
 from overlap1f1b.simulation import Costs, simulate
-from overlap1f1b.simulation.search import Candidate, NodeModel, Outcome, candidates, play, search
+from overlap1f1b.simulation.search import OVERLAPS, Candidate, NodeModel, Outcome, candidates, play, search
 
 
 def everything(ranks: int, microbatches: int, costs: Costs) -> dict[tuple[str, int, int], tuple[float, float]]:
@@ -94,9 +94,7 @@ NODES = NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1)
 
 def test_nodes_are_searched_over_overlaps() -> None:
     model = NodeModel(NODES, layers=2)
-    tried = list(
-        candidates(schedules=["1f1b", "combined_1f1b"], chunks=[1, 2, 3], extra_warmup=[0], overlaps=model.overlaps)
-    )
+    tried = list(candidates(schedules=["1f1b", "combined_1f1b"], chunks=[1, 2, 3], extra_warmup=[0], overlaps=OVERLAPS))
     ranking = search(tried, ranks=2, microbatches=3, model=model)
     ends = []
     for c in (c for c in tried if c.options["chunks"] <= 2 and c.overlap == 3):
@@ -124,11 +122,9 @@ def test_pruning_changes_nothing_among_the_first(
     sizes: tuple[int, int], dispatch: int, send: int, top: int, memory: float | None
 ) -> None:
     ranks, microbatches = sizes
-    model = NodeModel(
-        NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=send), 2, overlaps=("serial", 2)
-    )
+    model = NodeModel(NodeCosts.uniform(attention=3, experts=4, dispatch=dispatch, send=send), 2)
     schedules = ["sequential", "1f1b", "combined_1f1b", "zb_v", "dualpipe"]
-    tried = list(candidates(schedules=schedules, chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
+    tried = list(candidates(schedules=schedules, chunks=[1, 2], extra_warmup=[0], overlaps=("serial", 2)))
     done: list[int] = []
     sizes_and_limit: dict[str, Any] = {"ranks": ranks, "microbatches": microbatches, "peak_activations": memory}
     whole = search(tried, model=model, **sizes_and_limit)
@@ -146,8 +142,8 @@ def test_pruning_changes_nothing_among_the_first(
 
 
 def test_pruning_leaves_most_unplayed() -> None:
-    model = NodeModel(NODES, layers=2, overlaps=("serial", "pairs", 2))
-    tried = list(candidates(chunks=[1, 2], extra_warmup=[0], overlaps=model.overlaps))
+    model = NodeModel(NODES, layers=2)
+    tried = list(candidates(chunks=[1, 2], extra_warmup=[0], overlaps=("serial", "pairs", 2)))
     ranking = search(tried, ranks=2, microbatches=4, model=model, top=1)
     assert len(ranking.pruned) > len(tried) / 2
     assert {candidate for candidate, _ in ranking.pruned} >= {Candidate("sequential", {"chunks": 1}, overlap="serial")}

@@ -13,12 +13,12 @@ from rich.text import Text
 from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
-from overlap1f1b.plan import NodeCosts, parse_overlap
-from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, OPTIONS, SCHEDULES, Program
+from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
+from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
 from overlap1f1b.simulation import Costs, PlanTimeline
 from overlap1f1b.simulation.search import (
     CHUNKS,
-    EXTRA_WARMUP,
+    OVERLAPS,
     Candidate,
     Model,
     NodeModel,
@@ -205,8 +205,9 @@ def searched(options: PlanOptions, model: Model) -> list[Candidate]:
     extra = EXTRA_WARMUP if options.extra_warmup is None else (options.extra_warmup,)
     if options.forward_only:
         extra = extra[:1]
-    found, overlaps = list[Candidate](), model.overlaps if isinstance(model, NodeModel) else (None,)
+    found, overlaps = list[Candidate](), tuple[Overlap | None, ...]((None,))
     if isinstance(model, NodeModel):  # given chunks are tried in any case, so that a refusal says why
+        overlaps = OVERLAPS if options.sub_op_costs.overlap is None else (model.overlap,)
         found = [Candidate(AUTO, {"chunks": v}) for v in chunks if options.chunks or not model.layers % v]
     if options.schedule == AUTO:
         return found
@@ -233,8 +234,7 @@ def model_of(options: PlanOptions) -> Model:
     if options.search and options.chunks is None:
         settings["seconds"] /= len(CHUNKS)
     if sub_ops.overlap is not None:
-        overlap = parse_overlap(sub_ops.overlap)
-        settings |= {"default": overlap, "overlaps": (overlap,)}
+        settings["overlap"] = parse_overlap(sub_ops.overlap)
     costs = {"attention": 3.0, "experts": 4.0, "dispatch": 5.0, "send": options.send or 0.0} | costs
     return NodeModel(NodeCosts.uniform(**costs), sub_ops.layers, **settings)
 

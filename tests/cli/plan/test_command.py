@@ -133,7 +133,7 @@ def test_a_comparison_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch
 
 
 def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    lasting(monkeypatch, "overlap1f1b.plan.search:schedule_freely")
+    lasting(monkeypatch, "overlap1f1b.plan.search:schedule_by_priorities")
     with few_tries():
         sizes = ("--ranks", 2, "--microbatches", 4, "--layers", 1, "--seconds", 0.02)
         result = plan(capsys, "--schedule", "auto", *sizes, "--json", "-")
