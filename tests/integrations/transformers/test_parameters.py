@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,9 +23,10 @@ from overlap1f1b.schedule import build_schedule
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_adapters import adapted
 from tests.integrations.transformers.test_split import _OneOf, problems_of
-from tests.ranks import Ranks, over
+from tests.ranks import over
 from tests.tiers import wide
 
+NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 STAGES, EXPERTS = build_schedule("1f1b", ranks=2, microbatches=2), build_schedule("1f1b", microbatches=2)
 
 
@@ -42,26 +46,30 @@ def hooked(device: str = "cpu") -> Any:
     return model
 
 
-def _tied(rank: int, size: int, folder: Path, device: str, expected: dict[str, Tensor]) -> list[str]:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
-    stages = split_model(hooked(device), STAGES, mesh)
-    if device == "meta":
-        stages.load_pretrained(folder)
-    tokens, labels = tiny.batch(4)
-    tiny.engine(stages, STAGES, mesh).step(tokens, target=labels)
-    marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
-    assert marked == ["lm_head.weight" if rank else "model.embed_tokens.weight"]
-    return problems_of(stages, expected, 1e-6)
+def saved(folder: Path, **options: Any) -> None:
+    """Let the first rank write the weights."""
+    if dist.get_rank() == 0:
+        tiny.build("mixtral", num_hidden_layers=2, **options).save_pretrained(folder)
+    dist.barrier()
 
 
 @pytest.mark.parametrize("device", ["cpu", *wide("meta")])
-def test_a_copy_of_a_tied_weight_has_its_marks_and_hooks(ranks2: Ranks, device: str, tmp_path: Path) -> None:
+@over(2)
+def test_a_copy_of_a_tied_weight_has_its_marks_and_hooks(rank: int, size: int, device: str, tmp_path: Path) -> None:
     """Each stage's part of the gradient passes the hooks, also of weights that were read from a folder."""
-    tiny.build("mixtral", num_hidden_layers=2, tie_word_embeddings=True).save_pretrained(tmp_path)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    stages = split_model(hooked(device), STAGES, mesh)
+    if device == "meta":
+        saved(tmp_path, tie_word_embeddings=True)
+        stages.load_pretrained(tmp_path)
     tokens, labels = tiny.batch(4)
     _, expected = tiny.own_gradients(hooked(), {"input_ids": tokens}, labels, 2)
     assert not expected["lm_head.weight"][:10].any()
-    assert ranks2.run(_tied, tmp_path, device, expected) == [[]] * 2
+    tiny.engine(stages, STAGES, mesh).step(tokens, target=labels)
+    marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
+    assert marked == ["lm_head.weight" if rank else "model.embed_tokens.weight"]
+    problems = problems_of(stages, expected, 1e-6)
+    assert not problems, problems
 
 
 def test_handles_of_hooks_remove_them_everywhere() -> None:
@@ -74,37 +82,30 @@ def test_handles_of_hooks_remove_them_everywhere() -> None:
     assert len(weight._backward_hooks) == 1
 
 
-def _of_experts(rank: int, size: int, lora: bool, register: str | None) -> Any:
-    """Return the parameters that have a mark, or the message of what was refused."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+def marked(lora: bool, register: str | None = None) -> Any:
+    """Return a model whose experts have a mark, and perhaps a hook."""
     model = adapted("mixtral", "everything", 2) if lora else tiny.build("mixtral", num_hidden_layers=2)
     for name, parameter in model.named_parameters():
         if ".experts." in name and parameter.requires_grad:
             parameter.lr_scale = 0.5
             if register is not None:
                 getattr(parameter, register)(lambda grad: None)
-    try:
-        stages = split_model(model, EXPERTS, mesh)
-    except ValueError as error:
-        return str(error)
-    return [[name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")], [*stages.state_dict()]]
+    return model
 
 
-@pytest.mark.parametrize("lora", [False, *wide(True)])
-def test_parts_of_experts_have_their_marks(ranks2: Ranks, lora: bool) -> None:
-    if lora:
-        pytest.importorskip("peft")
-    for marked, names in ranks2.run(_of_experts, lora, None):
-        own = ".lora_" if lora else ".experts."
-        assert marked == [name for name in names if ".experts." in name and own in name]
-        assert len(marked) == (8 if lora else 4)
+@pytest.mark.parametrize("lora", [False, *wide(pytest.param(True, marks=NEEDS_PEFT))])
+@over(2)
+def test_parts_of_experts_have_their_marks(rank: int, size: int, lora: bool) -> None:
+    stages = split_model(marked(lora), EXPERTS, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
+    found, own = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")], ".lora_" if lora else ""
+    assert found == [name for name in stages.state_dict() if ".experts." in name and own in name], found
+    assert len(found) == (8 if lora else 4)
 
 
 @pytest.mark.parametrize("register", ["register_hook", *wide("register_post_accumulate_grad_hook")])
-@pytest.mark.parametrize("lora", [False, *wide(True)])
-def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, register: str) -> None:
-    if lora:
-        pytest.importorskip("peft")
+@pytest.mark.parametrize("lora", [False, *wide(pytest.param(True, marks=NEEDS_PEFT))])
+@over(2)
+def test_hooks_of_divided_experts_are_refused(rank: int, size: int, lora: bool, register: str) -> None:
     name, shapes = "model.layers.0.mlp.experts.gate_up_proj", ("[4, 48, 32]", "[2, 48, 32]")
     if lora:
         name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.default.weight"
@@ -113,7 +114,8 @@ def test_hooks_of_divided_experts_are_refused(ranks2: Ranks, lora: bool, registe
         f"{name} has a gradient hook for its shape {shapes[0]}, and a rank gets a part {shapes[1]}; "
         "allowed: a hook on the part, registered after split_model"
     )
-    assert ranks2.run(_of_experts, lora, register) == [expected] * 2
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        split_model(marked(lora, register), EXPERTS, init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)))
 
 
 def _clamp(model: Any) -> None:
@@ -161,32 +163,27 @@ def test_optimizers_of_parameters_elsewhere_are_refused(case: str) -> None:
     torch.optim.AdamW(p for p in model.parameters() if not p.is_meta)
 
 
-def _early(rank: int, size: int, dimension: str, folder: Path | None) -> str:
-    """Return the message of an optimizer that is made before the split, or before the weights are read."""
+@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), *wide(("ep", False), ("ep", True))])
+@over(2)
+def test_optimizers_that_are_made_too_early_are_refused(
+    rank: int, size: int, dimension: str, meta: bool, tmp_path: Path
+) -> None:
+    """Before the split, or before the weights are read: they would step parameters that the model has no more."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(dimension,))
-    with torch.device("cpu" if folder is None else "meta"):
+    saved(tmp_path)
+    with torch.device("meta" if meta else "cpu"):
         model = tiny.build("mixtral", num_hidden_layers=2)
     optimizer = torch.optim.SGD(model.parameters())
     program = STAGES if dimension == "pp" else EXPERTS
     stages = split_model(model, program, mesh)
-    if folder is not None:
+    if meta:
         optimizer = torch.optim.SGD(stages.parameters())
-        stages.load_pretrained(folder)
+        stages.load_pretrained(tmp_path)
     tokens, labels = tiny.batch(4)
     tiny.engine(stages, program, mesh).step(tokens, target=labels)
     with pytest.raises(ValueError, match=REFUSED) as caught:
         optimizer.step()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("dimension", "meta"), [("pp", False), *wide(("ep", False), ("ep", True))])
-def test_optimizers_that_are_made_too_early_are_refused(
-    ranks2: Ranks, dimension: str, meta: bool, tmp_path: Path
-) -> None:
-    """They would step parameters that the model has no more."""
-    tiny.build("mixtral", num_hidden_layers=2).save_pretrained(tmp_path)
-    for message in ranks2.run(_early, dimension, tmp_path if meta else None):
-        assert "\n" not in message
+    assert "\n" not in str(caught.value), caught.value
 
 
 def test_a_model_with_parameters_elsewhere_is_copied_and_pickled() -> None:
