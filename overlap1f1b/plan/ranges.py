@@ -70,7 +70,6 @@ class About:
         bytes: Bytes that leave the rank in an exchange or transfer, by step and node.
         held: What nodes hold, by the nodes of microbatch 0; empty if nobody has counted.
         parameters: Bytes of the rank's parameters.
-        sharded: Whether they are gathered for a step, by FSDP2.
     """
 
     schedule: str = ""
@@ -82,7 +81,6 @@ class About:
     bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
     parameters: int = 0
-    sharded: bool = False
 
 
 class StepRange(NamedTuple):

@@ -256,7 +256,6 @@ class Recorder(Observer):
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             bytes={str(step.number): step.sent for step in self.steps},
             held=held,
-            sharded=bool(engine.connection.sharding.groups),
             parameters=sum(local_part(parameter).nbytes for parameter in parameters),
         )
         return asdict(about)

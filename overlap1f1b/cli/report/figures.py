@@ -14,8 +14,9 @@ from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
 
-OF_NODES = ("bytes", "held", "parameters", "sharded")
+OF_NODES = ("bytes", "held", "parameters")
 """What a profile says of its nodes and of its rank, not of the run."""
+LONGEST = "Longest times of exposed exchange, milliseconds"
 PARTIAL = "Of some ranks only: "
 _GAP = 2  # columns of the terminal between two of a table
 _OVERLAP = {"exchange": "exchange_ms", "hidden": "hidden_ms", "exposed": "exposed_ms", "share": "hidden_fraction"}
@@ -123,38 +124,38 @@ def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
     }
 
 
-class Cell(NamedTuple):
-    """A figure as text, with its keys in the JSON."""
-
-    text: str
-    path: tuple[str | int, ...] = ()
-
-
 class Table(NamedTuple):
+    """A table of texts; a column is of words if one of its texts is no figure."""
+
     title: str
     headings: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def words(self) -> list[str]:
+        """Headings of the columns of words."""
+        columns = zip(*self.rows, strict=True)
+        return [heading for heading, texts in zip(self.headings, columns, strict=True) if not all(map(_numeric, texts))]
 
 
 def tables_of(content: Mapping[str, Any]) -> list[Table]:
     every, ranks = content["all"], content["ranks"]
-    columns: dict[str, tuple[str, ...]] = {"step": ("step_ms",), "compute": ("compute_ms",)}
-    columns |= {name: (key,) for name, key in _OVERLAP.items()}
-    columns |= {f"idle {name}": ("idle_ms", key) for name, key in _IDLE.items()}
+    columns = {"step": "step_ms", "compute": "compute_ms"} | _OVERLAP
+    columns |= {f"idle {name}": f"idle_ms/{key}" for name, key in _IDLE.items()}
     found = [_by_rank(content, "Milliseconds of a step", columns)]
     if every["exchange_ms"]:
-        found += [_parts(content, "by_sub_op", "sub-op"), _parts(content, "by_phase", "phase")]
+        found += [_parts(every, "by_sub_op", "sub-op"), _parts(every, "by_phase", "phase")]
     if every["late_peer_ms"] is not None:
-        columns = {"exposed": ("exposed_ms",), "late peer": ("late_peer_ms",)}
+        columns = {"exposed": "exposed_ms", "late peer": "late_peer_ms"}
         found.append(_by_rank(content, "Waits for late peers, ms", columns))
     if any(rank["peak_bytes"] is not None for rank in ranks):
-        columns = {"parameters": ("parameter_bytes",), "most beyond them": ("peak_bytes",)}
+        columns = {"parameters": "parameter_bytes", "most beyond them": "peak_bytes"}
         found.append(_by_rank(content, "Memory of a step, MB", columns, mean=False))
     if any("predicted" in rank for rank in ranks):
-        columns = {name: ("predicted", key) for name, key in _COMPARED.items() if name != "compute"}
+        columns = {name: f"predicted/{key}" for name, key in _COMPARED.items() if name != "compute"}
         title = "Predicted from the times of its nodes, milliseconds"
         found.append(_by_rank(content, title, columns, mean=False))
-    return [table for table in (*found, _longest(content)) if table.rows]
+    return [table for table in (*found, _longest(content["longest_exposed"])) if table.rows]
 
 
 def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
@@ -170,18 +171,17 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
     return Table("", ("ms a step", *names, "change"), rows)
 
 
-def _compared(label: str, key: str, first: float | None, second: float | None) -> list[Cell]:
+def _compared(label: str, key: str, first: float | None, second: float | None) -> list[str]:
     change = number(None, "")
     if first is not None and second is not None:
         share = key.endswith("fraction")
         change = f"{100 * (second - first):+.1f} points" if share else f"{second - first:+.3f}"
-    return [Cell(text) for text in (label, figure(key, first), figure(key, second), change)]
+    return [label, figure(key, first), figure(key, second), change]
 
 
 def print_table(table: Table, screen: Console) -> None:
     """Print a table; for a narrow terminal in parts, each with the first column, so that no figure is shortened."""
-    texts = [[row[place].text for row in table.rows] for place in range(len(table.headings))]
-    widths = [max(map(len, (heading, *column))) for heading, column in zip(table.headings, texts, strict=True)]
+    widths = [max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True)]
     parts, used = [[0]], widths[0]
     for place in range(1, len(widths)):
         used += _GAP + widths[place]
@@ -189,13 +189,12 @@ def print_table(table: Table, screen: Console) -> None:
             parts.append([0])
             used = widths[0] + _GAP + widths[place]
         parts[-1].append(place)
-    names = {heading for heading, column in zip(table.headings, texts, strict=True) if not all(map(_numeric, column))}
     for part in parts:
-        drawn = plain_table([table.headings[place] for place in part], names)
+        drawn = plain_table([table.headings[place] for place in part], table.words)
         if part is parts[0]:
             drawn.title, drawn.title_justify, drawn.title_style = table.title or None, "left", "bold"
         for row in table.rows:
-            drawn.add_row(*(escape(row[place].text) for place in part))
+            drawn.add_row(*(escape(row[place]) for place in part))
         screen.print(drawn)
 
 
@@ -209,43 +208,43 @@ def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
     print_lines(screen, *(f"try: {text}" for text in content["advice"]))
 
 
-def _by_rank(content: Mapping[str, Any], title: str, columns: Mapping[str, Sequence[str]], mean: bool = True) -> Table:
-    """Return a table of the ranks' figures at the keys of each column, of several ranks also with their ``mean``."""
+def _by_rank(content: Mapping[str, Any], title: str, columns: Mapping[str, str], mean: bool = True) -> Table:
+    """Return a table of the ranks' figures at the path of each column, of several ranks also with their ``mean``."""
 
-    def row(name: str, *at: str | int) -> list[Cell]:
-        return [Cell(name), *(_cell(content, *at, *keys) for keys in columns.values())]
+    def row(name: str, of: Mapping[str, Any]) -> list[str]:
+        return [name, *(_at(of, path) for path in columns.values())]
 
-    rows = [row(str(rank["rank"]), "ranks", place) for place, rank in enumerate(content["ranks"])]
-    shown = middle_left_out(rows, lambda gap: [Cell(gap), *[Cell("")] * len(columns)])
+    rows = [row(str(rank["rank"]), rank) for rank in content["ranks"]]
+    shown = middle_left_out(rows, lambda gap: [gap, *[""] * len(columns)])
     if mean and len(rows) > 1:
-        shown.append(row("mean", "all"))
+        shown.append(row("mean", content["all"]))
     return Table(title, ("rank", *columns), shown)
 
 
-def _parts(content: Mapping[str, Any], group: str, heading: str) -> Table:
+def _at(of: Mapping[str, Any], path: str) -> str:
+    """Return the text of the figure at a path of keys."""
+    *outer, key = path.split("/")
+    for name in outer:
+        of = of[name]
+    return figure(key, of[key])
+
+
+def _parts(every: Mapping[str, Any], group: str, heading: str) -> Table:
     rows = [
-        [Cell(_PHASES.get(name, name)), *(_cell(content, "all", group, name, key) for key in _OVERLAP.values())]
-        for name in content["all"][group]
+        [_PHASES.get(name, name), *(figure(key, part[key]) for key in _OVERLAP.values())]
+        for name, part in every[group].items()
     ]
     return Table(f"Milliseconds of a step by {heading}", (heading, *_OVERLAP), rows)
 
 
-def _longest(content: Mapping[str, Any]) -> Table:
+def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
     headings = ("exposed", "rank", "step", "at", "phase", "waited for", "in flight", "then")
     rows = []
-    for place, span in enumerate(content["longest_exposed"]):
-        at = ("longest_exposed", place)
+    for span in spans:
+        exposed, start = (figure(key, span[key]) for key in ("exposed_ms", "start_ms"))
         texts = (_PHASES.get(span["phase"], ""), span["waited_for"], some(span["in_flight"], 2), span["next"])
-        numbers = [Cell(str(span[key]), (*at, key)) for key in ("rank", "step")]
-        exposed, start = (_cell(content, *at, key) for key in ("exposed_ms", "start_ms"))
-        rows.append([exposed, *numbers, start, *map(Cell, texts)])
-    return Table("Longest times of exposed exchange, milliseconds", headings, rows)
-
-
-def _cell(content: Any, *path: str | int) -> Cell:
-    for key in path:
-        content = content[key]
-    return Cell(figure(str(path[-1]), content), path)
+        rows.append([exposed, str(span["rank"]), str(span["step"]), start, *texts])
+    return Table(LONGEST, headings, rows)
 
 
 def figure(key: str, value: float | None) -> str:

@@ -3,11 +3,9 @@
 const ROW = 22, LEFT = 190, AXIS = 26, UNIT = 1e-4, TEXT = "11px system-ui, sans-serif";
 const at = id => document.getElementById(id);
 const canvas = at("timeline"), frame = at("frame"), tip = at("tip"), pen = canvas.getContext("2d");
-const picture = at("memory"), brush = picture.getContext("2d");
 let step = null; // what is drawn: {ranks, tracks, end}
 let shown = []; // its tracks of the ranks that were chosen
 let from = 0, to = 1; // the milliseconds that are drawn
-let memory = null; // of the chosen rank: {name, levels, peak, most}
 let marked = null; // the exposed time that a row of the table names: {rank, start, end}
 
 // ---------------------------------------------------------------------------------------------- looks
@@ -39,7 +37,6 @@ const PARTS = [ // of a step, in the order of a bar
   ["idle for the pipeline", data.styles.peer.colour],
   ["idle for the host", data.styles.other.colour],
 ];
-const [PARAMETERS, GRADIENTS, EVEN, ODD, FLYING, WORKING] = ["peer", "W", "F", "pair", "exchange", "other"].map(style => data.styles[style].colour);
 
 function add(place, kind, text, look = "") {
   const item = place.appendChild(document.createElement(kind));
@@ -93,31 +90,24 @@ function texts() { // of the report's JSON: the verdict, what the run was, remar
     "A second row of a lane, such as exchange (2), has what travels at the same time.";
 }
 
-function tables() { // a figure has its keys in the report's JSON
-  for (const [title, headings, rows] of data.tables) {
+function tables() {
+  for (const { title, headings, rows, words } of data.tables) {
     const table = add(add(at("tables"), "div", "", "wide"), "table", "");
     add(table, "caption", title);
-    for (const [kind, cells] of [["th", headings.map((text, i) => [text, rows[0][i][1]])], ...rows.map(row => ["td", row])]) {
+    [headings, ...rows].forEach((texts, number) => {
       const line = add(table, "tr", "");
-      for (const [text, path] of cells) {
-        const cell = add(line, kind, text, path.length ? "" : "text");
-        if (kind === "td" && path.length) cell.dataset.path = path.join("/");
-        if (path[0] === "longest_exposed" && kind === "td") line.dataset.longest = path[1];
-      }
-    }
-  }
-  for (const row of document.querySelectorAll("tr[data-longest]")) {
-    const span = data.content.longest_exposed[row.dataset.longest];
-    row.className = "link";
-    row.tabIndex = 0;
-    row.title = "show it in the timeline";
-    row.onclick = () => go(span);
-    row.onkeydown = ({ key }) => key === "Enter" && go(span);
+      texts.forEach((text, i) => add(line, number ? "td" : "th", text, words.includes(headings[i]) ? "text" : ""));
+      if (title !== data.longest || !number) return;
+      const span = data.content.longest_exposed[number - 1];
+      line.className = "link";
+      line.tabIndex = 0;
+      line.title = "show it in the timeline";
+      line.onclick = () => go(span);
+      line.onkeydown = ({ key }) => key === "Enter" && go(span);
+    });
   }
 }
 
-const unit = bytes => Math.min(4, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
-const amount = (bytes, power = unit(bytes)) => Number((bytes / 1000 ** power).toPrecision(4)) + " " + ["B", "kB", "MB", "GB", "TB"][power];
 const time = ms => (ms >= 1000 ? (ms / 1000).toFixed(3) + " s" : ms.toPrecision(4) + " ms");
 
 // ---------------------------------------------------------------------------------------------- data
@@ -163,139 +153,23 @@ function parts(intervals, start, end) { // what intervals cover of a time
   return found;
 }
 
-// ---------------------------------------------------------------------------------------------- memory
-
-function held({ rank, measured }) { // levels of bytes over the step: a node takes and gives back in the order of issue
-  const { order, parameters, sharded } = step.ranks[rank], bars = new Map(), levels = [], flying = [], alive = new Map();
-  for (const track of step.tracks.filter(track => track.rank === rank && track.measured === measured)) {
-    for (const bar of track.bars) bars.set(bar.what, bar);
-  }
-  const nodes = data.orders[order].map(index => [index < 0, index < 0 ? ~index : index]); // whether its cost begins, and its name
-  const microbatch = index => Number(data.names[index][0].match(/ m(\d+)/)[1]);
-  const last = new Map(nodes.map(([, index], place) => [microbatch(index), place]));
-  let now = 0, gathered = parameters, gradients = 0;
-  const grow = (number, bytes) => alive.set(number, (alive.get(number) || 0) + bytes);
-  const level = (at, working) => {
-    const flight = flying.reduce((sum, { bytes }) => sum + bytes, 0), sum = [...alive.values()].reduce((sum, bytes) => sum + bytes, 0);
-    const microbatches = [...alive].filter(([, bytes]) => bytes > 0).sort(([a], [b]) => a - b);
-    const parts = [
-      ["parameters", gathered, PARAMETERS],
-      ["gradients", gradients, GRADIENTS],
-      ...microbatches.map(([number, bytes]) => ["activations of microbatch " + number, bytes, number % 2 ? ODD : EVEN, String(number)]),
-      ["in flight", flight, FLYING],
-      ["working space of a node", working, WORKING],
-    ];
-    if (levels.length) levels.at(-1).end = at;
-    levels.push({ at, end: step.end, parts, sum: gathered + gradients + sum + flight + working });
-  };
-  const until = (end, working) => { // what has arrived belongs to its microbatch
-    while (flying.length && flying[0].end <= end) {
-      const { end: at, number, bytes } = flying.shift();
-      grow(number, bytes);
-      level(Math.max(at, now), working);
-    }
-    now = end;
-  };
-  level(0, 0);
-  nodes.forEach(([first, index], place) => {
-    const [what, , style] = data.names[index], [kept, most, more] = data.held[index], bar = bars.get(what), number = microbatch(index);
-    const travels = style === "exchange" || style === "peer";
-    until(bar && !travels ? Math.max(now, bar.start) : now, 0);
-    if (first && style !== "F") gradients += more;
-    else if (first && sharded) gathered += more;
-    else if (first) grow(number, more); // the first may be larger than the median
-    if (most > 0) level(now, most);
-    if (bar && !travels) until(Math.max(now, bar.end), Math.max(0, most));
-    if (what.startsWith("reduce.")) gradients += kept;
-    else if (travels && bar && kept > 0) {
-      flying.push({ end: bar.end, number, bytes: kept });
-      flying.sort((a, b) => a.end - b.end);
-    } else grow(number, kept);
-    if (last.get(number) === place) { // what it leaves behind
-      gradients += alive.get(number) || 0;
-      alive.delete(number);
-    }
-    level(now, 0);
-  });
-  until(Math.max(now, step.end), 0);
-  const peak = levels.reduce((most, one) => (one.sum > most.sum ? one : most));
-  const { peak_bytes: most } = data.content.ranks.find(one => one.rank === rank);
-  return { levels, peak: { ...peak, beyond: peak.sum - parameters }, most };
-}
-
-function drawMemory(width, colour) {
-  const height = picture.clientHeight, { levels, peak, most, name } = memory;
-  fit(picture, brush, height);
-  const top = AXIS + 20, y = bytes => height - (bytes / peak.sum) * (height - top);
-  axis(width, height, colour, brush);
-  brush.textAlign = "right";
-  for (let tick = 0, gap = round(peak.sum / 5); tick <= peak.sum; tick += gap) {
-    brush.fillStyle = colour("--line");
-    brush.fillRect(LEFT - 5, y(tick) - 1, width, 1);
-    brush.fillStyle = colour("--text");
-    brush.fillText(amount(tick, unit(peak.sum)), LEFT - 8, Math.min(y(tick), height - 7));
-  }
-  brush.textAlign = "left";
-  const labels = new Map(); // of each microbatch its widest place
-  for (let i = firstAfter(levels, from, one => one.end); i < levels.length && levels[i].at <= to; i++) {
-    const { at, end, parts } = levels[i], left = Math.round(Math.max(LEFT, x(at, width)));
-    const wide = Math.max(1, Math.round(Math.min(width, x(end, width))) - left); // whole pixels: no seams
-    let bytes = 0;
-    for (const [, more, look, text] of parts) {
-      const high = y(bytes) - y(bytes + more);
-      bytes += more;
-      brush.fillStyle = look;
-      brush.fillRect(left, y(bytes), wide, high);
-      if (!text) continue;
-      brush.fillStyle = colour("--back"); // microbatches of one colour may be neighbours
-      brush.fillRect(left, y(bytes), wide, 0.5);
-      if (high > 11 && wide > (labels.get(text) || [8])[0]) labels.set(text, [wide, left + wide / 2, y(bytes) + high / 2]);
-    }
-  }
-  brush.fillStyle = "#1f2328";
-  brush.textAlign = "center";
-  for (const [text, [, middle, line]] of labels) brush.fillText(text, middle, line);
-  brush.fillStyle = colour("--mark");
-  brush.fillRect(LEFT, top - 1, width, 1);
-  brush.textAlign = "left";
-  const text = "peak " + amount(peak.sum) + ", " + amount(peak.beyond) + " of it beyond the parameters, at " + time(peak.at);
-  brush.fillText(text + (peak.beyond < most ? "; in another step " + amount(most) + " beyond them" : ""), LEFT + 4, top - 9);
-  brush.fillStyle = colour("--text");
-  brush.fillText("held by " + name, 6, top - 9);
-}
-
-function choose() { // the rank of the picture
-  const before = at("rank").value, found = new Map();
-  for (const { rank, measured } of step.tracks) {
-    if (step.ranks[rank].order !== undefined) found.set("rank " + rank + (measured ? "" : " predicted"), { rank, measured });
-  }
-  at("bytes").hidden = !found.size;
-  at("rank").replaceChildren(...[...found.keys()].map(name => new Option(name)));
-  at("rank").value = found.has(before) ? before : found.keys().next().value;
-  memory = found.size ? { name: at("rank").value, ...held(found.get(at("rank").value)) } : null;
-}
-
 // ---------------------------------------------------------------------------------------------- drawing
 
 const x = (ms, width) => LEFT + ((ms - from) / (to - from)) * (width - LEFT);
 const ms = (pixel, width) => from + ((pixel - LEFT) / (width - LEFT)) * (to - from);
 
-function fit(place, brush, height) { // as many pixels as the screen has
-  place.width = place.clientWidth * devicePixelRatio;
-  place.height = height * devicePixelRatio;
-  brush.scale(devicePixelRatio, devicePixelRatio);
-  brush.font = TEXT;
-  brush.textBaseline = "middle";
-}
-
 function draw() {
   const height = Math.min(AXIS + ROW * shown.length, Math.round(0.7 * innerHeight)), width = frame.clientWidth;
   at("space").style.height = AXIS + ROW * shown.length - height + "px";
   canvas.style.height = height + "px";
-  fit(canvas, pen, height);
+  canvas.width = canvas.clientWidth * devicePixelRatio; // as many pixels as the screen has
+  canvas.height = height * devicePixelRatio;
+  pen.scale(devicePixelRatio, devicePixelRatio);
+  pen.font = TEXT;
+  pen.textBaseline = "middle";
   const style = getComputedStyle(document.documentElement), colour = name => style.getPropertyValue(name);
   const scrolled = frame.scrollTop;
-  axis(width, height, colour, pen);
+  axis(width, height, colour);
   for (let row = Math.floor(scrolled / ROW); row < shown.length; row++) {
     const y = AXIS + row * ROW - scrolled;
     if (y > height) break;
@@ -306,8 +180,7 @@ function draw() {
     }
   }
   pen.clearRect(0, 0, width, AXIS);
-  axis(width, 6, colour, pen);
-  if (memory) drawMemory(width, colour);
+  axis(width, 6, colour);
   if (marked && step.ranks[marked.rank]) {
     const rows = shown.map((track, row) => [track, row]).filter(([track]) => track.rank === marked.rank);
     if (rows.length) {
@@ -358,7 +231,7 @@ function round(size) { // the next 1, 2 or 5 times a power of ten
   return [1, 2, 5, 10].map(factor => factor * power).find(gap => gap >= size);
 }
 
-function axis(width, height, colour, pen) {
+function axis(width, height, colour) {
   const gap = round((to - from) / Math.max(2, (width - LEFT) / 110));
   const decimals = Math.max(0, -Math.floor(Math.log10(gap)));
   for (let tick = Math.ceil(from / gap) * gap; tick <= to; tick += gap) {
@@ -377,7 +250,6 @@ function axis(width, height, colour, pen) {
 
 function show(number) {
   if (step === null || step.number !== number) step = opened(number);
-  choose();
   at("step").value = number;
   const chosen = at("chosen").value.match(/\d+(\s*-\s*\d+)?/g);
   const runs = (chosen || []).map(text => text.split("-").map(Number));
@@ -426,43 +298,33 @@ function told(track, bar) {
   return lines.join("\n");
 }
 
-function bytesAt(event) { // what the picture of memory says of a time
-  const place = picture.getBoundingClientRect(), left = event.clientX - place.left;
-  if (left < LEFT || left > frame.clientWidth) return null;
-  const at = ms(left, frame.clientWidth), { parts, sum } = memory.levels[firstAfter(memory.levels, at, one => one.end)] || memory.levels.at(-1);
-  const lines = parts.filter(([, bytes]) => bytes > 0).map(([name, bytes]) => name + ": " + amount(bytes)).reverse();
-  return [memory.name + " at " + time(at) + ": " + amount(sum), ...lines].join("\n");
-}
-
 function hover(event) {
-  const found = event.currentTarget === picture ? bytesAt(event) : barAt(event);
+  const found = barAt(event);
   tip.style.display = found ? "block" : "none";
   if (!found) return;
-  tip.textContent = typeof found === "string" ? found : told(...found);
+  tip.textContent = told(...found);
   tip.style.left = Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8) + "px";
   tip.style.top = Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
 }
 
 let grip = null;
-for (const one of [canvas, picture]) {
-  one.onpointerdown = event => {
-    grip = { left: event.clientX, from, to };
-    one.setPointerCapture(event.pointerId);
-  };
-  one.onpointerup = () => (grip = null);
-  one.onpointermove = event => {
-    if (!grip) return hover(event);
-    const by = ((event.clientX - grip.left) / (frame.clientWidth - LEFT)) * (grip.to - grip.from);
-    move(grip.from - by, grip.to - by);
-  };
-  one.onpointerleave = () => (tip.style.display = "none");
-  one.ondblclick = () => move(0, step.end);
-  one.addEventListener("wheel", event => {
-    if (!event.ctrlKey && !event.metaKey) return;
-    event.preventDefault();
-    zoom(1.0015 ** event.deltaY, ms(event.clientX - one.getBoundingClientRect().left, frame.clientWidth));
-  }, { passive: false });
-}
+canvas.onpointerdown = event => {
+  grip = { left: event.clientX, from, to };
+  canvas.setPointerCapture(event.pointerId);
+};
+canvas.onpointerup = () => (grip = null);
+canvas.onpointermove = event => {
+  if (!grip) return hover(event);
+  const by = ((event.clientX - grip.left) / (frame.clientWidth - LEFT)) * (grip.to - grip.from);
+  move(grip.from - by, grip.to - by);
+};
+canvas.onpointerleave = () => (tip.style.display = "none");
+canvas.ondblclick = () => move(0, step.end);
+canvas.addEventListener("wheel", event => {
+  if (!event.ctrlKey && !event.metaKey) return;
+  event.preventDefault();
+  zoom(1.0015 ** event.deltaY, ms(event.clientX - canvas.getBoundingClientRect().left, frame.clientWidth));
+}, { passive: false });
 canvas.onkeydown = ({ key }) => {
   const by = { ArrowLeft: -0.1, ArrowRight: 0.1 }[key] * (to - from);
   if (key === "+" || key === "-") zoom(key === "+" ? 0.7 : 1 / 0.7);
@@ -479,20 +341,12 @@ at("step").onchange = () => {
   show(Number(at("step").value));
   move(from, to);
 };
-at("chosen").oninput = at("rank").onchange = () => show(step.number);
+at("chosen").oninput = () => show(step.number);
 for (const number of Object.keys(data.steps)) at("step").add(new Option(number));
 texts();
 tables();
 ranks();
 legend(at("parts"), PARTS);
-legend(at("kept"), [
-  ["parameters", PARAMETERS],
-  ["gradients", GRADIENTS],
-  ["activations of microbatches 0, 2, …", EVEN],
-  ["of 1, 3, …", ODD],
-  ["rows and activations in flight", FLYING],
-  ["working space of the node that runs", WORKING],
-]);
 show(data.content.drawn_step);
 move(0, step.end);
 const used = new Set(step.tracks.flatMap(track => track.bars.map(bar => bar.style)));

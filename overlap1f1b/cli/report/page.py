@@ -12,11 +12,10 @@ from string import Template
 from typing import Any
 
 from overlap1f1b.cli.draw import STYLES, tracks_of_bars
-from overlap1f1b.cli.report.figures import remarks, tables_of
-from overlap1f1b.plan import CostKey, cost_key
+from overlap1f1b.cli.report.figures import LONGEST, remarks, tables_of
 from overlap1f1b.plan.intervals import Intervals
-from overlap1f1b.profiling import Bar, Lanes, Recording, Recordings, StepRecord, aligned, bars_of
-from overlap1f1b.simulation.drawing import LETTERS, style_of
+from overlap1f1b.profiling import Bar, Lanes, Recordings, aligned, bars_of
+from overlap1f1b.simulation.drawing import LETTERS
 
 _UNIT_NS = 100
 """Nanoseconds of a unit of time in the page; page.js has the same."""
@@ -28,7 +27,8 @@ def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Seque
         "title": title,
         "content": content,
         "remarks": remarks(content),
-        "tables": tables_of(content),
+        "tables": [table._asdict() | {"words": table.words} for table in tables_of(content)],
+        "longest": LONGEST,
         "styles": {key: style._asdict() for key, style in STYLES.items()},
         "letters": LETTERS,
         **_timelines(recordings, predicted, content["drawn_step"]),
@@ -42,13 +42,8 @@ def page_of(content: Mapping[str, Any], recordings: Recordings, predicted: Seque
 
 
 def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> dict[str, Any]:
-    """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks.
-
-    ``held`` has the bytes of nodes by their names, as :class:`~overlap1f1b.plan.Held` says; ``orders`` has those nodes.
-    """
+    """Return what page.js draws: names by their index, and of each step its tracks and the exposed times of ranks."""
     names: dict[tuple[str, str, str], int] = {}
-    held: dict[int, list[float]] = {}
-    orders: dict[tuple[int, ...], int] = {}  # many steps and ranks share one
     ranks, steps = recordings.ranks, {}
     for number in sorted({step.number for recording in ranks for step in recording.steps}):
         tracks, marks = [], {}
@@ -67,33 +62,9 @@ def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> 
                 "exposed": _flat(lanes.exposed, by),
                 "late": _flat(recordings.late.get(step, []), by),
                 "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
-                "parameters": recording.about.parameters,
-                "sharded": recording.about.sharded,
             }
-            if recording.held.bytes:
-                order = _order(recording, step, names, held)
-                marks[recording.rank]["order"] = orders.setdefault(order, len(orders))
         steps[number] = {"tracks": tracks, "ranks": marks}
-    return {"names": list(names), "steps": steps, "held": held, "orders": list(orders)}
-
-
-def _order(
-    recording: Recording, step: StepRecord, names: dict[tuple[str, str, str], int], held: dict[int, list[float]]
-) -> tuple[int, ...]:
-    """Return the names of the nodes of a step that hold bytes, in issue order, and note what they hold.
-
-    The first of the nodes with one cost holds more than the others: its index is inverted.
-    """
-    indices, begun, order = {what: index for (what, _, _), index in names.items()}, set[CostKey](), []
-    for node in recording.order(step):
-        holds = recording.held.bytes.get(key := cost_key(node), ())
-        if any(holds):
-            if (what := str(node)) not in indices:  # nothing that could be drawn
-                indices[what] = names[what, "", style_of(node)] = len(names)
-            held[indices[what]] = list(holds)
-            order.append(indices[what] if key in begun else ~indices[what])
-            begun.add(key)
-    return tuple(order)
+    return {"names": list(names), "steps": steps}
 
 
 def _units(nanoseconds: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,14 +14,21 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
+from overlap1f1b.record import Profile
+from overlap1f1b.schedule import build_schedule
+from tests import models
 from tests.cli.inside import report
 from tests.cli.lasting import lasting
+from tests.engines import make
+from tests.observing import Last
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
+from tests.ranks import Ranks
 from tests.tiers import wide
 
 Capture = pytest.CaptureFixture[str]
@@ -121,7 +129,7 @@ def test_a_narrow_terminal_cuts_no_figure(run: Path) -> None:
         lines = screen.export_text().splitlines()
         assert max(map(len, lines)) <= 80
         words = " ".join(lines).split()
-        assert all(word in words for row in table.rows for cell in row for word in cell.text.split())
+        assert all(word in words for row in table.rows for text in row for word in text.split())
 
 
 def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None:
@@ -247,3 +255,32 @@ def test_a_report_that_lasts_says_how_far_it_is(
     assert f"reading rank1.json, file 2 of {count}: 0 of 0 MiB" in said
     if option == "--html":
         assert said[-2:] == ["all files are read, now the figures", "all files are read, now the drawings"]
+
+
+def _profiled(rank: int, size: int, folder: str) -> tuple[float, int]:
+    """Write the files of a rank under a limit; return bytes of the step by its plan, and of the rank's parameters."""
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep"))
+    model = models.build(mesh.get_group("ep"))
+    engine = make(model, build_schedule("combined_1f1b", microbatches=4), mesh=mesh, memory="1TB", tries=0, timeout=60)
+    inputs, target = models.batch(4, seed=rank)
+    while engine.tuner.settling:
+        engine.step(inputs, target=target)
+    engine.step(inputs, target=target)  # the plan's first is compared with a plain loop
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    engine.observers.append(Last(keeps_order=True))  # no weight gradient runs early: the plan's own order
+    with Profile(engine, folder):
+        engine.step(inputs, target=target)
+    return engine.plan.peak_bytes[0], sum(parameter.nbytes for parameter in engine.parameters())
+
+
+def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2: Ranks) -> None:
+    """Engine, record, trace and report say one peak."""
+    peaks = ranks2.run(_profiled, str(tmp_path))
+    found = report.content(capsys, tmp_path)
+    assert [(rank["peak_bytes"], rank["parameter_bytes"]) for rank in found["ranks"]] == peaks
+    assert [recording.peak_bytes for recording in read(*tmp_path.glob("rank?.json")).ranks] == [
+        peak for peak, _ in peaks
+    ]
+    assert not {"bytes", "held", "parameters"} & set(found["about"])
+    row = ["0", *(f"{value / 1e6:.3f}" for value in reversed(peaks[0]))]
+    assert row in [line.split() for line in report(capsys, tmp_path).out.splitlines()]
