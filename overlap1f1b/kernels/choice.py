@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Choice = Literal["auto", "triton", "torch"]
 """Implementation of ops; ``"auto"`` times both once for each op and class of shapes, and takes the faster."""
@@ -66,14 +65,13 @@ class Kernels:
         self.choice, self.open = choice, True
         self.chosen: dict[tuple[object, ...], Literal["triton", "torch"]] = {}
 
-    def __call__(self, op: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        assert not kwargs, "classes of shapes are made of positional arguments"
-        run: Callable[P, T] = triton_of(op) if self.uses_triton(op, *args) else op
-        return run(*args, **kwargs)
+    def __call__(self, op: Callable[..., T], *args: Any) -> T:
+        run: Callable[..., T] = triton_of(op) if self.uses_triton(op, *args) else op
+        return run(*args)
 
     def uses_triton(self, op: Callable[..., Any], *args: Any) -> bool:
         """Return whether Triton runs ``op`` with such arguments; ``"auto"`` times both if they are new."""
-        if self.choice == "torch":
+        if self.choice == "torch" or not self._has_triton:
             return False
         if not args[0].is_cuda:
             if self.choice == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -84,21 +82,14 @@ class Kernels:
             (arg.dtype, arg.shape[1:]) if isinstance(arg, Tensor) else None if type(arg) is int else arg for arg in args
         ]
         key = (op.__name__, args[0].get_device(), *described)
-        chosen = self.chosen.get(key)
-        return chosen == "triton" if chosen is not None else self._decides(key, op, args)
-
-    def _decides(self, key: tuple[object, ...], op: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-        """Return whether Triton runs arguments of a class for which nothing is chosen yet; choose if it may be."""
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if not self._has_triton or any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
-            return False
-        if self.choice == "triton":
-            return True
-        if not self.open or not all(t.numel() for t in tensors):
-            return False
-        if torch.cuda.is_current_stream_capturing():
-            return True  # a capture cannot be timed, and the twins may look at values
-        with torch.cuda.device_of(tensors[0]):  # whose stream the events are on
+        if key not in self.chosen:
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if any(t.is_floating_point() and t.dtype not in WIDTHS for t in tensors):
+                return False
+            if self.choice == "triton":
+                return True
+            if not self.open or not all(t.numel() for t in tensors):
+                return False
             self.chosen[key] = _faster(op, args)
         return self.chosen[key] == "triton"
 
@@ -162,14 +153,15 @@ def _faster(op: Callable[..., Any], args: tuple[Any, ...]) -> Literal["triton", 
 
 
 def _milliseconds(function: Callable[..., Any], args: tuple[Any, ...]) -> float:
-    """Return the shortest time of a few runs on the current stream."""
-    function(*args)
-    times = []
-    for _ in range(ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+    """Return the shortest time of a few runs on the current stream of their device."""
+    gpu, times = torch.get_device_module(args[0].device), []
+    with gpu.device(args[0].device):
         function(*args)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        for _ in range(ROUNDS):
+            start, end = gpu.Event(enable_timing=True), gpu.Event(enable_timing=True)
+            start.record()
+            function(*args)
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
     return min(times)

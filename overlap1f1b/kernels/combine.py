@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from overlap1f1b.kernels.permute import Layout, take_rows
@@ -22,9 +23,9 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
         ``[R, H]`` in the dtype of ``rows``, summed over K in order, in float32 or wider.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    places = inverse.view(-1, width)
-    total = torch.zeros(places.shape[0], rows.shape[1], dtype=wide, device=rows.device)
-    for column in places.unbind(1):  # in order, without atomics: the sum has the same bits every time
+    columns = rearrange(inverse, "(R K) -> K R", K=width)
+    total = torch.zeros(columns.shape[1], rows.shape[1], dtype=wide, device=rows.device)
+    for column in columns:  # in order, without atomics: the sum has the same bits every time
         here = None
         if partial and column.is_cpu:  # most rows may have few: a device skips the others by itself
             here = (column >= 0).nonzero().squeeze(1)
@@ -32,7 +33,7 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
         missing = partial and here is None
         part = take_rows(rows, column, missing).to(wide)
         if weights is not None:
-            part = part * take_rows(weights.unsqueeze(1), column, missing).to(wide)
+            part = part * take_rows(rearrange(weights, "C -> C 1"), column, missing).to(wide)
         total = total.add_(part) if here is None else total.index_add_(0, here, part)
     return total.to(rows.dtype)
 
@@ -53,7 +54,7 @@ def spread_grad(
     row = order.div(max(width, 1), rounding_mode="floor")
     grads = take_rows(grad, row.masked_fill_(order < 0, -1) if padded else row, padded)
     dots = torch.linalg.vecdot(grads.to(wide), rows.to(wide)).to(wide)  # narrower in a backward under autocast
-    return grads.mul_(weights.to(rows.dtype).unsqueeze(1)), dots.to(weights.dtype)
+    return grads.mul_(rearrange(weights.to(rows.dtype), "C -> C 1")), dots.to(weights.dtype)
 
 
 def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, partial: bool = True) -> Tensor:
@@ -67,7 +68,7 @@ def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, p
     packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
     of_rows, of_weights, between = layout.opened(packed)
     of_rows.copy_(sum_rows(rows, inverse, layout.choices, None, partial))
-    of_weights.copy_(take_rows(weights.unsqueeze(1), inverse, partial).view_as(of_weights))
+    of_weights.copy_(take_rows(rearrange(weights, "C -> C 1"), inverse, partial).view_as(of_weights))
     between.zero_()
     return packed
 
@@ -78,5 +79,5 @@ def open_grads(packed: Tensor, inverse: Tensor, spots: Tensor, layout: Layout) -
     ``inverse`` and ``spots`` are those of :class:`~overlap1f1b.kernels.slots.Places`.
     """
     rows, weights, _ = layout.opened(packed)
-    of_weights = take_rows(weights.reshape(-1, 1), spots.view(-1), True).view(spots.shape)
+    of_weights = take_rows(rearrange(weights, "R K -> (R K) 1"), spots.view(-1), True).view(spots.shape)
     return sum_rows(rows, inverse, spots.shape[1]), of_weights

@@ -7,11 +7,11 @@ An element errs by at most 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
@@ -52,9 +52,8 @@ def quantize(rows: Tensor, precision: Precision, kernels: Kernels) -> Quantized:
     if precision == "fp8":
         found: Quantized = kernels(quantize_rows, rows)
         return found
-    blocks = *rows.shape[:-1], rows.shape[-1] // BLOCK
-    values, scales = kernels(quantize_rows, rows.reshape(math.prod(blocks), BLOCK))
-    return Quantized(values.view(rows.shape), scales.view(blocks))
+    values, scales = kernels(quantize_rows, rearrange(rows, "... (n block) -> (... n) block", block=BLOCK))
+    return Quantized(values.view(rows.shape), scales.view(*rows.shape[:-1], rows.shape[-1] // BLOCK))
 
 
 def dequantized(quantized: Quantized, dtype: torch.dtype) -> Tensor:
@@ -62,7 +61,7 @@ def dequantized(quantized: Quantized, dtype: torch.dtype) -> Tensor:
     values, scales = quantized.values.to(dtype), quantized.scales.float().unsqueeze(-1)
     if scales.dim() == values.dim():
         return values.mul_(scales)
-    return values.view(*scales.shape[:-1], BLOCK).mul_(scales).flatten(-2)
+    return rearrange(values, "... (n block) -> ... n block", block=BLOCK).mul_(scales).flatten(-2)
 
 
 def check_device(tensor: Tensor) -> None:

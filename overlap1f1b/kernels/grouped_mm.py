@@ -145,8 +145,7 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) ->
     """Return the gradient ``[E, C, A]`` of ``weight``; zero for an expert without rows."""
     if _native(grad, rows):
         ends = offsets(counts, grad)
-        product = F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends)
-        return product if _none_is_empty(counts) else _zeroed_(product, ends)
+        return _zeroed_(F.grouped_mm(aligned(grad).t(), aligned(rows), offs=ends), ends)
     out = grad.new_empty(len(counts), grad.shape[1], rows.shape[1])
     for part, g, r in zip(out, _parts(grad, counts), _parts(rows, counts), strict=True):
         torch.mm(g.t(), r, out=part)
@@ -156,13 +155,6 @@ def grouped_mm_weight_grad(grad: Tensor, rows: Tensor, counts: Sequence[int]) ->
 def _parts(rows: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
     sizes = list(counts)
     return rows[: sum(sizes)].split(sizes)
-
-
-def _none_is_empty(counts: Sequence[int]) -> bool:
-    """Return whether the host knows, without a wait, that every expert has rows."""
-    known = counts.rows if isinstance(counts, KnownRows) else counts
-    sizes = known.host if isinstance(known, ExpertRows) else known
-    return sizes is not None and all(sizes)
 
 
 def _zeroed_(product: Tensor, ends: Tensor) -> Tensor:

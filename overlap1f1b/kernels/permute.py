@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 ALIGNED = 16
@@ -107,7 +108,7 @@ def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, 
         inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
     """
     rows, weights, _ = layout.opened(packed)
-    factors = take_rows(weights.reshape(-1, 1), order, padded).squeeze(1)
+    factors = take_rows(rearrange(weights, "R K -> (R K) 1"), order, padded).squeeze(1)
     return spread_rows(rows, order, inverse, layout.choices, padded), factors
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
@@ -139,10 +140,10 @@ def route_tokens_backward(
 def _choose(choice: Tensor, rule: Rule) -> Tensor:
     """Return indices ``[T, K]`` of the best of ``choice [T, E]`` within the best groups; overwrite ``choice``."""
     if rule.top_groups < rule.groups:
-        grouped = choice.view(-1, rule.groups, choice.shape[1] // rule.groups)
+        grouped = rearrange(choice, "T (groups E) -> T groups E", groups=rule.groups)
         kept = _largest(grouped.topk(rule.best(choice.shape[1])).values.sum(-1), rule.top_groups)
         dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choice.device).scatter_(1, kept, False)
-        grouped.masked_fill_(dropped.unsqueeze(-1), float("-inf"))
+        choice.masked_fill_(repeat(dropped, "T groups -> T (groups E)", E=grouped.shape[2]), float("-inf"))
     return _largest(choice, rule.top_k)
 
 

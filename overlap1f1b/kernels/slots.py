@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -50,7 +51,8 @@ def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = Non
     (tokens, top_k), local = indices.shape, experts // ranks
     earlier = torch.ones(top_k, top_k, dtype=torch.bool, device=indices.device).tril(-1)
     rank = torch.where((indices >= 0) & (indices < experts), indices.div(local, rounding_mode="floor"), ranks)
-    within = ((rank.unsqueeze(2) == rank.unsqueeze(1)) & earlier).sum(2)
+    same = rearrange(rank, "T k -> T k 1") == rearrange(rank, "T j -> T 1 j")
+    within = (same & earlier).sum(2)
     of_rank = indices.new_zeros(tokens, ranks + 1).scatter_add_(1, rank, torch.ones_like(rank))  # [T, ranks], choices
     there = (of_rank > 0).long()
     row = there.cumsum(0) - there

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
@@ -26,10 +27,10 @@ def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | 
     Returns:
         ``[R, I]``.
     """
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = rearrange(gate_up, "R (two I) -> two R I", two=2)
     y = F.silu(gate) * up
     if weights is not None:
-        y = (y * weights.unsqueeze(1)).to(y.dtype)
+        y = (y * rearrange(weights, "R -> R 1")).to(y.dtype)
     return y if count is None else y.masked_fill(_beyond(y, count), 0)
 
 
@@ -37,13 +38,13 @@ def swiglu_rows_backward(
     grad: Tensor, gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return gradients ``[R, 2·I]`` of ``gate_up`` and ``[R]`` of the weights from the result's ``[R, I]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = rearrange(gate_up, "R (two I) -> two R I", two=2)
     silu = F.silu(gate)
     grad_y, grad_weights = grad, None
     if weights is not None:
         wide = torch.promote_types(grad.dtype, torch.float32)
         grad_weights = torch.linalg.vecdot(grad.to(wide), (silu * up).to(wide)).to(weights.dtype)
-        grad_y = (grad * weights.unsqueeze(1)).to(grad.dtype)
+        grad_y = (grad * rearrange(weights, "R -> R 1")).to(grad.dtype)
     grads = torch.cat([torch.ops.aten.silu_backward(grad_y * up, gate), grad_y * silu], dim=-1)
     if count is not None:
         grads = grads.masked_fill(_beyond(grads, count), 0)
