@@ -60,6 +60,7 @@ class Kernels:
         if choice not in get_args(Choice):
             raise ValueError(f"kernels={choice!r}; allowed: {', '.join(map(repr, get_args(Choice)))}")
         self._has_triton = find_spec("triton") is not None
+        self._interprets = os.environ.get("TRITON_INTERPRET") == "1"
         if choice == "triton" and not self._has_triton:
             raise ValueError("kernels='triton' without the package triton; allowed: 'auto', 'torch'")
         self.choice, self.open = choice, True
@@ -74,7 +75,7 @@ class Kernels:
         if self.choice == "torch" or not self._has_triton:
             return False
         if not args[0].is_cuda:
-            if self.choice == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+            if self.choice == "triton" and not self._interprets:
                 raise ValueError("kernels='triton' on a CPU; allowed: 'auto', 'torch', or TRITON_INTERPRET=1 for tests")
             return self.choice == "triton"
         # The class of shapes: dtypes and sizes, without numbers that may follow from rows.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from einops import repeat
 from torch import Tensor
 
 
@@ -64,8 +63,7 @@ class _AttachBalance(torch.autograd.Function):
         (counts,), (T, E) = ctx.saved_tensors, ctx.shape
         factor = ctx.scale * E / (max(grads[0].numel(), 1) * max(T, 1))
         # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
-        every = counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")
-        return grads[0], repeat(every, "E -> T E", T=T), None, None
+        return grads[0], (counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")).expand(T, E), None, None
 
 
 def z_loss(logits: Tensor) -> Tensor:

@@ -160,8 +160,11 @@ def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:
     # One program counts BLOCK slots, a row of the histogram, and ranks them by BLOCK² comparisons.
     BLOCK = 1024 if interpreted() else max(min(CELLS // WIDE, 128), 16)
     blocks = -(-slots // BLOCK)
-    before, ends = (chosen.new_empty(shape, dtype=torch.int32) for shape in ((blocks, experts), (experts,)))
-    counts, order, inverse = (chosen.new_empty(size, dtype=torch.int64) for size in (experts, choices, slots))
+    before = chosen.new_empty(blocks, experts, dtype=torch.int32)
+    ends = chosen.new_empty(experts, dtype=torch.int32)
+    order = chosen.new_empty(choices, dtype=torch.int64)
+    inverse = chosen.new_empty(slots, dtype=torch.int64)
+    counts = chosen.new_empty(experts, dtype=torch.int64)
     _count((blocks, 1), (chosen, before), (slots,), (M, chosen.stride(0), experts, BLOCK, WIDE), num_warps=8)
     _offsets((1, 1), (before, counts, ends), (blocks,), (experts, max(CELLS // 2 // WIDE, 1), WIDE), num_warps=8)
     constants = M, chosen.stride(0), experts, BLOCK
