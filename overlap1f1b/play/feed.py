@@ -57,7 +57,17 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
     )
 
 
+def _check_rows(inputs: Batch | None, target: Batch | None) -> None:
+    """Check that a target belongs to the inputs beside it: it has a row, or several, for each of theirs."""
+    if isinstance(inputs, Tensor) and isinstance(target, Tensor) and inputs.dim() and target.dim():
+        given, wanted = len(target), len(inputs)
+        if wanted and given % wanted:
+            raise ValueError(f"target: a batch of {given} beside inputs of {wanted}; allowed: {wanted}, or a multiple")
+
+
 def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
+    if tensor.is_meta:
+        raise ValueError(f"{name} on the meta device; allowed: tensors with values")
     size = tensor.shape[0] if tensor.dim() else 0
     if size == 0 or size % count:
         raise ValueError(
@@ -141,6 +151,8 @@ def feed_batch(
         raise ValueError(f"loss_scale={loss_scale!r}; allowed: a finite number")
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
+    if last in stages:
+        _check_rows(inputs, target)
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
     if last in stages and loss_fn is None:
         raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")

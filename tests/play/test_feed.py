@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_loss_of_outputs_alone_has_no_target() -> None:
         (None, (), "no inputs on a rank that needs them"),
         (X, (), "inputs: a batch of 6 cannot be split into 4 microbatches; allowed: a multiple of 4"),
         (torch.tensor(1.0), (), "a batch of 0 cannot be split"),
+        (torch.empty(4, 2, device="meta"), (), "inputs on the meta device; allowed: tensors with values"),
         ([X], (), "inputs: 1 microbatches for a program of 4"),
         ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),
         ((X, None), (), "inputs of type tuple of Tensor, NoneType"),
@@ -67,6 +69,20 @@ def test_a_loss_of_outputs_alone_has_no_target() -> None:
 def test_batches_that_cannot_be_split_are_named(batch: Any, names: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_batch(batch, 4, "inputs", names)
+
+
+def test_a_target_has_rows_for_those_of_the_inputs() -> None:
+    """Else a loss that broadcasts would take any."""
+    stages, program = {0: Stage([nn.Linear(2, 2)])}, build_schedule("sequential", microbatches=2)
+    for rows, allowed in ((4, True), (8, True), (2, False), (6, False)):
+        with (
+            nullcontext()
+            if allowed
+            else pytest.raises(
+                ValueError, match=f"target: a batch of {rows} beside inputs of 4; allowed: 4, or a multiple"
+            )
+        ):
+            feed_batch(stages, program, Mesh(None), torch.rand(4, 2), torch.rand(rows, 2), loss_fn=models.loss_fn)
 
 
 def test_shares_are_of_microbatches_or_of_tokens() -> None:
