@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain
 from operator import itemgetter
 from random import Random
 from types import MappingProxyType
@@ -221,8 +221,7 @@ class _Search:
         placement, programs = self.chains.placement, []
         for name, options in variants(chunks=(placement.stages // placement.ranks,)):
             try:
-                sizes = {"ranks": placement.ranks, "microbatches": self.draws.microbatches}
-                program = build_schedule(name, **sizes, **options)
+                program = build_schedule(name, ranks=placement.ranks, microbatches=self.draws.microbatches, **options)
             except ValueError:  # impossible for these sizes
                 continue
             if program.placement == placement:
@@ -248,19 +247,20 @@ class _Search:
 
         for program in alike:
             insort(pool, play(self._like(program), pool[0][0] * SPREAD), key=time)
-        for number in count():
-            if pool[0][0] <= near or (number >= LEAST_TRIES and self.scheduled >= whole):
-                return self._plan(pool[0][1])
-            if number <= LEAST_TRIES // 2 or self.scheduled < whole * SAMPLED:
-                insort(pool, play(draws.drawn(number), pool[0][0] * SPREAD), key=time)
-                continue
-            del pool[KEPT:]
-            start = pool[min(draws.random.randrange(len(pool)), draws.random.randrange(len(pool)))]
-            changed = play(draws.changed(start[1]), pool[-1][0])
-            if changed[0] <= pool[-1][0]:
-                if changed[0] <= start[0]:
-                    pool.remove(start)
-                insort_left(pool, changed, key=time)
+        tries = 0
+        while pool[0][0] > near and (tries < LEAST_TRIES or self.scheduled < whole):
+            if tries <= LEAST_TRIES // 2 or self.scheduled < whole * SAMPLED:
+                insort(pool, play(draws.drawn(tries), pool[0][0] * SPREAD), key=time)
+            else:
+                del pool[KEPT:]
+                start = pool[min(draws.random.randrange(len(pool)), draws.random.randrange(len(pool)))]
+                changed = play(draws.changed(start[1]), pool[-1][0])
+                if changed[0] <= pool[-1][0]:
+                    if changed[0] <= start[0]:
+                        pool.remove(start)
+                    insort_left(pool, changed, key=time)
+            tries += 1
+        return self._plan(pool[0][1])
 
     def fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""

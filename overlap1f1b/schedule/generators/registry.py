@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 from overlap1f1b.schedule.generators.interleaved import ZBH1, ZBH2, Combined1F1B, Interleaved1F1B, OneFOneB
 from overlap1f1b.schedule.generators.options import Schedule
@@ -60,7 +61,7 @@ def schedule_of(name: str) -> type[Schedule]:
 
 def variants(
     schedules: Sequence[str] = SCHEDULES, *, chunks: Sequence[int], extra_warmup: Sequence[int] = EXTRA_WARMUP
-) -> Iterator[tuple[str, dict[str, int]]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and options of every combination that the schedules accept.
 
     A schedule without an option appears at most once for it.
@@ -71,7 +72,9 @@ def variants(
     for name in schedules:
         schedule = schedule_of(name)
         for v, extra in product(chunks, extra_warmup):
-            options = {"chunks": v} | ({"extra_warmup": extra} if schedule.takes("extra_warmup") else {})
+            options: dict[str, Any] = {"chunks": v} | (
+                {"extra_warmup": extra} if schedule.takes("extra_warmup") else {}
+            )
             if (schedule.takes("chunks") or v == schedule.fixed_chunks) and (extra == 0 or "extra_warmup" in options):
                 yield name, options
 
