@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import WeightsIn
 
@@ -128,6 +129,13 @@ def plain_gradients(
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by name; zeros where there is none."""
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+
+
+def held(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
+    """The same of the parameters of this rank's stages; no other has one."""
+    here, grads = set(engine.parameters()), gradients(model)
+    assert not [name for name, p in model.named_parameters() if p not in here and p.grad is not None]
+    return {name: grads[name] for name, p in model.named_parameters() if p in here}
 
 
 @contextmanager

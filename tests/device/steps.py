@@ -72,16 +72,6 @@ def engine_of(
     return make(model, program, **options), model
 
 
-def gradients_of(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
-    """Gradients of the parameters that this rank holds."""
-    held = set(engine.parameters())
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters()
-        if p in held
-    }
-
-
 def stepped(
     rank: int, size: int, program: Program, layout: Layout, overlaps: Sequence[Overlap], options: dict[str, Any]
 ) -> tuple[list[dict[str, Tensor]], list[int]]:
@@ -95,7 +85,7 @@ def stepped(
         model.zero_grad()
         begins.append(len(here().log))
         engine.step(inputs, target=target)
-        found.append(gradients_of(engine, model))
+        found.append(models.held(engine, model))
     engine.close()
     return found, begins
 

@@ -10,7 +10,7 @@ from overlap1f1b.plan import Op
 from overlap1f1b.transport.streams import HostCopy
 from tests import models
 from tests.device.standin import World, here
-from tests.device.steps import Layout, batch_of, engine_of, gradients_of, program_of, stuck
+from tests.device.steps import Layout, batch_of, engine_of, program_of, stuck
 from tests.ranks import over
 
 MICROBATCHES = 5
@@ -24,7 +24,7 @@ def _step(rank: int, size: int, capacity: float | None) -> tuple[int, int, Any]:
     begin = len(here().log)
     engine.step(inputs, target=target)
     dispatches = sum(node.op is Op.DISPATCH and str(node.kind) == "F" for node in engine.plan.ranks[0])
-    return begin, dispatches, gradients_of(engine, model)
+    return begin, dispatches, models.held(engine, model)
 
 
 def _waits(capacity: float | None) -> Any:

@@ -14,7 +14,7 @@ from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES
 from tests import models
 from tests.device.standin import World, here
-from tests.device.steps import COSTS, Layout, batch_of, engine_of, gradients_of, mesh_of, played, program_of, stuck
+from tests.device.steps import COSTS, Layout, batch_of, engine_of, mesh_of, played, program_of, stuck
 from tests.engines import make
 from tests.ranks import over
 from tests.tiers import wide
@@ -112,7 +112,7 @@ def test_dtypes_that_nccl_lacks_pass_between_stages(rank: int, size: int, dynami
         for _ in range(2):  # the first sends headers, with dynamic shapes both do
             own.zero_grad()
             engine.step(x, target=y)
-        found = gradients_of(engine, own)
+        found = models.held(engine, own)
         engine.close()
         return found
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.engine import Engine
-from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Overlap, Plan, StageShape, compile
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
 from overlap1f1b.simulation import simulate
@@ -82,29 +80,6 @@ def compiled(program: Program, shapes: tuple[StageShape, ...], overlap: Overlap)
     return plan[0]
 
 
-def compared(
-    engine: Engine, model: nn.Module, expected: dict[str, Tensor], ep_rank: int, limit: float
-) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's gradients, and where they differ from those of one process."""
-    found: dict[str, Tensor] = {}
-    problems = []
-    held = set(engine.parameters())
-    for path, module in model.named_modules():
-        for label, parameter in module.named_parameters(prefix=path, recurse=False):
-            if parameter not in held:
-                if parameter.grad is not None:
-                    problems.append(f"{label} has a gradient on a rank without its stage")
-                continue
-            found[label] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            full = expected[label]
-            if isinstance(module, GroupedExperts):
-                full = full.split(module.local_experts)[ep_rank]
-            error = float((found[label] - full).norm() / full.norm().clamp_min(1e-30))
-            if error > limit and float(full.norm()) > 0:
-                problems.append(f"{label} differs by {error:.1e} from one process")
-    return found, problems
-
-
 def _compare(rank: int, size: int, name: str, pp: int, dp: int, ep: int) -> list[str]:
     """In double precision, bit for bit; on two ranks with every overlap, and with the last in single precision too.
 
@@ -142,8 +117,8 @@ def _compared(
             parameter.grad = None
         where = f"{program.name} chunks {program.placement.stages // pp} {overlap}"
         result = engine.step(inputs, target=target)
-        found, wrong = compared(engine, nn.Sequential(*blocks), expected, at[2], limit)
-        problems += [f"{where}: {problem}" for problem in wrong]
+        found = models.held(engine, nn.Sequential(*blocks))
+        problems += [f"{where}: {problem}" for problem in models.apart(found, expected, at[2], ep, limit)]
         reference = reference or found
         problems += [f"{where}: {label} differs from serial" for label in models.equal(found, reference)]
         every = losses[at[1] * ep + at[2]]

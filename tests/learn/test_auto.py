@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.schedule import Placement, auto, build_schedule
 from tests import models
-from tests.engine.test_engine_pipeline import build, compared, of_one_process
+from tests.engine.test_engine_pipeline import build, of_one_process
 from tests.engines import COSTS, make
 from tests.models import default_dtype
 from tests.ranks import Ranks, over
@@ -39,8 +39,8 @@ def _compare(rank: int, size: int, name: str, ep: int, options: dict[str, Any]) 
             parameter.grad = None
         result = engine.step(inputs, target=target)
         plan, where = engine.plan, f"step {number} of {program.placement}"
-        found, wrong = compared(engine, nn.Sequential(*blocks), expected, at[2], 1e-12)
-        problems += [f"{where}: {problem}" for problem in wrong]
+        found = models.held(engine, nn.Sequential(*blocks))
+        problems += [f"{where}: {problem}" for problem in models.apart(found, expected, at[2], ep, 1e-12)]
         reference = reference or found
         problems += [f"{where}: {label} differs from the first" for label in models.equal(found, reference)]
         if (plan.program == program) != (not number):  # the second step has measured: the plan is that of the third

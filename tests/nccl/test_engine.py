@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from overlap1f1b.plan import Overlap, compile
 from overlap1f1b.schedule import AUTO, SCHEDULES, Program
 from tests import models
-from tests.device.steps import COSTS, LAYERS, gradients_of, program_of
+from tests.device.steps import COSTS, LAYERS, program_of
 from tests.engines import make
 from tests.nccl.joined import on_nccl
 from tests.ranks import RankError, Ranks, run
@@ -47,7 +47,7 @@ def problems_of(program: Program, mesh: DeviceMesh, device: torch.device, option
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
         model.zero_grad()
         engine.step(inputs, target=target)
-        found = gradients_of(engine, model)
+        found = models.held(engine, model)
         serial = serial or found
         problems += [f"{overlap}: {at} differs from serial" for at in models.equal(serial, found)]
     engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_tokens_norm_and_scale(rank: int, size: int, shape: tuple[int, int, int]
     engine = make(blocks, program, mesh=mesh, loss_fn=token_mean, count_tokens=tokens, costs=COSTS, timeout=30)
     inputs, target = data[at[1] * shape[2] + at[2]]
     result = engine.step(inputs, target=target, loss_scale=3.0, return_outputs=True)
-    problems = differences(engine, blocks, whole, at[2])
+    problems = differences(engine, blocks, whole, at[2], shape[2])
     if result.losses and [tuple(o.shape) for o in result.outputs] != [(2, 7, models.V)] * len(result.losses):
         problems.append("outputs are not the logits")
     mean = engine.mean_loss(result)
@@ -86,22 +87,15 @@ def test_tokens_norm_and_scale(rank: int, size: int, shape: tuple[int, int, int]
         reference = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
         if abs(float(norm) / float(reference) - 1) > 1e-5:
             problems.append(f"norm {norm} of type {norm_type}, expected {reference}")
-    problems += differences(engine, blocks, whole, at[2])
+    problems += differences(engine, blocks, whole, at[2], shape[2])
     assert not problems, problems
 
 
-def differences(engine: Engine, blocks: list[nn.Module], whole: nn.Module, ep_rank: int) -> list[str]:
-    expected, held = models.gradients(whole), set(engine.parameters())
-    problems = []
-    for label, parameter in nn.Sequential(*blocks).named_parameters():
-        if parameter in held:
-            full = expected[label]
-            if "experts" in label:
-                full = full[ep_rank * parameter.shape[0] : (ep_rank + 1) * parameter.shape[0]]
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            if float((grad - full).norm()) > 1e-5 * float(full.norm()):
-                problems.append(f"{label} differs by {float((grad - full).norm() / full.norm()):.1e}")
-    return problems
+def differences(
+    engine: Engine, blocks: Iterable[nn.Module], whole: nn.Module, rank: int = 0, size: int = 1
+) -> list[str]:
+    """Gradients that are not those of one process; each of ``size`` ranks has a part of the experts."""
+    return models.apart(models.held(engine, nn.Sequential(*blocks)), models.gradients(whole), rank, size, 1e-5)
 
 
 class Autocast(nn.Module):
@@ -128,7 +122,7 @@ def test_autocast_around_a_step(rank: int, size: int) -> None:
     engine = make(blocks, program, mesh=mesh, costs=COSTS, timeout=20)
     with torch.autocast("cpu", torch.bfloat16):
         engine.step(inputs, target=target)
-    problems = differences(engine, list(blocks), whole, 0)
+    problems = differences(engine, blocks, whole)
     assert not problems, problems
 
 
@@ -142,9 +136,8 @@ def test_autocast_over_stages(rank: int, size: int) -> None:
     blocks: list[nn.Module] = [Autocast(block) for block in models.build(layers=2)]
     engine = make(blocks, build_schedule("1f1b", ranks=size, microbatches=4), mesh=mesh, costs=COSTS)
     engine.step(inputs, target=target)
-    held, expected = set(engine.parameters()), models.gradients(whole)
-    mine = {name: p.grad for name, p in nn.Sequential(*blocks).named_parameters() if p in held and p.grad is not None}
-    assert len(mine) == len(held)
+    mine, expected = models.held(engine, nn.Sequential(*blocks)), models.gradients(whole)
+    assert mine
     problems = models.equal(mine, {name: expected[name] for name in mine})
     assert not problems, problems
 
@@ -166,7 +159,7 @@ def test_frozen_stages(rank: int, size: int, name: str, frozen: range) -> None:
     engine.step(inputs, target=target)
     norm, reference = engine.clip_gradients(0.1), nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
     torch.testing.assert_close(norm, reference)
-    problems = differences(engine, list(blocks), whole, 0)
+    problems = differences(engine, blocks, whole)
     assert not problems, problems
 
 

@@ -139,12 +139,7 @@ def test_gradients_equal_fsdp2_bit_for_bit(rank: int, size: int, ranks: int, dp:
             found = gradients(model)
             reference = reference or found
             problems += [f"{program.name} {overlap}: {name}" for name in models.equal(found, reference)]
-    experts = models.E // (size // dp)
-    at = mesh.get_local_rank("ep") * experts
-    for name, gradient in reference.items():
-        full = expected[name][at : at + experts] if "experts" in name else expected[name]
-        if float((gradient - full).norm()) > 1e-5 * float(full.norm()):
-            problems.append(f"{name} differs from one process")
+    problems += models.apart(reference, expected, mesh.get_local_rank("ep"), size // dp, 1e-5)
     assert not problems, problems
 
 
