@@ -59,7 +59,7 @@ class Capacity(Observer):
         """Note rows of a call that found no room; compare the first call's tokens over the ranks that exchange."""
         route = call.route
         if not self._compared:
-            route.check_tokens(self._mesh.gathered_by_experts(route.tokens))
+            route.check_tokens([*self._mesh.every(route.tokens, over=self._mesh.experts_over).values()])
             self._compared = True
         if route.dropped is not None:
             assert route.room is not None

@@ -1,7 +1,9 @@
-"""Devices on which a thread only queues work, GPUs for short: the one file that knows their kinds.
+"""Devices on which a thread only queues work, GPUs for short: what differs between their kinds.
 
 torch has a module for each kind, with the same names for streams, events, memory and random numbers: :func:`of` gives
 it. What differs stands here, so another kind of device is a line of :data:`KINDS`, and an answer to the rest.
+Beside this file, three places know one kind alone: ``kernels``, NCCL's options in ``groups``, and the report of
+``doctor``.
 """
 
 from __future__ import annotations

@@ -285,9 +285,8 @@ class CollectiveExchange(Exchange):
         if not source.is_contiguous():  # compute copies it
             source, ready = source.contiguous(), None
         shape, splits = (sum(receive), *source.shape[1:]), (list(receive), list(send))
-        if ready is None:
-            return self._launched(0, splits, source.new_empty(shape), source)
-        return self._launched(0, splits, self._beside(source)[0].empty(source, *shape), source, after=(ready,))
+        result = source.new_empty(shape) if ready is None else self._beside(source)[0].empty(source, *shape)
+        return self._launched(0, splits, result, source, after=None if ready is None else (ready,))
 
     def counts(
         self, counts: Tensor, tag: int = 0, expected: Transfer[Tensor] | None = None, read: bool = True

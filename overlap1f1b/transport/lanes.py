@@ -166,12 +166,13 @@ class Flight(Generic[T]):
             return
         # With a limit, a wait for NCCL would block the thread until the transfer ends. NCCL has the group's own limit.
         timeout = None if self.lane.stamp is not None else self.lane.failures.limit
+        sends = self.node.op is Op.SEND  # it receives nothing, so it ends when everything is sent
         try:
             if transfer.ahead is not None:
                 transfer.ahead.receive(timeout)
                 self.departed_at = time.perf_counter()
             self._result = transfer.receive(timeout)
-            if self.node.op is Op.SEND:  # it receives nothing, so it ends when everything is sent
+            if sends:
                 transfer.release(timeout)
             self.arrived_at = time.perf_counter()
             self._read_clock(transfer)
@@ -179,7 +180,7 @@ class Flight(Generic[T]):
                 if self.lane.recorder is not None:
                     self.lane.recorder.arrived(self)
                 self._arrived.set()
-            if self.node.op is not Op.SEND:
+            if not sends:
                 transfer.release(timeout)
             self._transfer = None
         except Exception as error:

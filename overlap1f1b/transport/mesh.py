@@ -31,6 +31,9 @@ _SHOWN = 80  # characters of a value in a message
 class Mesh:
     """This rank's coordinates in a DeviceMesh; a missing dimension counts as one rank.
 
+    Each method that compares values, all ranks must call, those along its dimensions. It raises ``LostRankError`` if
+    one of them failed, or did not answer within the limit.
+
     >>> mesh = Mesh(init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "ep")))
     >>> mesh.size("ep"), mesh.size("dp")
     (4, 1)
@@ -242,23 +245,12 @@ class Mesh:
             )
 
     def gathered(self, dimension: Dimension, value: T) -> list[T]:
-        """Return the values of all ranks along a dimension, in the mesh's order.
-
-        Raises:
-            LostRankError: A rank failed, or did not answer within the limit.
-        """
+        """Return the values of all ranks along a dimension, in the mesh's order."""
         group = self._control.get(dimension)
         if group is None:
             return [value]
         with _naming(dimension):
             return gather_objects(group, self.along(dimension), value)
-
-    def gathered_by_experts(self, value: T) -> list[T]:
-        """Return the values of all ranks that share the experts; raises as :meth:`gathered`."""
-        found = [value]
-        for dimension in reversed(self.experts_over):
-            found = [one for line in self.gathered(dimension, found) for one in line]
-        return found
 
     @property
     def expert_slice(self) -> tuple[int, int]:
@@ -305,64 +297,55 @@ class Mesh:
 
         Raises:
             ValueError: Two ranks differ; the message has both values and both ranks.
-            LostRankError: A rank failed, or did not answer within the limit.
         """
-        for dimension in reversed(over):
-            if dimension in self._control:
-                self._compare(self.along(dimension), self.gathered(dimension, dict(facts)), besides)
+        for dimension in (name for name in reversed(over) if name in self._control):
+            first: dict[str, tuple[object, int]] = {}
+            for rank, theirs in zip(self.along(dimension), self.gathered(dimension, dict(facts)), strict=True):
+                for name, fact in theirs.items():
+                    other, whose = first.setdefault(name, (fact, rank))
+                    if other != fact:
+                        one, two = _differing(str(other), str(fact))
+                        raise ValueError(
+                            f"{name} is {one} on {self.labels[whose]} and {two} on {self.labels[rank]}; "
+                            f"allowed: the same on all ranks{besides}"
+                        )
 
     def compared(self, *numbers: float) -> Comparison:
         """Start to compare numbers over all ranks."""
         return Comparison(self._control, numbers)
-
-    def _compare(self, ranks: Sequence[int], every: Sequence[Mapping[str, object]], besides: str = "") -> None:
-        first: dict[str, tuple[object, int]] = {}
-        for rank, facts in zip(ranks, every, strict=True):
-            for name, fact in facts.items():
-                other, whose = first.setdefault(name, (fact, rank))
-                if other != fact:
-                    one, two = _differing(str(other), str(fact))
-                    raise ValueError(
-                        f"{name} is {one} on {self.labels[whose]} and {two} on {self.labels[rank]}; "
-                        f"allowed: the same on all ranks{besides}"
-                    )
 
     def along(self, dimension: Dimension) -> list[int]:
         """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
         return self._lines[dimension]
 
     def barrier(self) -> None:
-        """Wait for all ranks that share the experts.
-
-        Raises:
-            LostRankError: A rank failed, or did not answer within the limit.
-        """
+        """Wait for all ranks that share the experts."""
         for dimension in self.experts_over:
             if dimension in self._control:
                 with _naming(dimension):
                     self._control[dimension].barrier().wait()
 
     def sums(self, *values: float) -> list[float]:
-        """Return the sum of each value over all ranks, in float64, the same on all ranks; all of them must call this.
-
-        Raises:
-            LostRankError: A rank failed, or did not answer within the limit.
-        """
+        """Return the sum of each value over all ranks, in float64, the same on all ranks."""
         total = torch.tensor(values, dtype=torch.float64, device="cpu")
         for dimension, group in self._control.items():
             with _naming(dimension):
                 group.allreduce([total]).wait()
         return list(total.tolist())
 
-    def combined(self, value: T, combine: Callable[[Dimension, list[T]], T]) -> T:
-        """Combine the values of all ranks along the last dimension first; the result is the same on all ranks."""
-        for dimension in reversed(DIMENSIONS):
+    def combined(
+        self, value: T, combine: Callable[[Dimension, list[T]], T], *, over: Sequence[Dimension] = DIMENSIONS
+    ) -> T:
+        """Combine the values of all ranks along ``over``, the last dimension first; the result is the same on them."""
+        for dimension in reversed(over):
             value = combine(dimension, self.gathered(dimension, value))
         return value
 
-    def every(self, value: T) -> dict[int, T]:
-        """Return the values of all ranks by their numbers in the default group; all ranks must call this."""
-        return self.combined({self._rank: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t})
+    def every(self, value: T, *, over: Sequence[Dimension] = DIMENSIONS) -> dict[int, T]:
+        """Return the values of all ranks along ``over`` by their numbers in the default group, in the mesh's order."""
+        return self.combined(
+            {self._rank: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t}, over=over
+        )
 
 
 class Comparison:

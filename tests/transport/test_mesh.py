@@ -39,7 +39,8 @@ def test_a_tensor_group_may_share_the_experts(rank: int, size: int) -> None:
     assert one.exchanging is not None
     assert (both.expert_slice, one.expert_slice) == ((rank, 4), (ep, 2))
     assert (both.exchanging.size(), both.exchanging.rank(), one.exchanging.size()) == (4, rank, 2)
-    assert (both.gathered_by_experts(rank), one.gathered_by_experts(rank)) == ([0, 1, 2, 3], [tp, 2 + tp])
+    shared = [[*mesh.every(str(rank), over=mesh.experts_over).items()] for mesh in (both, one)]
+    assert shared == [[(at, str(at)) for at in ranks] for ranks in ([0, 1, 2, 3], [tp, 2 + tp])]
     assert (both.expert_copies, one.expert_copies, both.data_ranks) == (("dp", "cp"), ("dp", "cp"), 2)
     assert both.layout == {"pp": 1, "dp": 1, "ep": 2, "tp": 2}
     whole, own = [rank == 0, ep == 0], [tp == 0, True]  # a plain parameter, and one in parts over the tensor group
