@@ -173,7 +173,7 @@ def under_slurm(root: Path, folder: Path, torchrun: str) -> tuple[str, list[str]
 
 
 def test_the_agents_that_slurm_starts_on_two_nodes(tmp_path: Path) -> None:
-    """By torchrun's own parser of its arguments; tests/running/test_cluster.py trains over two agents."""
+    """By torchrun's own parser of its arguments; tests/running/test_launch_cluster.py trains over two agents."""
     agents, program = under_slurm(ROOT, tmp_path, 'echo "${*@Q}"')  # at once: lines of two agents stay apart
     lines = agents.splitlines()
     assert len(lines) == 2

@@ -11,7 +11,7 @@ from torch import nn
 
 from overlap1f1b.checkpoint import load_checkpoint
 from tests.checkpoint.runs import Tiny, equal
-from tests.checkpoint.test_resuming import Run
+from tests.checkpoint.test_load_resuming import Run
 from tests.ranks import over
 
 

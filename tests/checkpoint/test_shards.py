@@ -15,7 +15,7 @@ from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
 from tests.checkpoint.runs import EXPERTS, Tiny, ep, equal
-from tests.checkpoint.test_resuming import Run
+from tests.checkpoint.test_load_resuming import Run
 from tests.ranks import Ranks, over
 from tests.tiers import wide
 

@@ -16,8 +16,8 @@ from overlap1f1b.learn.tuner import MOST_NUMBERS
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.groups import Groups
 from tests import models
-from tests.engine.test_engine_memory import _held
 from tests.engines import COSTS, make, said_of
+from tests.play.test_step_memory import _held
 from tests.ranks import Ranks, over
 from tests.tiers import wide
 

@@ -70,7 +70,7 @@ def test_tensorboard_shows_the_same(unbroken: tuple[Path, dict[str, Any]]) -> No
 
 
 def under_torchrun(*args: object) -> str:
-    """What two ranks write by what torchrun puts into the environment; tests/running/test_cluster.py starts it."""
+    """What two ranks write by what torchrun puts into the environment; ../test_launch_cluster.py starts it."""
     runs = [Run("train", *args, **environ) for environ in torchrun_environs(2)]
     found = [run.wait() for run in runs]
     assert [status for status, _, _ in found] == [0, 0], found

@@ -16,8 +16,8 @@ from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.checkpoint.runs import equal, placed
 from tests.checkpoint.test_background import held_back
-from tests.checkpoint.test_resuming import OPTIMIZERS
-from tests.checkpoint.test_resuming import Run as PlainRun
+from tests.checkpoint.test_load_resuming import OPTIMIZERS
+from tests.checkpoint.test_load_resuming import Run as PlainRun
 from tests.ranks import Ranks, over
 from tests.reduce.test_fsdp import engine_over, meshed, sliced, wrapped
 from tests.tiers import wide
