@@ -13,6 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
 from torch.utils._pytree import tree_leaves
 
+from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.engine import Engine, EngineOptions, Feed, Microbatch, MicrobatchBlock, StepResult
 from overlap1f1b.schedule import Placement, Program, actions_of, build_schedule, parse_slot
 from overlap1f1b.schedule.program import program_of
@@ -212,11 +213,8 @@ class Schedule:
 
     def eval(self, *args: Any, **given: Any) -> Any:
         """Run the forwards alone, without gradients; with the arguments of :meth:`step`."""
-        trains, self._trains = self._trains, False
-        try:
+        with replaced([(vars(self), "_trains", False)]):
             return self.step(*args, **given)
-        finally:
-            self._trains = trains
 
     def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
         """Return the loss of a microbatch, whose stage was called with ``kwargs``."""

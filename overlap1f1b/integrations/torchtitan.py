@@ -91,7 +91,7 @@ def pipelining_fn(
         "parallel_dims": parallel_dims, "training": training, "parallelism": parallelism,
         "compile_config": compile_config, "ac_config": ac_config, **others,
     }  # fmt: skip
-    if parallel_dims.pp_enabled and parallel_dims.pp > 1:
+    if parallel_dims.pp > 1:
         cut = split or importlib.import_module("torchtitan.distributed.pipeline_parallel").pipeline_llm
         made, parts, first, last = cut(model, loss_fn=loss_fn, **given)
         numbers = [stage.stage_index for stage in getattr(made, "_stages", None) or [made._stage]]

@@ -40,7 +40,7 @@ def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     dense.mkdir()
     (dense / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
     tiny.configuration("mixtral").save_pretrained(small)
-    assert refusal(dense).endswith("found no weights that are stacked by expert: a dense model?")
+    assert refusal(dense).endswith("found none: a dense model?")
     assert refusal(small) == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
     none = tmp_path / "none"
     assert refusal(none).startswith(f"--hf-config {none}: no such file or folder; as a name: ")

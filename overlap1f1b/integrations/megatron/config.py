@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -196,17 +196,16 @@ def check_options(model: nn.Module, where: str = "") -> None:
             raise ValueError(f"{field}={value!r}{where}; allowed: {', '.join(map(str, allowed))}")
 
 
-def check_sizes(model: nn.Module, groups: object, names: Iterable[str]) -> None:
-    """Raise ValueError unless the named groups have as many ranks as a chunk's config says.
+def check_sizes(model: nn.Module, groups: object) -> None:
+    """Raise ValueError unless the groups have as many ranks as a chunk's config says.
 
     A config of one rank fits every group, since the chunk may still hold Experts over several ranks.
     """
     config = attribute_of(model, "config")
-    for name in names:
-        held = size_of(groups, name)
-        wanted = getattr(config, SIZES[name], None) or 1
+    for name, field in SIZES.items():
+        held, wanted = size_of(groups, name), getattr(config, field, None) or 1
         if wanted not in (1, held):
             raise ValueError(
-                f"{SIZES[name]}={wanted} with a group {name} of {held} ranks; "
+                f"{field}={wanted} with a group {name} of {held} ranks; "
                 f"allowed: a pg_collection whose {name} has {wanted}"
             )

@@ -16,7 +16,6 @@ from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.integrations.megatron.chunk import Chunk
 from overlap1f1b.integrations.megatron.config import (
     PARALLEL_STATE,
-    SIZES,
     Config,
     ProcessGroups,
     attribute_of,
@@ -191,7 +190,7 @@ class ForwardBackward:
             forward_only: Whether to run no backward.
             collect_non_loss_data: Whether to call ``loss_func(output, non_loss_data=True)`` and return its results.
             first_val_step: With ``forward_only``: whether to call the chunk's ``set_is_first_microbatch``.
-            adjust_tensor_shapes_fn: Accepted without interleaving, but not called: the engine needs no shapes ahead.
+            adjust_tensor_shapes_fn: Accepted, but not called: the engine needs no shapes ahead.
             p2p_communicator: None, or Megatron-Core's for the group ``pp``, as Megatron-Bridge passes it; not used.
             pg_collection: The same groups as before; passed to ``finalize_model_grads_func``.
             force_all_reduce: Passed to ``finalize_model_grads_func``.
@@ -215,12 +214,9 @@ class ForwardBackward:
         for name, value in {"num_microbatches": num_microbatches, **sizes}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}; allowed: 1 or more")
-        if adjust_tensor_shapes_fn is not None and self.__name__ != WITHOUT_INTERLEAVING:
-            raise ValueError(f"adjust_tensor_shapes_fn with {self.__name__}; allowed: with {WITHOUT_INTERLEAVING}")
         for chunk in models:
             check_options(chunk)
-            # Given costs are the same on all ranks, so no group of "tp" has to agree on them.
-            check_sizes(chunk, groups, [name for name in SIZES if name != "tp" or self.options.costs is None])
+            check_sizes(chunk, groups)
         config = Config.of(models[0])
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -325,7 +321,7 @@ class ForwardBackward:
         return groups
 
     def _checked_models(self, model: nn.Module | list[nn.Module]) -> list[nn.Module]:
-        models = list(model) if isinstance(model, list | tuple) else [model]
+        models = each(model, 1)
         allowed = (self.vp_size or "1 or more") if self.__name__ in CHUNKED else 1
         if not models or allowed not in (len(models), "1 or more"):
             raise ValueError(f"{len(models)} model chunks for {self.__name__}; allowed: {allowed}")
@@ -335,11 +331,12 @@ class ForwardBackward:
         return models
 
     def _checked_iterators(self, data_iterator: Any, chunks: int) -> list[Any]:
-        several = isinstance(data_iterator, list | tuple)
-        iterators = list(data_iterator) if several else [data_iterator] * chunks
-        if len(iterators) != chunks or (chunks > 1 and not several):
-            what = f"{len(iterators)} data iterators" if several else f"one {type(data_iterator).__name__}"
-            raise ValueError(f"{what} for {chunks} model chunks of {self.__name__}; allowed: a list of {chunks}")
+        iterators = each(data_iterator, 1)
+        if len(iterators) != chunks:
+            raise ValueError(
+                f"{len(iterators)} data iterators for {chunks} model chunks of {self.__name__}; "
+                f"allowed: a list of {chunks}"
+            )
         return iterators
 
 
@@ -380,8 +377,7 @@ class ChunkEngine:
         config, engine.microbatches = losses.config, losses.microbatches
         if self._sizes not in (None, sizes):
             engine.forget_sizes()
-        self._sizes = sizes
-        microbatches, last = losses.microbatches, engine.program.placement.stages - 1
+        self._sizes, last = sizes, engine.program.placement.stages - 1
         verifies = engine.tuner.verifies_next(grad=grad)
         if verifies:
             for step, iterator in zip(steps, Rewound.of([step.data_iterator for step in steps]), strict=True):
@@ -395,24 +391,22 @@ class ChunkEngine:
                 # The last chunk computes the loss itself.
                 return {"inputs": () if stage == 0 else None, "loss_fn": (lambda loss: loss) if stage == last else None}
 
-            shares = dict.fromkeys(range(microbatches), 1.0)
+            shares = dict.fromkeys(range(losses.microbatches), 1.0)
             return Feed(given, shares, aux_scale=float(losses.scale_of(MOE_LOSS)))
 
         observers: list[Observer] = []
         with ExitStack() as stepping:
             if grad:
                 models = {stage: chunk.model for stage, chunk in self.chunks.items()}
-                for sync, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
-                    if sync is not None:
-                        sync(model.parameters())
+                for gather, model in zip(each(config.param_sync_func, len(steps)), models.values(), strict=True):
+                    if gather is not None:
+                        gather(model.parameters())
                     # Forwards would bring other ranks' new weights, which the plays of one step would not share.
                     if verifies and getattr(attribute_of(model, "ddp_config"), "overlap_param_gather", False):
                         attribute_of(model, "start_param_sync")(force_sync=True)
-                gradient_sync = GradientSync(
-                    config, models, engine.plan.ranks[engine.mesh.rank("pp")], microbatches - 1
-                )
-                stepping.enter_context(gradient_sync)
-                observers += [gradient_sync] if gradient_sync.acts else []
+                nodes = engine.plan.ranks[engine.mesh.rank("pp")]
+                sync = stepping.enter_context(GradientSync(config, models, nodes, losses.microbatches - 1))
+                observers += [sync] if sync.acts else []
             stepping.enter_context(losses.scaling_attached())
             for chunk, step in zip(self.chunks.values(), steps, strict=True):
                 stepping.enter_context(chunk.stepping(step))

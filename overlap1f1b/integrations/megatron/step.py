@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -208,8 +208,9 @@ class GradientSync(Observer):
         # Whether there is anything to switch; without it weight gradients may run early.
         self.acts = self.keeps_order = bool(self._no_sync or self._grad_sync)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._hold()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._held.close()

@@ -236,11 +236,9 @@ def _read(
 ) -> Mapping[str, Tensor]:
     """Return this rank's part of the model's tensors that are made from the sources."""
     if (parts := _parts(sources, wanted[first][0])) is not None:
-        # Convert without data first: if the shapes are right, this rank's part of the sources is enough.
-        empty = [part._replace(tensor=torch.empty(part.tensor.get_shape(), device="meta")) for part in parts]
-        made = conversion.convert(first, empty)
+        made = conversion.convert(first, parts)
         if all(name not in wanted or value.shape == wanted[name][0].value.shape for name, value in made.items()):
-            return conversion.convert(first, parts)
+            return made  # with the right shapes this rank's part of the sources is enough
     whole = conversion.convert(first, sources)
     return {name: wanted[name][0].cut(value) if name in wanted else value for name, value in whole.items()}
 

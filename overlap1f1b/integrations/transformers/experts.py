@@ -17,7 +17,6 @@ from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
-from overlap1f1b.schedule.values import some
 
 # ------------------------------------------------------------------------------------------------------------- finding
 
@@ -40,7 +39,7 @@ def find(model: nn.Module) -> Found:
     if not experts:
         raise ValueError(
             f"{type(model).__name__}: looked for a module called with (tokens, indices, weights), (sorted rows, sizes) "
-            f"or (rows in equal parts) whose parameters have a part for each expert; found {_instead(model)}"
+            "or (rows in equal parts) whose parameters have a part for each expert; found none: a dense model?"
         )
     named = {name: len(routing_names(module) or ()) for name, (module, _) in experts.items()}
     experts = {name: pair for name, pair in experts.items() if named[name] == max(named.values())}
@@ -52,7 +51,7 @@ def find(model: nn.Module) -> Found:
     if not holders:
         raise ValueError(
             f"{type(model).__name__}: looked for one ModuleList whose elements hold all experts; "
-            f"found experts at {some(list(experts), 4)}"
+            f"found experts at {', '.join(list(experts)[:4])}"
         )
     prefix, layers = holders[0]
     parent, _, attribute = prefix.rpartition(".")
@@ -85,7 +84,8 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
     Forwards take (tokens, indices, weights), or rows that are sorted by expert: with the number of each expert's rows,
     or with equally many for all experts.
     """
-    named = _arguments(module)
+    _, *parameters = inspect.signature(type(module).forward).parameters.values()
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(named) == 3:
         _, indices, weights = named
         if ("ind" in indices or "expert" in indices) and ("weight" in weights or "score" in weights):
@@ -96,11 +96,6 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
         if len(parts) == 1 and all(p.dim() > 2 for p in parameters) and parts <= {n for _, n in _counters(module)}:
             return tuple(named)
     return None
-
-
-def _arguments(module: nn.Module) -> list[str]:
-    _, *parameters = inspect.signature(type(module).forward).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def _count(module: nn.Module) -> int:
@@ -120,18 +115,6 @@ def _counters(module: nn.Module) -> Iterator[tuple[str, int]]:
     for name, value in vars(module).items():
         if type(value) is int and "expert" in name:
             yield name, value
-
-
-def _instead(model: nn.Module) -> str:
-    """Return, for a message, the modules that are similar to experts."""
-    near: dict[str, None] = {}
-    for module in model.modules():
-        stacked = any(p.dim() > 2 for p in module.parameters(recurse=False))
-        convolution = isinstance(module, nn.modules.conv._ConvNd)
-        counting = [part for part in module.modules() if any(_counters(part))] == [module]
-        if not convolution and (stacked or counting or "experts" in type(module).__name__.lower()):
-            near[f"{type(module).__name__}({', '.join(_arguments(module))})"] = None
-    return f"{some(list(near), 4)} instead" if near else "no weights that are stacked by expert: a dense model?"
 
 
 # ------------------------------------------------------------------------------------------------------------ adopting

@@ -101,22 +101,18 @@ class SplitModel(dict[int, LanguageModelStage]):
                 "neither an adapter nor a model; allowed: PEFT's model around it, adapters that are merged first, or "
                 "state_dict() of each rank"
             )
-        folder, at, count = Path(folder), _coordinate(self._mesh), self._placement.stages
+        folder, mesh, count = Path(folder), Mesh(self._mesh), self._placement.stages
 
         def write() -> None:
+            writes = mesh.rank("ep") == 0
             for number, stage in self.items():
-                if self._placement.replicas(number)[0] == at.get("pp", 0) and at.get("dp", 0) == 0:
-                    writes = at.get("ep", 0) == 0
+                if self._placement.replicas(number)[0] == mesh.rank("pp") and mesh.rank("dp") == 0:
                     checkpoint.save_part(folder, number, count, stage, self.model, adapters=adapters, writes=writes)
 
-        finish = partial(checkpoint.join_adapter if adapters else checkpoint.write_index, folder, count, self.model)
-        if self._mesh is None:
-            write()
-            finish()
-        else:  # a rank that cannot write must not leave the others waiting
-            together = Together(Mesh(self._mesh), f"{folder} cannot be written")
-            together.each(write, OSError)
-            together.first(finish)
+        together = Together(mesh, f"{folder} cannot be written")
+        together.each(write, OSError)  # a rank that cannot write must not leave the others waiting
+        finish = checkpoint.join_adapter if adapters else checkpoint.write_index
+        together.first(partial(finish, folder, count, self.model))
 
     def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
         """Fill this rank's part from a local folder of pretrained weights, and read only this part.
@@ -232,7 +228,7 @@ def split_model(
         raise ValueError(f"inputs {list(names)}; allowed: input_ids, and others after it")
     shell = Shell(model, found)
     # 2. Split the layers over the stages, and the experts over the ranks.
-    coordinate = _coordinate(mesh)
+    coordinate = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=False))
     parts = split_blocks(found.layers, placement.stages, block_weights)
     held = sorted({stage for _, stage in placement.places(coordinate.get("pp", 0))})
     last = placement.stages - 1
@@ -291,15 +287,6 @@ def _is_elsewhere(name: str, *_: Any, **__: Any) -> None:
         f"a call of {name}, for which other ranks have the weights; allowed: step and evaluate of the engine, or "
         "from_pretrained of the folder that save_pretrained or a trainer's save_model has written"
     )
-
-
-def _coordinate(mesh: DeviceMesh | None) -> dict[str, int]:
-    """Return this rank's index along each dimension."""
-    if mesh is None:
-        return {}
-    if not mesh.mesh_dim_names:
-        raise ValueError("mesh without names of its dimensions; allowed: any of 'pp', 'dp', 'ep'")
-    return dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (), strict=True))
 
 
 def _alone(module: nn.Module) -> nn.Module:

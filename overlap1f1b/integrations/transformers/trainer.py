@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer
 from accelerate.utils.operations import convert_to_fp32, send_to_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,12 +96,12 @@ class Overlapped(Trainer):
         self.args, self.overlap_args = args, parallel = with_checkpointing(self.args, self.overlap_args)
         check_arguments(args, parallel)
         sizes = parallel.sizes(args.world_size)
-        super().create_accelerator_and_postprocess()
+        # The class of the accelerator that Trainer makes.
+        with replaced([(vars(transformers.trainer), "Accelerator", ShardedAccelerator)]):
+            super().create_accelerator_and_postprocess()
         if args.world_size > 1:
             self._mesh = init_device_mesh(args.device.type, sizes, mesh_dim_names=("pp", "dp", "ep"))
-        self.accelerator.__class__ = ShardedAccelerator
         self.accelerator.share(self._mesh)
-        self.gather_function = self.accelerator.gather_for_metrics
 
     def _mixed(self) -> type[Trainer]:
         """Return the trainer that this class makes an overlapped one."""

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
 from overlap1f1b.integrations.megatron.config import REFUSED
-from tests.engines import COSTS
 from tests.integrations.megatron.chunks import build, call, fake, items
 
 
@@ -71,8 +69,3 @@ def test_options_that_would_be_ignored_are_refused() -> None:
         "cpu_offloading": False,
     }
     assert len(call(get_forward_backward_func(), build(1, config=SimpleNamespace(**without)), items(1))) == 1
-
-
-def test_costs_that_are_given_need_no_group_of_tensor_ranks() -> None:
-    part = build(1, config=SimpleNamespace(tensor_model_parallel_size=2))
-    assert len(call(get_forward_backward_func(options=EngineOptions(costs=COSTS)), part, items(2))) == 2

@@ -269,7 +269,6 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
     ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
     ({"p2p_communicator": 1}, "p2p_communicator of type int; allowed: None, or one whose pp_group is the group pp"),
-    ({"adjust_tensor_shapes_fn": print}, "adjust_tensor_shapes_fn with forward_backward_no_pipelining; allowed"),
     ({"pg_collection": SimpleNamespace(ep=SimpleNamespace(size=lambda: 2))}, "pg_collection with another group ep"),
     (
         {"forward_step_func": lambda iterator, model: (model(next(iterator)[0]), lambda output: 1.0)},
