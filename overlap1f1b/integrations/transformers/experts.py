@@ -84,8 +84,8 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
     Forwards take (tokens, indices, weights), or rows that are sorted by expert: with the number of each expert's rows,
     or with equally many for all experts.
     """
-    _, *parameters = inspect.signature(type(module).forward).parameters.values()
-    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
+    named = [one.name for one in arguments if one.kind is one.POSITIONAL_OR_KEYWORD]
     if len(named) == 3:
         _, indices, weights = named
         if ("ind" in indices or "expert" in indices) and ("weight" in weights or "score" in weights):
