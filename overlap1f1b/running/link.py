@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,8 +36,7 @@ class PacedExchange:
         rows = max(sum(counts) - counts[self.rank] for counts in (send, receive))
         begun = max(time.perf_counter(), self._free)
         self._free = begun + rows * source[:1].nbytes / self.gbps / 1e9
-        transfer.mark = _Due(begun, self._free)
-        return transfer
+        return replace(transfer, mark=_Due(begun, self._free))
 
 
 class _Due:
