@@ -157,8 +157,6 @@ class Scaled(Experts):
 def test_experts_of_a_users_own_check_what_they_are_given() -> None:
     tokens, weights, indices = torch.randn(6, 8), torch.rand(6, 2), torch.randint(4, (6, 2))
     assert torch.allclose(Scaled()(tokens, indices, weights), 2 * tokens * weights.sum(1, keepdim=True))
-    with pytest.raises(ValueError, match=r"^indices torch.float32 \[6, 2\]; allowed: torch.int64"):
-        Scaled()(tokens, weights, indices)
     with pytest.raises(ValueError, match=r"^tokens torch.float32 \[5, 8\] with indices \[6, 2\]; allowed: \[6, 8\]"):
         Scaled()(tokens[1:], indices, weights)
     with pytest.raises(ValueError, match=r"^compute of Scaled returned \[11, 8\] for 12 rows; allowed: a row for each"):
