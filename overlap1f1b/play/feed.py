@@ -151,12 +151,12 @@ def feed_batch(
         raise ValueError(f"loss_scale={loss_scale!r}; allowed: a finite number")
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
-    if last in stages:
-        _check_rows(inputs, target)
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
     if last in stages and loss_fn is None:
         raise ValueError("no loss_fn on a rank with the last stage; allowed: one, or a feed that has its own")
     target_of = split_batch(target, count, "target") if last in stages else _nothing
+    if last in stages:
+        _check_rows(inputs, target)
     shares = _shares(program, mesh, count_tokens, target_of)
 
     def given(stage: int, microbatch: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import build_schedule, load_checkpoint, save_checkpoint
@@ -22,13 +23,14 @@ CALLS = ("step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "
 
 
 def _calls(engine: Engine, result: StepResult, data: Any, folder: Path) -> dict[str, Callable[[], object]]:
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
     return {
         "step": lambda: engine.step(data[0], target=data[1]),
         "evaluate": lambda: engine.evaluate(data[0], target=data[1]),
         "mean_loss": lambda: engine.mean_loss(result),
         "clip_gradients": lambda: engine.clip_gradients(1.0),
-        "save_checkpoint": lambda: save_checkpoint(engine, folder, 1),
-        "load_checkpoint": lambda: load_checkpoint(engine, folder),
+        "save_checkpoint": lambda: save_checkpoint(engine, folder, 1, optimizer),
+        "load_checkpoint": lambda: load_checkpoint(engine, folder, optimizer),
     }
 
 
@@ -51,9 +53,9 @@ def _differ(rank: int, size: int, shape: tuple[int, int, int], alone: int, folde
             engine.mean_loss(result)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), *wide((2, 1, 1), (1, 2, 1))])
-def test_two_ranks(ranks2: Ranks, shape: tuple[int, int, int], tmp_path: Path) -> None:
-    ranks2.run(_differ, shape, 0, tmp_path, timeout=90)
+@pytest.mark.parametrize(("pp", "dp", "ep"), [(1, 1, 2), *wide((2, 1, 1), (1, 2, 1))])
+def test_two_ranks(ranks2: Ranks, pp: int, dp: int, ep: int, tmp_path: Path) -> None:
+    ranks2.run(_differ, (pp, dp, ep), 0, tmp_path, timeout=90)
 
 
 @pytest.mark.wide

@@ -55,7 +55,7 @@ def test_a_new_schedule_touches_two_files(tmp_path: Path) -> None:
     shutil.copytree(Path(overlap1f1b.__file__).parent, package, ignore=shutil.ignore_patterns("kernels", "__pycache__"))
     generators = package / "schedule" / "generators"
     (generators / "turned.py").write_text(GENERATOR)
-    registry = generators / "build.py"
+    registry = generators / "registry.py"
     text = registry.read_text()
     before = "from overlap1f1b.schedule.generators.two_stages"
     text = text.replace(before, f"from overlap1f1b.schedule.generators.turned import TurnedAfab\n{before}")
