@@ -59,9 +59,9 @@ def with_reductions(nodes: Iterable[Node], chains: Chains) -> list[Node]:
 def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.inf) -> list[Node]:
     """Add gathers and releases, so that the sharded parameters of at most ``at_once`` blocks are there at a time.
 
-    Where there is no room the block leaves whose next use is the furthest, right behind its last one; the gather
-    follows at once, behind the computation in between, but only two gathers ahead of their uses. With infinite room
-    each block is gathered once, and released behind its last use.
+    A block is gathered for the computation that uses it first. If there is no room, the block with the furthest next
+    use is released, right behind its last use so far. A gather is launched as soon as it has room, but not before the
+    first use of the gather two before it. Without a bound each block is gathered once.
     """
     nodes = list(nodes)
     computes = ((at, node) for at, node in enumerate(nodes) if node.resource is Resource.COMPUTE)
@@ -84,7 +84,7 @@ def with_gathers(nodes: Iterable[Node], chains: Chains, at_once: float = math.in
     launched = 0  # gathers keep the order of their first uses
     for at, place in uses.items():
         if place not in here:
-            room = release(max(here, key=lambda one: here[one][0])) if len(here) >= at_once else 0
+            room = release(max(here, key=lambda block: here[block][0])) if len(here) >= at_once else 0
             launched = max(launched, room, begun[-2])
             gather = nodes[at]._replace(op=Op.GATHER, kind=Kind.W, call=gathers[place], part=0)
             added.setdefault(launched, []).append(gather)

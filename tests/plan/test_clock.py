@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -65,6 +66,17 @@ def test_what_is_recomputed_waits_for_no_gradient() -> None:
     first, second = play_ranks(plan.ranks, program.placement, NodeCosts.uniform(attention=3, experts=4, dispatch=5))
     again = next(span for span in first if span.node.op is Op.RECOMPUTE_ATTENTION)
     assert again.end < max(span.end for span in second)  # before the other rank has sent a gradient
+
+
+def test_experts_wait_for_their_own_part() -> None:
+    costs = COSTS.in_parts(3)
+    plan = compile(sequential(1), (MOE._replace(parts=3),), costs, 1)
+    at = {(span.node.op, span.node.kind, span.node.part): span for span in play(plan.nodes, costs)}
+    for kind, exchange, order in ((Kind.F, Op.DISPATCH, (0, 1, 2)), (Kind.I, Op.COMBINE, (2, 1, 0))):
+        for first, second in pairwise(order):
+            assert at[exchange, kind, first].end <= at[Op.EXPERTS, kind, first].start < at[exchange, kind, second].end
+    assert at[Op.AGGREGATE, Kind.F, 0].start >= at[Op.COMBINE, Kind.F, 2].end
+    assert at[Op.ATTENTION, Kind.I, 0].start >= at[Op.DISPATCH, Kind.I, 0].end
 
 
 def test_lanes() -> None:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from overlap1f1b.plan import NodeCosts, Op, Overlap, Plan, compile, play_ranks, with_rendezvous
+from overlap1f1b.plan import (
+    BlockShape,
+    Node,
+    NodeCosts,
+    Op,
+    Overlap,
+    Plan,
+    bound,
+    compile,
+    play_ranks,
+    with_rendezvous,
+)
 from overlap1f1b.schedule import SCHEDULES, Action, Kind, Placement, Program, build_schedule, schedule_of
 from overlap1f1b.simulation import simulate
 from tests.counting import work
@@ -55,14 +66,33 @@ def test_more_open_actions_are_never_slower(program: Program, ratio: float) -> N
     assert predicted[3] <= predicted[2] <= predicted[1] <= min(predicted["serial"], predicted["pairs"])
 
 
+@pytest.mark.parametrize("overlap", ["serial", "pairs", 3])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_odd_sizes(name: str) -> None:
-    """Also with the weight gradients that wait where backwards are split."""
-    ranks, microbatches = {"dualpipe": (4, 8), "dualpipev": (3, 6)}.get(name, (3, 5))
-    program = build_schedule(name, ranks=ranks, microbatches=microbatches)
-    for overlap, ratio in (("pairs", 1), (4, 0.2), (2, 1)):
-        plan = compile(program, (MOE, DENSE), costs_at(ratio), overlap)  # type: ignore[arg-type]
-        assert not list(broken_rules(plan))
+def test_every_schedule_in_parts_and_odd_sizes(name: str, overlap: Overlap) -> None:
+    """One of two stages, and whether the host waits for counts, in turns over the schedules."""
+    number, chunks = SCHEDULES.index(name), 2 if name == "interleaved_1f1b" else None
+    ranks, microbatches = {"dualpipe": (2, 4), "dualpipev": (3, 6)}.get(name, (3, 5))
+    program = build_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    block = (BlockShape(1, parts=2), BlockShape(2, parts=3, recompute="block"))[number // 2 % 2]
+    shape, costs = (DENSE._replace(reduced=True), block._replace(reduced=True)), costs_at(1).in_parts(2)
+    counts_block = number % 2 == 1
+    plan = compile(program, shape, costs, overlap, counts_block=counts_block)
+    assert not list(broken_rules(plan))
+    assert bound(program, shape, costs, overlap) <= plan.predicted * (1 + 1e-12)
+    met = with_rendezvous(plan, costs, counts_block=counts_block)
+    assert not list(broken_rules(met))
+    assert meets(met)
+
+
+def test_the_rules_notice_parts_that_mix_microbatches() -> None:
+    plan = compile(build_schedule("sequential", microbatches=2), (BlockShape(1, parts=2),), costs_at(1), "serial")
+    nodes = list(plan.nodes)
+    last = nodes.index(Node(Op.EXPERTS, Kind.I, microbatch=0, block=0, part=0))
+    behind = [node for node in nodes[last:] if node.microbatch == 0]
+    # Everything of microbatch 0 from its last part on comes behind the first part of microbatch 1.
+    at = nodes.index(Node(Op.EXPERTS, Kind.I, microbatch=1, block=0, part=1)) + 1
+    mixed = [node for node in nodes[:at] if node not in behind] + behind + nodes[at:]
+    assert any("out of the program's order" in rule for rule in broken_rules(with_nodes(plan, mixed)))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

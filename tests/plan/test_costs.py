@@ -49,6 +49,12 @@ def test_an_exchange_takes_as_long_as_its_slowest_link() -> None:
     assert costs.links(node(Op.COMBINE, Kind.F)) == (2,)
 
 
+def test_costs_are_shared_by_the_parts() -> None:
+    whole, parts = (NodeCosts.uniform(attention=3, experts=4, dispatch=5).in_parts(count) for count in (1, 4))
+    shared = {(Op.DISPATCH, Kind.F): 4, (Op.EXPERTS, Kind.I): 4, (Op.EXPERTS, Kind.W): 1, (Op.ATTENTION, Kind.F): 1}
+    assert all(parts.by_op[key] == whole.by_op[key] / share for key, share in shared.items())
+
+
 @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan, (1.0, -0.5), (math.nan,)])
 def test_refused_costs_are_named(cost: Cost) -> None:
     with pytest.raises(ValueError, match=r"cost of dispatch\.F is .*; allowed: a finite number ≥ 0"):

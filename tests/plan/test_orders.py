@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 from math import inf
+from textwrap import dedent
 from unittest.mock import patch
 
 import pytest
 
-from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, compile
+from overlap1f1b.plan import BlockShape, Node, NodeCosts, Op, Overlap, Resource, Span, compile
 from overlap1f1b.plan.orders import launched_early, pairs, serial, with_gathers, with_reductions
 from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.simulation import play_nodes
 from tests.plan.cases import DENSE, MOE, chains_of, play, with_nodes
-from tests.plan.drawing import drawn, lines
 from tests.plan.rules import broken_rules
 from tests.plan.tries import all_tries
 from tests.programs import combined_1f1b, sequential
@@ -24,6 +24,35 @@ COSTS = NodeCosts(
     {(op, kind): 1.0 for op in (Op.ATTENTION, Op.EXPERTS, Op.DENSE) for kind in (Kind.F, Kind.I, Kind.W)}
     | {(Op.DISPATCH, Kind.F): 1.0, (Op.COMBINE, Kind.F): 2.0, (Op.COMBINE, Kind.I): 1.0, (Op.DISPATCH, Kind.I): 2.0}
 )
+
+
+def drawn(spans: Iterable[Span]) -> list[str]:
+    """Exchange and compute lane side by side, time running down.
+
+    ::
+
+        combine.b0 m0  | attention.f0 m1
+        dispatch.f0 m1 | experts.b0 m0
+        …              | experts.w0 m0
+
+    Names stand at their start and go on as ``…``; nodes that take no time are left out.
+    """
+    spans = [span for span in spans if span.end > span.start]
+    first, last = round(min(span.start for span in spans)), round(max(span.end for span in spans))
+    columns: dict[Resource, list[str]] = {lane: [""] * (last - first) for lane in (Resource.EXCHANGE, Resource.COMPUTE)}
+    for span in spans:
+        column, start = columns[span.node.resource], round(span.start) - first
+        for line in range(start, round(span.end) - first):
+            assert not column[line], f"two nodes at once on the {span.node.resource.value} lane"
+            column[line] = "…"
+        column[start] = f"{span.node.name}{span.node.block} m{span.node.microbatch}"
+    width = max(map(len, columns[Resource.EXCHANGE]))
+    return [f"{a:{width}} | {b}".rstrip() for a, b in zip(*columns.values(), strict=True)]
+
+
+def lines(picture: str) -> list[str]:
+    """The lines of an indented picture."""
+    return [line.rstrip() for line in dedent(picture).split("\n") if line.strip()]
 
 
 def the_pair(*shape: BlockShape) -> list[Node]:

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overlap1f1b.plan import BlockShape, Chains, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
-from overlap1f1b.plan.priorities import Priorities, Tasks, schedule_by_priorities
-from overlap1f1b.plan.search import LEAST_TRIES, plan_of
-from overlap1f1b.schedule import SCHEDULES, Kind, Placement, Program, build_schedule, schedule_of
+from overlap1f1b.plan import BlockShape, NodeCosts, Op, Plan, compile, found_orders, pipeline_bound, play_ranks
+from overlap1f1b.plan.search import LEAST_TRIES
+from overlap1f1b.schedule import Kind, Placement, Program, build_schedule, variants
 from tests.plan.cases import costs_of, shapes
 from tests.plan.rules import broken_rules
 from tests.plan.tries import few_tries
@@ -26,7 +25,7 @@ QUICK = 1e-3
 """Seconds of a search that makes the least number of tries."""
 
 
-def synthesize(*given: Any, tries: int = 6, **options: Any) -> Plan:
+def synthesize(*given: Any, tries: int = 5, **options: Any) -> Plan:
     """Return the fastest plan of few tries, most often one that is found: fixed schedules open one action."""
     with patch.multiple("overlap1f1b.plan.search", LEAST_TRIES=tries, OVERLAP=1), few_tries():
         return found_orders(*given, **{"seconds": QUICK} | options)[0]
@@ -101,11 +100,9 @@ def test_figures_of_two_parts(placement: Placement, microbatches: int, peak: flo
 def fixed(placement: Placement, microbatches: int) -> list[Program]:
     """Every fixed schedule of a placement."""
     programs = []
-    for name in SCHEDULES:
-        for extra in (0, 1, 2) if schedule_of(name).takes("extra_warmup") else (None,):
-            options: dict[str, Any] = {"ranks": placement.ranks, "microbatches": microbatches, "extra_warmup": extra}
-            with suppress(ValueError):
-                programs.append(build_schedule(name, chunks=placement.stages // placement.ranks, **options))
+    for name, options in variants(chunks=[placement.stages // placement.ranks]):
+        with suppress(ValueError):
+            programs.append(build_schedule(name, ranks=placement.ranks, microbatches=microbatches, **options))
     return [program for program in programs if program.placement == placement]
 
 
@@ -135,31 +132,6 @@ def test_every_rank_finds_the_same() -> None:
     placement = Placement.v(2, 4)
     found = [synthesize(placement, 3, layers(placement, 2), even().in_parts(2)) for _ in range(2)]
     assert found[0] == found[1]
-
-
-def test_random_priorities_keep_every_rule() -> None:
-    """With more microbatches than fit, exchanges that wait for their launch, and caps, in any order of keys."""
-    placement, microbatches = Placement.v(2, 2), 8
-    shape = layers(placement, 2)
-    chains = Chains(placement, shape)
-    tasks, draw = Tasks(chains, even(2.0).in_parts(2)), Random(1)
-    for _ in range(8):
-        keys = {
-            (0, stage, microbatch, kind): draw.gauss(0, 3) + microbatch * draw.choice((-1, 0, 1))
-            for stage in range(4)
-            for microbatch in range(microbatches)
-            for kind in (Kind.F, Kind.I)
-        }
-        caps = [draw.randint(1, 8) for _ in range(4)]
-        limits = [draw.randint(2, 12) for _ in range(2)]
-        priorities = Priorities(keys, limits, caps, draw.randint(0, 2), draw.choice((0.0, 1.0)), draw.random())
-        ranks, end = schedule_by_priorities(microbatches, tasks, priorities)
-        plan = plan_of(ranks, chains, microbatches)
-        assert not list(broken_rules(plan))
-        plan.program.check()
-        assert all(plan.live(rank) <= limits[rank] for rank in range(2))
-        spans = play_ranks(ranks, placement, even(2.0).in_parts(2))
-        assert end == max(span.end for rank in spans for span in rank)
 
 
 def test_a_larger_search_is_not_worse_here() -> None:
@@ -198,19 +170,12 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more"),
-        ({"peak_activations": "x"}, "peak_activations='x'; allowed: 1 or more"),
         ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
-        ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
         ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
-        ({"placement": "loop"}, "placement='loop'; allowed: Placement"),
-        ({"placement": Placement.bidirectional(2)}, "a placement with 2 pipes; allowed: one pipe, a loop or a V"),
+        ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more, since a rank holds all of one"),
     ],
 )
 def test_bad_values(changed: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"placement": Placement.v(2), "microbatches": 2, "shape": (BlockShape(1),)}
-    given |= {"costs": even(), **changed}
-    with pytest.raises(ValueError, match="allowed") as caught:
-        synthesize(**given)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        found_orders(**given | {"costs": even(), **changed})

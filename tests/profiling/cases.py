@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from overlap1f1b.plan import Label
+from overlap1f1b.profiling import Recording, figures_of, read
 from tests.profiling.synthetic import AUTOGRAD, COMPUTE, EXCHANGE, LANE, PEER, Events, Kernel, Range, timed
 
 OTHER = 30
@@ -56,3 +61,15 @@ def host() -> Events:
 
 HOST = {"time": 100, "compute": 50, "exchange": 55, "exposed": 32}
 HOST_IDLE = {"exposed_exchange": 32, "pipeline_bubble": 6, "host_late": 12}
+
+
+def summed(recording: Recording) -> dict[str, int]:
+    figures = figures_of(recording)
+    return {"time": figures.time, "compute": figures.compute, **figures.overlap._asdict()}
+
+
+def refusal(*paths: Path) -> str:
+    """What is said of files that cannot be read: one line."""
+    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
+        read(*paths)
+    return str(refused.value)

@@ -6,30 +6,11 @@ import gzip
 import json
 import re
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
-import pytest
-
-from overlap1f1b.profiling import read, read_file
-from tests.profiling.cases import device, host
+from overlap1f1b.profiling import read
+from tests.profiling.cases import device, refusal
 from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
-from tests.tiers import wide
-
-
-def changed(path: Path, *statements: str) -> Path:
-    """An export, a new one or one that is there, after these statements."""
-    with closing(sqlite3.connect(path)) as database, database:
-        for statement in statements:
-            database.execute(statement)
-    return path
-
-
-def refusal(*paths: Path) -> str:
-    with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
-        read(*paths)
-    return str(refused.value)
 
 
 def test_empty_missing_and_foreign_files(tmp_path: Path) -> None:
@@ -77,36 +58,6 @@ def test_files_that_end_too_early_or_too_late(tmp_path: Path) -> None:
     assert "allowed: a whole file of nsys export --type sqlite" in refusal(tmp_path / "cut.sqlite")
 
 
-def test_foreign_databases(tmp_path: Path) -> None:
-    path = changed(tmp_path / "other.sqlite", "CREATE TABLE people (name TEXT)")
-    assert "no NVTX_EVENTS and no kernels in it" in refusal(path)
-    assert "no such column" in refusal(changed(path, "CREATE TABLE NVTX_EVENTS (start INTEGER)"))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "no such column: t.globalPid"),
-        *wide(("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'noon'", "a row is malformed")),
-    ],
-)
-def test_an_export_of_another_form(tmp_path: Path, change: str, message: str) -> None:
-    assert message in refusal(changed(write_nsys(tmp_path / "other.sqlite", {1: device()}), change))
-
-
-def test_texts_among_the_strings_and_ranges_of_no_thread(tmp_path: Path) -> None:
-    path = changed(
-        write_nsys(tmp_path / "registered.sqlite", {1: device()}),
-        "INSERT INTO NVTX_EVENTS (start, end, eventType, text) VALUES (0, 9, 59, 'o1 rank 5: ep 0/9')",
-        "INSERT INTO StringIds (value) SELECT DISTINCT text FROM NVTX_EVENTS WHERE text IS NOT NULL "
-        "AND text NOT IN (SELECT value FROM StringIds)",
-        "UPDATE NVTX_EVENTS SET textId = (SELECT id FROM StringIds WHERE value = text), text = NULL "
-        "WHERE text IS NOT NULL",
-    )
-    (recording,) = read_file(path)
-    assert (recording.rank, len(recording.steps[0].issued)) == (0, 7)
-
-
 def test_places_that_no_rank_has(tmp_path: Path) -> None:
     spans = [("node", "dense.f[0] m0", 0.0, 1.0)]
     for place in (
@@ -118,19 +69,6 @@ def test_places_that_no_rank_has(tmp_path: Path) -> None:
         path = write_record(tmp_path / "rank0.json", [spans])
         path.write_text(json.dumps(json.loads(path.read_text()) | place))
         assert "allowed: a rank and positions that are below their sizes, at most 1048576 ranks" in refusal(path)
-
-
-def test_tables_that_nsys_did_not_create(tmp_path: Path) -> None:
-    dropped = [f"DROP TABLE CUPTI_ACTIVITY_KIND_{table}" for table in ("KERNEL", "MEMCPY", "RUNTIME")]
-    (recording,) = read_file(changed(write_nsys(tmp_path / "host.sqlite", {1: host()}), *dropped))
-    assert not recording.device
-    assert len(recording.steps[0].issued) == 7
-
-
-def test_a_label_that_was_still_open(tmp_path: Path) -> None:
-    path = write_nsys(tmp_path / "open.sqlite", {1: device(3)})
-    (recording,) = read_file(changed(path, "UPDATE NVTX_EVENTS SET end = NULL WHERE text LIKE 'o1 rank %'"))
-    assert (recording.rank, len(recording.steps)) == (3, 1)
 
 
 def test_a_set(tmp_path: Path) -> None:
@@ -185,22 +123,3 @@ def test_who_says_which_rank(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert "no rank in it: called rank 0, the next free number" in found.ranks[0].notes
     assert found.missing == ()
-
-
-def test_numbers_that_are_none_leave_the_other_files(tmp_path: Path) -> None:
-    write_chrome(tmp_path / "a.json", device(0))
-    for place in ({"rank": "1", "world_size": 3}, {"rank": 1, "world_size": "3"}, {"rank": 1.5}):
-        path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
-        assert "Expected `int | null`, got" in refusal(path)
-        assert len(read(tmp_path).left_out) == 1
-    path = write_chrome(tmp_path / "b.json", device(1))
-    path.write_text(re.sub(r"o1 step \d+", f"o1 step {2**63}", path.read_text()))
-    assert f"has a step {2**63}; allowed: less than 2**63" in refusal(path)
-    assert len(read(tmp_path).left_out) == 1
-
-
-def test_a_trace_that_is_an_array(tmp_path: Path) -> None:
-    path = write_chrome(tmp_path / "a.json", device())
-    path.write_text(json.dumps(json.loads(path.read_text())["traceEvents"]))
-    (recording,) = read_file(path)
-    assert recording.rank == 0

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from overlap1f1b.plan import Node
-from overlap1f1b.profiling import Lanes, Recording, figures_of, read, read_file
+from overlap1f1b.profiling import Lanes, Recording, figures_of, read_file
 from overlap1f1b.profiling.figures import longest
-from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host
+from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host, summed
 from tests.profiling.synthetic import (
     COMPUTE,
     EXCHANGE,
@@ -42,11 +42,6 @@ def issued(recording: Recording) -> list[str]:
     """What computed, in order."""
     (step,) = recording.steps
     return [str(recording.names[what]) for what in step.compute.what]
-
-
-def summed(recording: Recording) -> dict[str, int]:
-    figures = figures_of(recording)
-    return {"time": figures.time, "compute": figures.compute, **figures.overlap._asdict()}
 
 
 def waits(recording: Recording, count: int) -> list[tuple[float, float, str, str]]:
@@ -90,17 +85,6 @@ def test_a_host(tmp_path: Path, kind: str) -> None:
         (38, 7, "dispatch.f[0] m0 s1", "experts.f[0] m0 s1"),
     ]
     assert longest([recording], count=2)[1].in_flight == ("counts.f[0] m0 s1", "dispatch.f[0] m0 s1")
-
-
-def test_ranks_of_one_export(tmp_path: Path) -> None:
-    """Whatever their clocks say."""
-    launcher = Events([Range("not of ours", 0, 5)], [])
-    path = write_nsys(tmp_path / "both.sqlite", {5: launcher, 7: device(0), 8: device(1).shifted(10**9)})
-    recordings = read(path)
-    assert [recording.rank for recording in recordings.ranks] == [0, 1]
-    assert [summed(recording) for recording in recordings.ranks] == [DEVICE, DEVICE]
-    assert [figures_of(recording).idle for recording in recordings.ranks] == [DEVICE_IDLE, DEVICE_IDLE]
-    assert not recordings.partial
 
 
 @pytest.mark.parametrize("kind", first(KINDS, "chrome"))

@@ -1,6 +1,6 @@
 """Programs: the order in which actions open, their drawing, and messages of their checks.
 
-The rules are written down a second time in ``brute``; see test_mutations.py.
+The rules are written down a second time in ``brute``; see test_program_mutations.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from overlap1f1b.simulation import Costs, play_actions, simulate
 from overlap1f1b.simulation.actions import SlotSpan, TransferSpan
 from tests.counting import work
 from tests.schedule.brute import F, W
-from tests.schedule.test_mutations import a_program
+from tests.schedule.test_program_mutations import a_program
 from tests.tiers import first
 
 
@@ -93,25 +93,6 @@ def test_transfers_of_a_lane_follow_each_other() -> None:
     assert [(t.start, t.end) for t in timeline.transfers] == [(1.0, 4.0), (4.0, 7.0), (7.0, 10.0)]
     assert timeline.makespan == 11.0
     assert [timeline.peak_activations(rank) for rank in (0, 1)] == [1.0, 1.0]
-
-
-def test_what_cannot_be_simulated() -> None:
-    program = build_schedule("1f1b", ranks=2, microbatches=2)
-    plan = o1.compile(program, (o1.plan.BlockShape(1),), o1.NodeCosts(), "serial")
-    for what, costs, options, message in [
-        (program, 1.0, {}, r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Plan"),
-        (program, o1.NodeCosts(), {"layers": 0}, "layers=0; allowed: 1 or more"),
-        (program, o1.NodeCosts(), {"layers": 1.5}, "layers=1.5; allowed: a whole number, 1 or more"),
-        (program, Costs(), {"layers": 2}, "layers=2 with Costs, which have no sub-ops; allowed: with NodeCosts"),
-        (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which have no sub-ops; allowed: with NodeCosts"),
-        (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which have no sub-ops; allowed"),
-        (plan, o1.NodeCosts(), {"overlap": 3}, "overlap=3 with a Plan, which sets it; allowed: with a Program"),
-        (plan, Costs(), {}, r"simulate\(Plan, Costs\); allowed: a Program with Costs or NodeCosts, a Plan with NodeCo"),
-    ]:
-        with pytest.raises(ValueError, match=f"^{message}"):
-            simulate(what, costs, **options)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="has 1 ranks and a placement over 2"):
-        simulate(Program("mine", 2, program.ranks[:1], (2,), program.placement), Costs())
 
 
 @pytest.mark.parametrize("name", first(SCHEDULES, "combined_1f1b", "dualpipe"))

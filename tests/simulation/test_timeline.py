@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Resource, Span, compile
 from overlap1f1b.plan.intervals import length
 from overlap1f1b.schedule import Kind, build_schedule
-from overlap1f1b.simulation import Costs, Timeline, simulate
+from overlap1f1b.simulation import Timeline, simulate
 from tests.plan.cases import MOE, cells, costs_of, makespan, programs, shapes
 from tests.programs import combined_1f1b, sequential
 
@@ -99,25 +99,6 @@ def test_both_clocks(tmp_path: Path) -> None:
     assert simulate(program, costs, overlap="serial").makespan < step.makespan
     free = simulate(step.plan, NodeCosts.uniform(attention=4, experts=4, dispatch=4), counts_block=True)
     assert (free.ranks[0].host, free.ranks[0].late) == ((), 0)
-
-
-COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=0, send=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("1f1b", {}), ("afab", {}), ("interleaved_1f1b", {"chunks": 2}), ("zb_h1", {}), ("zb_v", {}), ("zb_h2", {})],
-)
-def test_without_exchange_nodes_take_as_long_as_actions(name: str, options: dict[str, int]) -> None:
-    """F 7, B 14, W 7 of a stage: what the simulation of actions says, to which the closed forms are tested."""
-    program = build_schedule(name, ranks=4, microbatches=8, **options)
-    chunks = program.placement.stages // 4
-    nodes = simulate(program, COSTS, overlap="serial")
-    actions = simulate(program, Costs(forward=7 * chunks, backward=14 * chunks, weight=7 * chunks))
-    assert nodes.makespan == actions.makespan
-    for rank in range(4):
-        assert nodes.bubble(rank) == actions.bubble(rank)
-        assert nodes.busy(rank) == actions.busy(rank)
 
 
 def test_a_send_leaves_when_its_own_member_of_a_pair_is_done() -> None:

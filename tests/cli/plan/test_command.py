@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def test_json_has_the_keys_of_the_design_and_the_figures_of_the_simulation(capsys: Capture) -> None:
-    """tests/simulation/test_closed_forms.py compares these with formulas."""
+    """tests/simulation/test_actions_closed_forms.py compares these with formulas."""
     costs, sizes = {"forward": 1.5, "backward": 2.5, "weight": 1.0, "pair": 0.8}, {"ranks": 4, "microbatches": 16}
     words = [word for name, value in (costs | sizes).items() for word in (f"--{name}", value)]
     for name, chunks in (("1f1b", 1), ("combined_1f1b", 2), ("dualpipe", 1)):

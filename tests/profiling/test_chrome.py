@@ -1,0 +1,30 @@
+"""Traces of torch.profiler: their two forms, and numbers that are none."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from overlap1f1b.profiling import read, read_file
+from tests.profiling.cases import device, refusal
+from tests.profiling.synthetic import write_chrome
+
+
+def test_numbers_that_are_none_leave_the_other_files(tmp_path: Path) -> None:
+    write_chrome(tmp_path / "a.json", device(0))
+    for place in ({"rank": "1", "world_size": 3}, {"rank": 1, "world_size": "3"}, {"rank": 1.5}):
+        path = write_chrome(tmp_path / "b.json", device(1), top={"distributedInfo": place})
+        assert "Expected `int | null`, got" in refusal(path)
+        assert len(read(tmp_path).left_out) == 1
+    path = write_chrome(tmp_path / "b.json", device(1))
+    path.write_text(re.sub(r"o1 step \d+", f"o1 step {2**63}", path.read_text()))
+    assert f"has a step {2**63}; allowed: less than 2**63" in refusal(path)
+    assert len(read(tmp_path).left_out) == 1
+
+
+def test_a_trace_that_is_an_array(tmp_path: Path) -> None:
+    path = write_chrome(tmp_path / "a.json", device())
+    path.write_text(json.dumps(json.loads(path.read_text())["traceEvents"]))
+    (recording,) = read_file(path)
+    assert recording.rank == 0
