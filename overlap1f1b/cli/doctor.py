@@ -45,11 +45,14 @@ class DoctorOptions:
     json: Annotated[str | None, by_default("FILE")] = None
     """File for the findings as JSON, or - for standard output."""
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for values that are not allowed."""
+        check_ranges(self)
+        check_files({"json": self.json})
+
 
 def doctor(options: DoctorOptions) -> int:
     """Check everything and return the exit status, 1 if something fails."""
-    check_ranges(options)
-    check_files({"json": options.json})
     if STORE in os.environ:
         end_with(lambda: _measure(Path(str(options.json)), options.timeout))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded

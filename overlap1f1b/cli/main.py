@@ -17,9 +17,10 @@ from overlap1f1b.cli.doctor import DoctorOptions, doctor
 from overlap1f1b.cli.plan.options import PlanOptions
 from overlap1f1b.cli.report.options import ReportOptions
 from overlap1f1b.running.launch import INSIDE, NOT_JOINED, STORE, cores, end_with, enter_nsys, run_ranks, under_torchrun
-from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, RunOptions, TrainOptions, check_run
+from overlap1f1b.running.options import PROFILED, BenchOptions, ProfileOptions, RunOptions, TrainOptions
 from overlap1f1b.running.wire import Wire
 from overlap1f1b.terminal.arguments import parse
+from overlap1f1b.terminal.output import check_folder
 
 MOST_RANKS = 32
 """Ranks for each processor of a machine that starts them itself; each takes some hundred megabytes."""
@@ -31,31 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options: Any = None
     try:
         options = _options(argv or ["--help"])
+        options.check()
+        if isinstance(options, RunOptions):
+            return _run(options, argv)
+        if isinstance(options, DoctorOptions):
+            return doctor(options)
         if isinstance(options, PlanOptions):
             from overlap1f1b.cli.plan.command import plan
 
             plan(options)
-            return 0
-        if isinstance(options, ReportOptions):
+        else:
             from overlap1f1b.cli.report.command import report
 
             report(options)
-            return 0
-        if isinstance(options, DoctorOptions):
-            return doctor(options)
-        check_run(options)
-        started = STORE in os.environ or under_torchrun()
-        if getattr(options, "nsys", False) and INSIDE not in os.environ:
-            if shutil.which("nsys") is None:
-                allowed = "NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
-                raise ValueError(f"--nsys: nsys is not on PATH; allowed: {allowed}")
-            if started or options.ranks == 1:
-                enter_nsys(options.out, argv)
-        if not started:
-            return _run_here(options, argv)
-        if STORE not in os.environ and isinstance(options, BenchOptions) and options.wire is not None:
-            raise ValueError(f"--wire {options.wire} under torchrun; allowed: on ranks that bench starts itself")
-        end_with(lambda: _run_rank(options))
+        return 0
     except ValueError as error:
         return _fail(error, options)
 
@@ -76,18 +66,31 @@ def _options(argv: Sequence[str]) -> Any:
     return parse(argv, verbs, prog="overlap1f1b", description=about)
 
 
-def _run_here(options: RunOptions, argv: Sequence[str]) -> int:
-    """Start the ranks; a single rank without a wire is this process."""
+def _run(options: RunOptions, argv: Sequence[str]) -> int:
+    """Be a rank, or start the ranks, each with these arguments; a single rank without a wire is this process."""
+    wire = options.wire if isinstance(options, BenchOptions) else None
+    started, alone = STORE in os.environ or under_torchrun(), options.ranks == 1 and wire is None
+    if isinstance(options, ProfileOptions):
+        check_folder(options.out, "--out")
+        if options.nsys and INSIDE not in os.environ:
+            if shutil.which("nsys") is None:
+                allowed = "NVIDIA Nsight Systems installed, or torch.profiler without --nsys"
+                raise ValueError(f"--nsys: nsys is not on PATH; allowed: {allowed}")
+            if started or alone:
+                enter_nsys(options.out, argv)
+    if started:
+        if STORE not in os.environ and wire is not None:
+            raise ValueError(f"--wire {wire} under torchrun; allowed: on ranks that bench starts itself")
+        end_with(lambda: _run_rank(options))
     if options.ranks > (most := MOST_RANKS * cores()):
         raise ValueError(
             f"--pp {options.pp} --dp {options.dp} --ep {options.ep} are {options.ranks} ranks on {cores()} processors; "
             f"allowed: up to {most} on this machine, more under torchrun"
         )
-    wired = isinstance(options, BenchOptions) and options.wire is not None
-    if options.ranks == 1 and not wired:
+    if alone:
         return _run_rank(options)
-    with Wire(options.ranks) if wired else nullcontext() as wire:
-        return run_ranks(argv, options.ranks, wire=wire, limit_s=options.timeout)
+    with Wire(options.ranks) if wire else nullcontext() as made:
+        return run_ranks(argv, options.ranks, wire=made, limit_s=options.timeout)
 
 
 def _run_rank(options: RunOptions) -> int:

@@ -121,6 +121,36 @@ class RunOptions(UserOptions):
             peak_activations=self.peak_activations,
         )
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
+        check_torch()
+        check_ranges(self)
+        super().check()
+        if self.batch % (count := self.microbatches):
+            raise ValueError(
+                f"--batch {self.batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}"
+            )
+        if self.hf_config is None:
+            self._check_model()
+        else:
+            given = vars(self.model) | {"weights_in": self.weights_in, "precision": self.precision}
+            default = vars(ModelOptions()) | {"weights_in": "combine", "precision": "weights"}
+            for name in (name for name in default if given[name] != default[name]):
+                option = f"--{name.replace('_', '-')} {given[name]}"
+                raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
+        check_files({"json": self.json})
+
+    def _check_model(self) -> None:
+        experts, layers, stages = self.model.experts, self.model.layers, self.program().placement.stages
+        if experts % self.ep:
+            allowed = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+            raise ValueError(f"--experts {experts} cannot be divided over --ep {self.ep}; allowed: --ep {allowed}")
+        if stages > layers + 2:
+            raise ValueError(
+                f"--pp {self.pp} makes {stages} stages of {layers + 2} blocks: embedding, --layers {layers}, head; "
+                "allowed: at most one stage a block"
+            )
+
 
 @dataclass(frozen=True)
 class TrainOptions(RunOptions):
@@ -170,6 +200,14 @@ class TrainOptions(RunOptions):
     ] = None
     """Train the same steps with the schedule sequential too, and show both."""
 
+    def check(self) -> None:
+        super().check()
+        if self.tensorboard is not None and find_spec("tensorboard") is None:
+            raise ValueError("--tensorboard needs its package; pip install tensorboard")
+        for name, folder in (("checkpoint", self.checkpoint), ("tensorboard", self.tensorboard)):
+            if folder is not None:
+                check_folder(folder, f"--{name}")
+
 
 @dataclass(frozen=True)
 class BenchOptions(RunOptions):
@@ -213,64 +251,24 @@ class BenchOptions(RunOptions):
         """Whether nothing is exchanged."""
         return self.ranks == 1 and self.exchange is None
 
-
-def check_run(options: RunOptions) -> None:
-    """Raise ``ValueError`` for values that are not allowed, before any rank starts."""
-    check_torch()
-    check_ranges(options)
-    if options.batch % options.microbatches:
-        batch, count = options.batch, options.microbatches
-        raise ValueError(f"--batch {batch} cannot be split into --microbatches {count}; allowed: a multiple of {count}")
-    options.check()
-    if options.hf_config is None:
-        _check_model(options)
-    else:
-        default = vars(ModelOptions()) | {"weights_in": "combine", "precision": "weights"}
-        for name, value in default.items():
-            given = getattr(options.model, name) if name in vars(options.model) else getattr(options, name)
-            if given != value:
-                option = f"--{name.replace('_', '-')} {given}"
-                raise ValueError(f"{option} with --hf-config, which describes the model; allowed: one of the two")
-    if isinstance(options, BenchOptions):
-        _check_bench(options)
-    if getattr(options, "tensorboard", None) is not None and find_spec("tensorboard") is None:
-        raise ValueError("--tensorboard needs its package; pip install tensorboard")
-    for name in ("checkpoint", "tensorboard", "out"):
-        if (folder := getattr(options, name, None)) is not None:
-            check_folder(folder, f"--{name}")
-    check_files({"json": options.json})
-
-
-def _check_model(options: RunOptions) -> None:
-    model, ep, stages = options.model, options.ep, options.program().placement.stages
-    if model.experts % ep:
-        allowed = ", ".join(str(n) for n in range(1, model.experts + 1) if model.experts % n == 0)
-        raise ValueError(f"--experts {model.experts} cannot be divided over --ep {ep}; allowed: --ep {allowed}")
-    if stages > (blocks := model.layers + 2):
-        chunks = "" if options.chunks is None else f" with --chunks {options.chunks}"
-        raise ValueError(
-            f"--pp {options.pp}{chunks} makes {stages} stages of {blocks} blocks: embedding, --layers {model.layers}, "
-            "head; allowed: at most one stage a block"
-        )
-
-
-def _check_bench(options: BenchOptions) -> None:
-    if options.wire is not None:
-        parse_wire(options.wire)
-    if options.exchange is not None:
-        parse_loopback(options.exchange)
-        if options.ranks > 1:
-            raise ValueError(f"--exchange {options.exchange} with {options.ranks} ranks; allowed: --ranks 1")
-    if options.hf_config is not None and options.pp * options.dp > 1:
-        raise ValueError(f"--hf-config with --pp {options.pp} --dp {options.dp}; allowed: 1 of each")
-    if options.hf_config is not None and options.peers and (options.compute == "timed" or options.ep < 2):
-        raise ValueError(
-            f"--peers with --hf-config, --compute {options.compute} and --ep {options.ep}; allowed: real, and 2 or more"
-        )
-    if options.hf_config is None and options.peers and options.pp < 2:
-        raise ValueError(f"--peers with --pp {options.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
-    if options.pp > 1 and options.peers and (torch := version("torch")).startswith("2.11."):
-        raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
+    def check(self) -> None:
+        super().check()
+        if self.wire is not None:
+            parse_wire(self.wire)
+        if self.exchange is not None:
+            parse_loopback(self.exchange)
+            if self.ranks > 1:
+                raise ValueError(f"--exchange {self.exchange} with {self.ranks} ranks; allowed: --ranks 1")
+        if self.hf_config is not None:
+            if self.pp * self.dp > 1:
+                raise ValueError(f"--hf-config with --pp {self.pp} --dp {self.dp}; allowed: 1 of each")
+            if self.peers and (self.compute == "timed" or self.ep < 2):
+                given = f"--hf-config, --compute {self.compute} and --ep {self.ep}"
+                raise ValueError(f"--peers with {given}; allowed: real, and 2 or more")
+        elif self.peers and self.pp < 2:
+            raise ValueError(f"--peers with --pp {self.pp}; allowed: 2 or more pipeline ranks, or --hf-config")
+        elif self.peers and (torch := version("torch")).startswith("2.11."):
+            raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
 
 
 @dataclass(frozen=True)

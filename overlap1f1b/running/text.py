@@ -11,16 +11,15 @@ import hashlib
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-ALLOWED = "allowed: text files, or folders of them"
+ALLOWED = "allowed: text files that can be read, or folders of them"
 BINARY_PROBE = 8 * 2**10  # a zero byte this early marks a file as binary
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
@@ -138,34 +137,22 @@ def _standard_library(limit: int) -> Iterator[bytes]:
 
 
 def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
-    """Yield the text of `paths`, each file once. All paths are checked before the first is read."""
-    for path in paths:
-        if not (path.is_file() or path.is_dir()):
-            why = "is neither a file nor a folder" if path.exists() else "does not exist"
-            raise ValueError(f"--text {path} {why}; {ALLOWED}")
+    """Yield the text of `paths`, each file once, without binary ones."""
     seen: set[Path] = set()
     for path in paths:
         some = False
-        for file in [path] if path.is_file() else _walk(path, _unreadable):
-            try:
+        try:
+            for file in [path] if path.is_file() else _walk(path):
                 content = _read(file, limit)
-            except OSError as error:
-                _unreadable(error)
-            binary = b"\0" in content[:BINARY_PROBE]
-            if file == path and (binary or not content):
-                why = "is binary (a zero byte in its first 8 KiB)" if binary else "is empty"
-                raise ValueError(f"--text {path} {why}; {ALLOWED}")
-            if content and not binary:
-                some = True
-                if (place := file.resolve()) not in seen:
-                    seen.add(place)
-                    yield content
+                if content and b"\0" not in content[:BINARY_PROBE]:
+                    some = True
+                    if (place := file.resolve()) not in seen:
+                        seen.add(place)
+                        yield content
+        except OSError as error:
+            raise ValueError(f"--text {error.filename}: {error.strerror}; {ALLOWED}") from None
         if not some:
-            raise ValueError(f"--text {path} holds no text: it has no files, or only hidden, empty or binary ones")
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise ValueError(f"--text: {error.filename} cannot be read: {error.strerror}; allowed: to leave it out")
+            raise ValueError(f"--text {path} has only hidden, empty or binary files, or none; {ALLOWED}")
 
 
 def _read(path: Path, limit: int) -> bytes:
@@ -176,10 +163,12 @@ def _read(path: Path, limit: int) -> bytes:
         return file.read(limit + 1)
 
 
-def _walk(
-    folder: Path, onerror: Callable[[OSError], None] | None = None, skip: frozenset[str] = frozenset()
-) -> Iterator[Path]:
+def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files below `folder` in sorted order, without hidden ones and without folders named in `skip`."""
-    for parent, folders, files in os.walk(folder, onerror=onerror):
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         yield from (Path(parent, name) for name in sorted(files) if not name.startswith("."))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
-from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions, check_plan
+from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions
 from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
@@ -39,7 +39,6 @@ MOST = 10_000_000
 
 
 def plan(options: PlanOptions) -> None:
-    check_plan(options)
     screen = console(options.output.json)
     with showing(screen, "starting", to=console("-")) as say:  # standard output has drawings and tables alone
         _plan(options, screen, say)
@@ -60,8 +59,8 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
     extra: dict[str, Any] = {}
     candidate: Candidate | None = None
     step: dict[str, Any] = {
-        "ranks": 4 if options.ranks is None else options.ranks,
-        "microbatches": 8 if options.microbatches is None else options.microbatches,
+        "ranks": options.ranks or 4,
+        "microbatches": options.microbatches or 8,
         "forward_only": options.forward_only,
         "peak_activations": options.peak_activations,
     }
@@ -256,25 +255,21 @@ def parse(text: str) -> Candidate:
     Candidate(schedule='combined_1f1b', options={'chunks': 2, 'extra_warmup': 1}, overlap=None)
     """
     name, _, rest = text.partition(":")
-    if name not in (*SCHEDULES, AUTO):
-        raise ValueError(f"--compare {text}: unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
     given: dict[str, Any] = {}
-    for part in rest.split(",") if rest else ():
-        key, _, value = part.partition("=")
-        key, value = key.strip().replace("-", "_"), value.strip()
-        if key in given:
-            raise ValueError(f"--compare {text}: {key} twice; allowed: once")
-        if key == "overlap" and (value in ("serial", "pairs") or value.isdecimal()):
-            try:
+    try:
+        if name not in (*SCHEDULES, AUTO):
+            raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
+        for part in rest.split(",") if rest else ():
+            key, _, value = part.partition("=")
+            key, value = key.strip().replace("-", "_"), value.strip()
+            if key == "overlap":
                 given[key] = parse_overlap(value)
-            except ValueError as error:
-                raise ValueError(f"--compare {text}: {error}") from None
-        elif key in OPTIONS and value.isdecimal():
-            given[key] = int(value)
-        else:
-            numbers = ", ".join(f"{option}=NUMBER" for option in (*OPTIONS, "overlap"))
-            raise ValueError(
-                f"--compare {text}: {part!r}; allowed: {numbers}, overlap=serial, overlap=pairs, with commas between"
-            )
+            elif key in OPTIONS and value.isdecimal():
+                given[key] = int(value)
+            else:
+                numbers = ", ".join(f"{option}=NUMBER" for option in OPTIONS)
+                raise ValueError(f"{part!r}; allowed: {numbers}, overlap=serial|pairs|NUMBER, with commas between")
+    except ValueError as error:
+        raise ValueError(f"--compare {text}: {error}") from None
     overlap = given.pop("overlap", None)
     return Candidate(name, given, overlap)

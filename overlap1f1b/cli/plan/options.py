@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ COST = Range(most=1e100, above=True)
 """What a cost may be, so that sums are finite."""
 COST_OR_0 = Range(most=1e100)
 """Costs that may be 0, if the part does not exist."""
+PROGRAM = ("search", "schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size", "forward_only")
+"""Options that describe the program."""
 
 
 @dataclass(frozen=True)
@@ -138,63 +141,45 @@ class PlanOptions:
     played if a bound shows that it cannot be among these rows or, without --top, that it cannot be the fastest."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
-
-def check_plan(options: PlanOptions) -> None:
-    """Raise ``ValueError`` for options that contradict each other."""
-    if options.from_csv is not None:
-        if options.search:
-            raise ValueError("--from-csv with --search; allowed: one of them")
-        given = ("schedule", "ranks", "microbatches", "chunks", "extra_warmup", "group_size")
-        _refuse(options, given, f"--from-csv {options.from_csv}, which sets it")
-        if options.forward_only:
-            raise ValueError(f"--forward-only with --from-csv {options.from_csv}, which sets it; allowed: one of them")
-    check_ranges(options)
-    if options.sub_op_costs.layers is None:
-        _refuse(options.sub_op_costs, tuple(vars(options.sub_op_costs)), needed="with --layers")
-    else:
-        _refuse(options.action_costs, tuple(vars(options.action_costs)), f"--layers {options.sub_op_costs.layers}")
-    if options.forward_only:
-        _refuse(options.action_costs, ("backward", "weight", "pair"), "--forward-only, which has no backward")
-    costs = options.action_costs
-    backward = 2.0 if costs.backward is None else costs.backward
-    if costs.weight is not None and costs.weight >= backward:
-        raise ValueError(
-            f"--weight {costs.weight:g} with --backward {backward:g}, which it is a part of; "
-            f"allowed: from 0 to below {backward:g}"
-        )
-    auto = _check_auto(options)
-    if not options.search:
-        _refuse(options, ("top",), needed="with --search")
-        if not auto:
-            _refuse(options.sub_op_costs, ("seconds",), needed="with --search or auto")
-            _refuse(options, ("peak_activations",), needed="with --search or auto")
-    elif options.group_size is not None:
-        raise ValueError(f"--group-size {options.group_size} with --search, which tries equal groups; allowed: one")
-    elif options.compare:
-        raise ValueError(f"--compare {' '.join(options.compare)} with --search; allowed: one of them")
-    output = options.output
-    written = {name: getattr(output, name) for name in ("png", "svg", "csv", "trace", "json")}
-    check_files(written, [options.from_csv] if options.from_csv else [])
+    def check(self) -> None:
+        """Raise ``ValueError`` for options that contradict each other."""
+        check_ranges(self)
+        actions, sub_ops = self.action_costs, self.sub_op_costs
+        named = [f"--schedule {self.schedule}", *(f"--compare {name}" for name in self.compare)]
+        auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
+        if self.from_csv is not None:
+            _refuse(self, PROGRAM, f"with --from-csv {self.from_csv}, which sets it; allowed: one of them")
+        if sub_ops.layers is None:
+            _refuse(sub_ops, vars(sub_ops), "alone; allowed: with --layers")
+            if auto:
+                raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
+        else:
+            _refuse(actions, vars(actions), f"with --layers {sub_ops.layers}; allowed: one of them")
+        if self.forward_only:
+            backward = ("backward", "weight", "pair")
+            _refuse(actions, backward, "with --forward-only, which has no backward; allowed: one of them")
+        whole = actions.backward or 2.0
+        if actions.weight is not None and actions.weight >= whole:
+            why = f"with --backward {whole:g}, which it is a part of; allowed: from 0 to below {whole:g}"
+            _refuse(actions, ("weight",), why)
+        if self.schedule == AUTO:
+            beside = "with --schedule auto, which tries all orders; allowed: one of them"
+            _refuse(self, ("extra_warmup", "group_size"), beside)
+            _refuse(sub_ops, () if self.compare else ("overlap",), beside)  # schedules beside it take an overlap
+        if self.search:
+            _refuse(self, ("group_size", "compare"), "with --search, which tries all; allowed: one of them")
+        else:
+            _refuse(self, ("top",), "alone; allowed: with --search")
+        if not (self.search or auto):
+            _refuse(sub_ops, ("seconds",), "alone; allowed: with --search or auto")
+            _refuse(self, ("peak_activations",), "alone; allowed: with --search or auto")
+        written = {name: getattr(self.output, name) for name in ("png", "svg", "csv", "trace", "json")}
+        check_files(written, [self.from_csv] if self.from_csv else [])
 
 
-def _check_auto(options: PlanOptions) -> bool:
-    """Return whether an order is to be found; raise ``ValueError`` for options that it has no use for."""
-    named = [f"--schedule {options.schedule}", *(f"--compare {name}" for name in options.compare)]
-    auto = next((name for name in named if name.partition(" ")[2].partition(":")[0] == AUTO), None)
-    if auto and options.sub_op_costs.layers is None:
-        raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
-    if options.schedule == AUTO:
-        beside = "--schedule auto, which tries all orders"
-        _refuse(options, ("extra_warmup", "group_size"), beside)
-        if not options.compare:  # whose schedules take it
-            _refuse(options.sub_op_costs, ("overlap",), beside)
-    return auto is not None
-
-
-def _refuse(options: object, names: tuple[str, ...], beside: str = "", needed: str = "") -> None:
+def _refuse(options: object, names: Iterable[str], why: str) -> None:
+    """Raise ``ValueError`` for the first of these options that is given."""
     for name in names:
-        if (value := getattr(options, name)) is not None:
-            option = f"--{name.replace('_', '-')} {format(value, 'g' if isinstance(value, float) else '')}"
-            raise ValueError(
-                f"{option} with {beside}; allowed: one of them" if beside else f"{option} alone; allowed: {needed}"
-            )
+        if (value := getattr(options, name)) is not None and value is not False and value != ():  # 0 is given
+            text = f"{value:g}" if isinstance(value, float) else " ".join(value) if name == "compare" else value
+            raise ValueError(f"--{name.replace('_', '-')}{'' if value is True else f' {text}'} {why}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from overlap1f1b.cli.draw import paint, tracks_of_bars
 from overlap1f1b.cli.report import figures
 from overlap1f1b.cli.report.figures import content_of, print_table, remarks
-from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions, check_report
+from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOptions
 from overlap1f1b.cli.report.page import page_of
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
@@ -22,7 +22,6 @@ READ = "all files are read"
 
 
 def report(options: ReportOptions) -> None:
-    check_report(options)
     screen = console(options.output.json)
     with showing(screen, "starting") as say:
         if options.compare is not None:

@@ -58,20 +58,19 @@ class ReportOptions:
     """Compare two runs, each a file or a folder with one file a rank."""
     output: Annotated[OutputOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=OutputOptions)
 
+    def check(self) -> None:
+        """Raise ``ValueError`` for options that contradict each other, and for files that cannot be written."""
+        from overlap1f1b.profiling.reading import files_of  # loads numpy, which other verbs do not need
 
-def check_report(options: ReportOptions) -> None:
-    """Raise ``ValueError`` for options that contradict each other, and for files that cannot be written."""
-    from overlap1f1b.profiling.reading import files_of  # loads numpy, which other verbs do not need
-
-    output = options.output
-    if options.compare is None and not options.files:
-        raise ValueError("no FILE; allowed: one or more, or --compare A B")
-    if options.compare is not None:
-        for name in (*PICTURES, "step", "predicted"):
-            if (value := getattr(output, name)) is not None and value is not False:  # step 0 is given, too
-                raise ValueError(f"--{name} with --compare; allowed: one of them")
-        if options.files:
-            given = " ".join(map(str, options.files))
-            raise ValueError(f"{given} with --compare {' '.join(map(str, options.compare))}; allowed: one of them")
-    written = {name: getattr(output, name) for name in (*PICTURES, "json")}
-    check_files(written, files_of(*(options.compare or options.files)))
+        output = self.output
+        if self.compare is None and not self.files:
+            raise ValueError("no FILE; allowed: one or more, or --compare A B")
+        if self.compare is not None:
+            for name in (*PICTURES, "step", "predicted"):
+                if (value := getattr(output, name)) is not None and value is not False:  # step 0 is given, too
+                    raise ValueError(f"--{name} with --compare; allowed: one of them")
+            if self.files:
+                given = " ".join(map(str, self.files))
+                raise ValueError(f"{given} with --compare {' '.join(map(str, self.compare))}; allowed: one of them")
+        written = {name: getattr(output, name) for name in (*PICTURES, "json")}
+        check_files(written, files_of(*(self.compare or self.files)))

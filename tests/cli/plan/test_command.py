@@ -361,7 +361,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--search --microbatches 100000000", "sequential with ranks=4, microbatches=100000000, chunks=1 has about 8"),
         ("--weight 2", "--weight 2 with --backward 2, which it is a part of; allowed: from 0 to below 2"),
         ("--compare 1f1b:overlap=2", "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
-        ("--search --compare 1f1b", "--compare 1f1b with --search; allowed: one of them"),
+        ("--search --compare 1f1b", "--compare 1f1b with --search, which tries all; allowed: one"),
         ("--search --group-size 4", "--group-size 4 with --search"),
         (
             "--search --peak-activations 0.5",
@@ -373,7 +373,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--layers 3 --chunks 2", "--layers 3 over 2 chunks; allowed: a multiple of 2"),
         ("--layers 2 --overlap most", "--overlap most; allowed: serial, pairs, or a number"),
         ("--from-csv x.csv --ranks 2", "--ranks 2 with --from-csv x.csv, which sets it"),
-        ("--from-csv x.csv --search", "--from-csv with --search"),
+        ("--from-csv x.csv --search", "--search with --from-csv x.csv, which sets it"),
         ("--from-csv x.csv --forward-only", "--forward-only with --from-csv x.csv, which sets it"),
         ("--forward-only --pair 0.8", "--pair 0.8 with --forward-only, which has no backward"),
         ("--csv new.csv --trace new.csv", "--trace new.csv is the file of --csv new.csv; allowed: another"),
