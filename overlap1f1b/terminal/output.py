@@ -16,8 +16,6 @@ from rich.table import Table
 
 Row = TypeVar("Row")
 
-FORMATS = {".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp", ".pdf"}
-"""Endings that name the format of a picture."""
 RANKS_SHOWN = 16
 """Rows of a table with a row for each rank."""
 
@@ -78,8 +76,6 @@ def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] =
         if value is None or (name == "json" and value == "-"):
             continue
         path = Path(value)
-        if name in ("png", "svg") and path.suffix.lower() in FORMATS - {f".{name}"}:
-            raise ValueError(f"--{name} {path}; allowed: a name that ends in .{name}")
         if str(path) == "-":
             raise ValueError(f"--{name} -; allowed: a file (--json alone goes to standard output)")
         why = ""

@@ -43,7 +43,7 @@ def test_pairs_and_stages_are_named() -> None:
     assert lines_of(grid("dualpipe", ranks=2, microbatches=4))[1].startswith("rank 1 0'F2-1F0--0'F3-1B0-------")
 
 
-@pytest.mark.parametrize("width", [20, 30, 41, 60])
+@pytest.mark.parametrize("width", [20, 41])
 def test_what_does_not_fit_is_cut_and_said(width: int) -> None:
     whole, cut = grid("1f1b", ranks=2, microbatches=16, width=1000), grid("1f1b", ranks=2, microbatches=16, width=width)
     assert whole.until is None

@@ -151,15 +151,6 @@ def test_a_rank_that_cannot_find_the_others() -> None:
         under_torchrun({name: value for name, value in WHOLE.items() if not name.startswith("MASTER")})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("RANK", "a"), ("RANK", "2"), ("WORLD_SIZE", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "http")],
-)
-def test_variables_that_are_no_numbers(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}.* in the environment; allowed: whole numbers, RANK below WO"):
-        under_torchrun(WHOLE | {name: value})
-
-
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     with pytest.raises(FileNotFoundError):

@@ -7,18 +7,16 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.markup import escape
 
 from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, longest, verdict
 from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
-from overlap1f1b.terminal.output import middle_left_out, number, plain_table, print_lines
+from overlap1f1b.terminal.output import middle_left_out, number, print_lines
 
 OF_NODES = ("bytes", "held", "parameters")
 """What a profile says of its nodes and of its rank, not of the run."""
 LONGEST = "Longest times of exposed exchange, milliseconds"
 PARTIAL = "Of some ranks only: "
-_GAP = 2  # columns of the terminal between two of a table
 _OVERLAP = {"exchange": "exchange_ms", "hidden": "hidden_ms", "exposed": "exposed_ms", "share": "hidden_fraction"}
 _COMPARED = {"step": "step_ms", "compute": "compute_ms", "exchange": "exchange_ms", "exposed": "exposed_ms"}
 _COMPARED |= {"hidden": "hidden_fraction"}
@@ -180,22 +178,14 @@ def _compared(label: str, key: str, first: float | None, second: float | None) -
 
 
 def print_table(table: Table, screen: Console) -> None:
-    """Print a table; for a narrow terminal in parts, each with the first column, so that no figure is shortened."""
+    """Print a table, wider than the terminal if need be: rich would shorten figures."""
     widths = [max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True)]
-    parts, used = [[0]], widths[0]
-    for place in range(1, len(widths)):
-        used += _GAP + widths[place]
-        if used > screen.width and len(parts[-1]) > 1:
-            parts.append([0])
-            used = widths[0] + _GAP + widths[place]
-        parts[-1].append(place)
-    for part in parts:
-        drawn = plain_table([table.headings[place] for place in part], table.words)
-        if part is parts[0]:
-            drawn.title, drawn.title_justify, drawn.title_style = table.title or None, "left", "bold"
-        for row in table.rows:
-            drawn.add_row(*(escape(row[place]) for place in part))
-        screen.print(drawn)
+    left, lines = [heading in table.words for heading in table.headings], []
+    for row in (table.headings, *table.rows):
+        cells = zip(row, widths, left, strict=True)
+        lines.append("  ".join(f"{text:{'<' if words else '>'}{width}}" for text, width, words in cells).rstrip())
+    print_lines(screen, *([table.title] if table.title else []), style="bold")
+    print_lines(screen, *lines)
 
 
 def _numeric(text: str) -> bool:
