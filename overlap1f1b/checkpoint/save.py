@@ -109,7 +109,7 @@ def save_checkpoint(
         aside = Together(engine.mesh.beside(_THREAD), failed)
 
     device = engine.connection.device
-    gpu = devices.of(device)
+    gpu = devices.gpu_of(device)
 
     def write() -> Path:
         if gpu is not None:  # a thread begins on the first GPU, where DCP's streams would take memory

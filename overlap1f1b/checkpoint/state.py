@@ -40,7 +40,7 @@ class RandomState:
             "cpu": torch.get_rng_state(),
         }
         device = devices.present()
-        gpu = devices.of(device)
+        gpu = devices.gpu_of(device)
         return state if gpu is None or not gpu.is_initialized() else state | {device.type: gpu.get_rng_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class RandomState:
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
         torch.set_rng_state(state["cpu"])
         device = devices.present()
-        if (gpu := devices.of(device)) is not None and device.type in state:
+        if (gpu := devices.gpu_of(device)) is not None and device.type in state:
             gpu.set_rng_state(state[device.type])
 
 

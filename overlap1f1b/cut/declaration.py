@@ -242,7 +242,7 @@ class Arrived(dist.Work):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        gpu = devices.of(device)
+        gpu = devices.gpu_of(device)
         self._stream = None if gpu is None else gpu.current_stream(device)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -257,4 +257,4 @@ class Arrived(dist.Work):
     def synchronize(self) -> None:
         """Order the current stream behind the rows: it may be a side stream of the model's own."""
         if self._stream is not None:
-            devices.of(self._device).current_stream(self._device).wait_stream(self._stream)
+            devices.gpu_of(self._device).current_stream(self._device).wait_stream(self._stream)

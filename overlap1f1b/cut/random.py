@@ -98,6 +98,6 @@ def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 def generators_of(device: torch.device) -> tuple[torch.Generator, ...]:
     """Return the generators that a forward on this device may draw from."""
-    gpu = devices.of(device)
+    gpu = devices.gpu_of(device)
     own = () if gpu is None else (gpu.default_generators[device.index or 0],)
     return (torch.default_generator, *own)

@@ -213,7 +213,7 @@ class LibraryExchange:
         def run(*sent: Tensor) -> None:
             self._entries = [Entry(tensor) for tensor in sent]
             for tensor in sent:  # a function may keep them for its backward, which frees them on this stream
-                if (gpu := devices.of(tensor.device)) is not None:
+                if (gpu := devices.gpu_of(tensor.device)) is not None:
                     tensor.record_stream(gpu.current_stream(tensor.device))
             with torch.enable_grad():
                 entering = zip(sent, self._entries, strict=True)

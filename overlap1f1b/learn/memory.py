@@ -44,7 +44,7 @@ class ByteCount(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self._gpu = device, devices.of(device)
+        self._device, self._gpu = device, devices.gpu_of(device)
         self.before = self.peak = 0
         self._bytes = self._most = 0
         self._here: dict[int, tuple[StorageWeakRef, int, int]] = {}  # with the bytes at the start, and those since

@@ -485,7 +485,7 @@ class Tuner:
 
     @property
     def _on_gpu(self) -> bool:
-        return devices.of(self._device) is not None
+        return devices.gpu_of(self._device) is not None
 
     @property
     def _counts(self) -> bool:

@@ -95,7 +95,7 @@ class Installation:
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
         device = self.stage.device
-        return InlineStream() if devices.of(device) is None else side_stream(device, "library")
+        return InlineStream() if devices.gpu_of(device) is None else side_stream(device, "library")
 
     def maker_of(self, number: int) -> int | None:
         """Return the microbatch whose segment has made the autograd node with a sequence number; None if none has."""

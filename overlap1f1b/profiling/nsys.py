@@ -44,15 +44,15 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
 
-    def of(process: int) -> Capture:
+    def capture_of(process: int) -> Capture:
         return captures.setdefault(process, Capture(path, "nsys"))
 
     if "NVTX_EVENTS" in tables:
         for text, thread, start, end in _ranges(database, named="StringIds" in tables):
-            of(thread // _PROCESS).add_range(text, thread, start, end)
+            capture_of(thread // _PROCESS).add_range(text, thread, start, end)
     for name in devices:
         for process, *kernel in _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end")):
-            of(process // _PROCESS).kernels.extend(kernel)
+            capture_of(process // _PROCESS).kernels.extend(kernel)
     if _RUNTIME in tables:
         for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
             if (capture := captures.get(thread // _PROCESS)) is not None:

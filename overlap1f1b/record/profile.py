@@ -54,7 +54,7 @@ class Profile:
         check_kind("engine", engine, Engine)
         check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
-        if tool == "nsys" and devices.of(devices.present()) is None:
+        if tool == "nsys" and devices.gpu_of(devices.present()) is None:
             raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -333,7 +333,7 @@ class Gathers:
 
     def __init__(self, sharding: Sharding, lane: Lane, device: torch.device) -> None:
         self.sharding, self.lane = sharding, lane
-        self._stream = None if devices.of(device) is None else DeviceStream(device, priority=0)
+        self._stream = None if devices.gpu_of(device) is None else DeviceStream(device, priority=0)
         self._coming: dict[BlockKey, Flight[None]] = {}
 
     def launch(self, node: Node) -> Flight[None]:

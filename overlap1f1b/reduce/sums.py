@@ -87,7 +87,7 @@ class Reducer(Reduction):
         return launched
 
     def _all_reduce(self, grads: list[Tensor], group: dist.ProcessGroup) -> Post[list[Tensor]]:
-        if devices.of(grads[0].device) is None:
+        if devices.gpu_of(grads[0].device) is None:
             return lambda: Transfer(grads, _started(grads, group))
         stream = self._stream = self._stream or DeviceStream(grads[0].device, priority=0)
         # Gradients outlive the job by construction: the flight holds them until finish() waits.

@@ -100,7 +100,7 @@ def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
 def _device_of(store: Any, rank: int, size: int) -> torch.device:
     """Return this rank's device: a GPU if every rank has one of its own. All ranks must call this."""
     device, name = devices.present(), None
-    gpu = devices.of(device)
+    gpu = devices.gpu_of(device)
     if gpu is not None:
         # A job may show a rank its own GPU alone: number 0 for every rank.
         local = int(os.environ.get("LOCAL_RANK", "0"))

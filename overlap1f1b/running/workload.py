@@ -133,7 +133,7 @@ def environment(rank: Rank) -> dict[str, object]:
         "overlap1f1b": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": "cpu" if (gpu := devices.of(rank.device)) is None else gpu.get_device_name(rank.device),
+        "device": "cpu" if (gpu := devices.gpu_of(rank.device)) is None else gpu.get_device_name(rank.device),
         "cores": cores(),
         "threads_per_rank": torch.get_num_threads(),
         "ranks": rank.size,

@@ -121,7 +121,7 @@ class Communicators:
             ValueError: The mesh's groups, the default group or the budget do not fit the device.
         """
         self.mesh.check_device(device)
-        if (gpu := devices.of(device)) is not None:
+        if (gpu := devices.gpu_of(device)) is not None:
             self.options.check(device, gpu.get_device_properties(device).multi_processor_count)
         self._device, self._watch = device, watch_of(device)
 

@@ -33,7 +33,7 @@ RESERVE = 0.05
 """Part of a GPU's memory that is left for what the allocator does not count, and for gaps between tensors."""
 
 
-def of(device: torch.device) -> Any:
+def gpu_of(device: torch.device) -> Any:
     """Return torch's module for a GPU; None for a CPU, where the thread itself computes."""
     return KINDS.get(device.type)
 
@@ -45,20 +45,20 @@ def present() -> torch.device:
 
 def settle(device: torch.device) -> None:
     """Wait until a device has computed everything."""
-    if (gpu := of(device)) is not None:
+    if (gpu := gpu_of(device)) is not None:
         gpu.synchronize(device)
 
 
 def obtainable(device: torch.device) -> int:
     """Return the bytes that tensors of this process may take in all on a GPU: what is free, and what they have."""
-    gpu = of(device)
+    gpu = gpu_of(device)
     free, total = gpu.mem_get_info(device)
     return int(free + gpu.memory_reserved(device) - RESERVE * total)
 
 
 def sleep(device: torch.device, cycles: int) -> None:
     """Let the current stream of a GPU do nothing for so many cycles of its clock."""
-    gpu = of(device)
+    gpu = gpu_of(device)
     with gpu.stream(gpu.current_stream(device)):  # else the thread's own device sleeps
         gpu._sleep(cycles)
 
@@ -83,7 +83,7 @@ class Stamps:
     """Stamps on the streams of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._gpu, self._free = device, of(device), deque[Any]()
+        self.device, self._gpu, self._free = device, gpu_of(device), deque[Any]()
 
     def __call__(self, stream: Any = None) -> Stamp:
         """Stamp what a stream has been given so far; without one, the current stream."""
@@ -114,7 +114,7 @@ class Watch(NamedTuple):
 
 def watch_of(device: torch.device) -> Watch | None:
     """Return a clock of events on the current stream; None for a CPU, where the thread itself computes."""
-    if of(device) is None:
+    if gpu_of(device) is None:
         return None
     wait, hold = partial(settle, device), partial(sleep, device, HOLD_CYCLES)
     return Watch(Stamps(device), lambda a, b: a.event.elapsed_time(b.event) / 1e3, wait, hold)
@@ -122,7 +122,7 @@ def watch_of(device: torch.device) -> Watch | None:
 
 def in_host_memory(like: Tensor) -> Tensor:
     """Return an empty tensor of the same shape and dtype that a device can copy to while the thread goes on."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=of(like.device) is not None)
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=gpu_of(like.device) is not None)
 
 
 def mapped(host: Tensor, device: torch.device) -> Tensor:

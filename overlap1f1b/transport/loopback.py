@@ -52,7 +52,7 @@ class LoopbackExchange(Exchange):
             raise ValueError(f"a loopback of {gbps} GB/s; allowed: more than 0")
         self.device, self.gbps, self.check = device, gbps, check
         self.out, self.back, self.control = (side_stream(device, name) for name in ("out", "back", "counts"))
-        queued = devices.of(device) is not None
+        queued = devices.gpu_of(device) is not None
         self._buffers = deque(_Buffer() for _ in range(BUFFERS if queued else 0))
         self._again = 0.0  # how many more times each chunk is copied out
         self._wrong: list[Tensor] = []
@@ -117,7 +117,7 @@ class LoopbackExchange(Exchange):
         chunks = list(
             zip(buffer.memory[: len(source)].split(size), source.split(size), result.split(size), strict=True)
         )
-        event = devices.of(self.device).Event
+        event = devices.gpu_of(self.device).Event
         full = [event() for _ in chunks]
 
         def leave(*_: Tensor) -> None:

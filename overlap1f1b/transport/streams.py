@@ -36,7 +36,7 @@ def going_on(device: torch.device) -> Callable[[], bool]:
     It looks at the stream that is current now, and may be called in any thread. A thread of its own waits for the
     device: a host inside a copy to pageable memory holds a lock of the driver, for which every question may wait.
     """
-    gpu, waiting = devices.of(device), threading.Thread()
+    gpu, waiting = devices.gpu_of(device), threading.Thread()
     stream = gpu.current_stream(device)
 
     def wait() -> None:
@@ -113,7 +113,7 @@ class EventMark:
         self.device, self.begun, self.ended = device, begun, ended
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        devices.of(self.device).current_stream(self.device).wait_event(self.ended.event)
+        devices.gpu_of(self.device).current_stream(self.device).wait_event(self.ended.event)
 
     def synchronize(self, failures: Failures | None = None) -> None:
         # The event's own synchronize has no limit. Most waits are for a few bytes and last microseconds; longer ones
@@ -144,7 +144,7 @@ class DeviceStream:
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
         if os.environ.get(devices.CONNECTIONS) == "1":
             warnings.warn(f"{devices.CONNECTIONS}=1 makes streams wait for each other; unset it", stacklevel=2)
-        self.device, self.gpu = device, devices.of(device)
+        self.device, self.gpu = device, devices.gpu_of(device)
         self.stream = self.gpu.Stream(device, priority=priority)
         self._stamp = devices.Stamps(device)
 
@@ -286,4 +286,4 @@ class HostCopy(NamedTuple):
 
 def side_stream(device: torch.device, name: str) -> SideStream:
     """Return a new side stream of a device, of high priority; a thread for a CPU."""
-    return ThreadStream(name) if devices.of(device) is None else DeviceStream(device)
+    return ThreadStream(name) if devices.gpu_of(device) is None else DeviceStream(device)

@@ -282,7 +282,7 @@ class ThreadState(NamedTuple):
     def capture(cls, device: torch.device) -> ThreadState:
         """Return the present state; ``device`` is the model's."""
         enabled, dtype, kind = torch.is_autocast_enabled, torch.get_autocast_dtype, device.type
-        gpu = devices.of(device)
+        gpu = devices.gpu_of(device)
         autocast: tuple[tuple[str, bool, torch.dtype], ...] = (("cpu", enabled("cpu"), dtype("cpu")),)
         if kind != "cpu":
             autocast = (*autocast, (kind, enabled(kind), dtype(kind)))

@@ -96,7 +96,7 @@ def test_the_thread_that_writes_uses_the_device_of_the_model(tmp_path: Path, mon
         found.append((threading.current_thread() is threading.main_thread(), device))
 
     gpu = SimpleNamespace(set_device=note, is_initialized=lambda: False)
-    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     one.save(tmp_path, background=True).result()
     assert found == [(False, torch.device("cpu"))]
 

@@ -596,7 +596,7 @@ def installed() -> Iterator[None]:
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         stack.callback(torch._C._distributed_c10d._set_thread_isolation_mode, False)
         for owner, name, value in (
-            (devices, "of", lambda device: Cuda if hasattr(_HERE, "rank") else None),
+            (devices, "gpu_of", lambda device: Cuda if hasattr(_HERE, "rank") else None),
             (Tensor, "record_stream", _record_stream),
             (streams, "going_on", _going_on),
             (devices, "in_host_memory", lambda like: host_memory(here(), like)),

@@ -41,7 +41,7 @@ def test_memory_that_tensors_may_take_is_what_is_free_and_what_they_have(monkeyp
 
 
 def test_a_cpu_has_no_module_and_no_clock() -> None:
-    assert devices.of(CPU) is None
+    assert devices.gpu_of(CPU) is None
     assert devices.watch_of(CPU) is None
     devices.settle(CPU)
     assert devices.in_host_memory(torch.empty(2, 3, dtype=torch.int64)).shape == (2, 3)

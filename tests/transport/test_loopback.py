@@ -47,7 +47,7 @@ def test_rows_come_back(monkeypatch: pytest.MonkeyPatch, chunks: bool, dtype: to
     noise = random.Random(1)
     if chunks:
         gpu = SimpleNamespace(Event=Instant, Stream=Instant, synchronize=lambda device: None)
-        monkeypatch.setattr(devices, "of", lambda device: gpu)
+        monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
         monkeypatch.setattr(devices, "in_host_memory", torch.empty_like)
         exchange = LoopbackExchange(CPU)
         exchange.out, exchange.back = InlineStream(), InlineStream()

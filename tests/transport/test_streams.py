@@ -46,7 +46,7 @@ def test_a_copy_to_the_host_is_read_late() -> None:
 
 def test_one_hardware_queue_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(Stream=lambda device, priority: priority)
-    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.warns(UserWarning, match="unset it"):
         assert DeviceStream(torch.device("cuda", 0)).stream == -1

@@ -80,7 +80,7 @@ def on_one_stream(shared: Iterable[Any], device: torch.device) -> Iterator[Repla
     Memory of their own stream is safe only while one microbatch is open, and weight gradients are computed on the
     current stream.
     """
-    gpu = devices.of(device)
+    gpu = devices.gpu_of(device)
     for one in () if gpu is None else shared:
         yield vars(one), "stream", gpu.current_stream(device)
 

@@ -258,14 +258,14 @@ class Overlapped(Trainer):
         part = split_batch([given.get(index, token) for index in range(count)], count, "inputs", names)
         last = engine.program.placement.stages - 1
 
-        def of(stage: int, index: int) -> dict[str, Any]:
+        def arguments_of(stage: int, index: int) -> dict[str, Any]:
             arguments: dict[str, Any] = {"inputs": part(index)} if stage == 0 else {}
             if stage == last:
                 loss = partial(self._loss, batches.get(index), partial(compute, index))
                 arguments |= {"loss_fn": LossOfModel(loss), "loss_grad": scale}
             return arguments
 
-        return Feed(of, dict.fromkeys(range(count), 1.0 / count), None)
+        return Feed(arguments_of, dict.fromkeys(range(count), 1.0 / count), None)
 
     def _loss(
         self, batch: Inputs | None, compute: Callable[[RestOfModel, Inputs], Tensor], named: Named, finish: Finish

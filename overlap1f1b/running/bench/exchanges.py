@@ -101,7 +101,7 @@ class AnsweringExchange(Exchange):
 
     def counts(self, counts: Tensor, tag: int = 0, expected: Any = None, read: bool = True) -> Transfer[Tensor]:
         received = self._counts[tag]
-        if not read or devices.of(counts.device) is None:
+        if not read or devices.gpu_of(counts.device) is None:
             return Transfer(received)
         self._copying = self._copying or side_stream(counts.device, "counts")
         return Transfer(received, host=HostCopy.on(self._copying, counts.view(self.ranks, -1), received))
@@ -115,7 +115,7 @@ class Replay:
         width = max((sum(s.send) for s in sizes), default=0)
         self._sources = {(s.row, s.dtype): torch.zeros((width, *s.row), dtype=s.dtype, device=device) for s in sizes}
         # Else compute of another thread would wait for the exchanges, and they for it.
-        gpu = devices.of(device)
+        gpu = devices.gpu_of(device)
         self._aside = nullcontext if gpu is None else partial(gpu.stream, gpu.Stream(device))
 
     def run(self) -> float:

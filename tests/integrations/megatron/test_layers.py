@@ -42,7 +42,7 @@ def test_overlapped_shared_experts_compute_on_the_stream_of_the_step(
     with chunk.stepping(step):
         assert model.overlapped.stream == "their own"
     gpu = SimpleNamespace(current_stream=lambda device: SimpleNamespace(of=device))
-    monkeypatch.setattr(devices, "of", lambda device: gpu)
+    monkeypatch.setattr(devices, "gpu_of", lambda device: gpu)
     with chunk.stepping(step):
         assert model.overlapped.stream == SimpleNamespace(of=CPU)
         assert model.plain.stream is None
