@@ -282,6 +282,48 @@ def test_integrations_import_what_the_page_for_them_names() -> None:
             assert not inside or name in named, f"{path}:{line} imports {name}, which {page.name} does not name"
 
 
+TESTS = ROOT / "tests"
+APART = {"", "campaign", "device", "nccl", "integrations/megatron/core"}
+"""Folders of tests that are of no folder of the package: of the repository, of random trainings, of devices and of
+Megatron-Core itself."""
+
+
+COVERED_BY = {
+    "__main__": "test_main", "cli/plan/options": "cli/plan/test_command", "cli/plan/results": "cli/plan/test_command",
+    "cli/report/figures": "cli/report/test_command", "cli/report/options": "cli/report/test_command",
+    "cut/bits": "engine/test_agreement", "cut/blocks": "cut/test_stage", "cut/buffers": "cut/test_places",
+    "cut/edges": "cut/test_crossing", "cut/replacement": "play/test_block", "cut/uses": "play/test_block",
+    "kernels/triton": "kernels/triton/test_launch", "learn/discovery": "cut/test_exchanges",
+    "learn/peers": "learn/test_tuner", "learn/purpose": "learn/test_tuner", "learn/undo": "learn/test_check",
+    "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",
+    "reduce/links": "reduce/test_sums", "running/bench": "running/bench/test_command",
+    "running/options": "running/train/test_command", "terminal/arguments": "cli/test_main",
+    "transport/budget": "transport/test_communicators", "transport/limits": "transport/test_failures",
+}  # fmt: skip
+"""Modules, or folders of them, without a file of tests of their own, and the one that is about them."""
+
+
+def module_of(test: str, modules: set[str], folders: set[str]) -> str | None:
+    """The module, or folder of modules, that a file of tests is of: test_MODULE.py, test_MODULE_PART.py, or any file in
+    a folder of the module's name."""
+    folder, _, name = test.rpartition("/")
+    if folder in modules:
+        return folder
+    own = {module for module in modules | folders if module.rpartition("/")[0] == folder}
+    fits = [module for module in own if f"{name}_".startswith(f"test_{module.rpartition('/')[2]}_")]
+    return max(fits, key=len, default=None)
+
+
+def test_tests_mirror_files() -> None:
+    modules = {str(path.relative_to(PACKAGE).with_suffix("")) for path in SOURCES if path.name != "__init__.py"}
+    folders = {str(path.parent.relative_to(PACKAGE)) for path in SOURCES} - {"."}
+    tests = {str(path.relative_to(TESTS).with_suffix("")) for path in TESTS.rglob("test_*.py")}
+    of = {test: module_of(test, modules, folders) for test in tests if test.rpartition("/")[0] not in APART}
+    assert not [test for test, module in of.items() if module is None]
+    covered = {*of.values(), *(module for module, test in COVERED_BY.items() if test in tests)}
+    assert not [module for module in modules if not {module, module.rpartition("/")[0]} & covered]
+
+
 KNOWS_CUDA = {
     "transport/devices.py": "the devices of the package",
     "profiling/chrome.py": "names of events in traces",
