@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from overlap1f1b.cut.segment import Segment
 from overlap1f1b.engine import Microbatch
 from overlap1f1b.play.block import BlockRun
+from overlap1f1b.play.segment import Segment
 from overlap1f1b.transport.exchange import PeerExchange, Transfer
 from overlap1f1b.transport.lanes import Flight
 

@@ -12,6 +12,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements, whose positions take 8 bytes each
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Return the address of what a tensor shares with its views, as long as one of them lives."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor's bits can be read: it has values, and is not sparse, nested or quantized."""
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:

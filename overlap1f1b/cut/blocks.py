@@ -39,7 +39,7 @@ class MicrobatchBlock(nn.Module):
         input_names: Names of the inputs of a model's first block, in order. A step then takes a mapping by these
             names, in which None stands for an input that is not given. Any block may return None to pass it on.
         state: State that a suspended forward takes along, beside the places that the engine learns.
-        apart: Weights whose gradients the block leaves to ``microbatch.stage.queue`` by itself.
+        apart: Weights whose gradients the block leaves to ``microbatch.installed.queue`` by itself.
         delays: Whether the block leaves to this queue what adds gradients of other parameters, too.
         whole: Layers whose weight gradients are not computed apart, as their backward runs inside the forward.
         keeps: Whether it keeps its activations, whatever is computed again in other blocks.

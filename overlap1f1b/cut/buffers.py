@@ -32,7 +32,7 @@ class Buffers:
     def copies(self) -> list[Replacement]:
         """Return copies of the buffers that change, and where to put them for a second forward."""
         if not self._owners:
-            self._owners = [module for module in self._block.modules() if module._buffers]
+            self._owners.extend(module for module in self._block.modules() if module._buffers)
         every, found = self._mode() not in self._shown, list[Replacement]()
         for number, owner in enumerate(self._owners):
             for name, value in owner._buffers.items():

@@ -1,25 +1,21 @@
-"""Exchanges that blocks make by themselves, without our Experts: found in the first step, hidden in all later ones.
+"""Exchanges that blocks make by themselves, without our Experts: the first step shows them, later steps hide them.
 
 Three kinds are found: calls of the public ``exchange``; torch's functional ``all_to_all_single``, by whatever name it
 is called; and an ``autograd.Function`` that is declared to be an all-to-all and no more
-(:mod:`overlap1f1b.cut.declaration`). The first step runs them where they stand, and notes them.
+(:mod:`overlap1f1b.cut.declaration`).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
-from itertools import combinations
-from operator import and_
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from overlap1f1b.plan import Op
-from overlap1f1b.transport.calls import Splits
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits
 
 Forms = tuple[tuple[torch.dtype, int], ...]
 """Dtype and number of dimensions of each tensor of an exchange."""
@@ -29,21 +25,24 @@ def forms_of(tensors: Sequence[Tensor]) -> Forms:
     return tuple([(tensor.dtype, tensor.ndim) for tensor in tensors])
 
 
-class Seen(NamedTuple):
-    """An exchange of one microbatch in the first step."""
-
-    send: list[int]
-    receive: list[int]
-    forms: Forms
-    by_library: bool = False
+def is_over(group: dist.ProcessGroup, ranks: Sequence[int], splits: Splits) -> bool:
+    """Return whether an exchange is over the ranks that share the experts; a library's may be over more."""
+    every = dist.get_process_group_ranks(group)
+    return set(ranks) <= set(every) if isinstance(splits, LibrarySplits) else list(ranks) == every
 
 
-class ForeignExchange(NamedTuple):
+def takes_gradient(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a gradient will come back for any of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class OwnExchange(NamedTuple):
     """An exchange of a block, the same for all microbatches.
 
     Args:
         op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
         back_of: Position of that exchange; -1 for a dispatch.
+        forms: Of its tensors.
     """
 
     op: Op
@@ -51,106 +50,54 @@ class ForeignExchange(NamedTuple):
     forms: Forms
 
 
-class Shown(NamedTuple):
-    """Observed exchanges of a block, the same in all microbatches so far."""
+class OwnExchanges(NamedTuple):
+    """The exchanges at which a block is cut, in their order.
 
-    forms: frozenset[tuple[Forms, ...]]  # tensors of all exchanges of each microbatch
-    swapped: frozenset[tuple[int, int]]  # a later and an earlier exchange of the same sizes, swapped, every time
-
-    @classmethod
-    def by(cls, seen: Iterable[Seen]) -> Shown:
-        """Return what one microbatch has shown."""
-        every = list(seen)
-        pairs = combinations(range(len(every)), 2)
-        swapped = [(b, a) for a, b in pairs if (every[a].send, every[a].receive) == (every[b].receive, every[b].send)]
-        return cls(frozenset([tuple([one.forms for one in every])]), frozenset(swapped))
-
-    def __and__(self, other: Shown) -> Shown:
-        """Return what two microbatches have shown, or two ranks."""
-        return Shown(self.forms | other.forms, self.swapped & other.swapped)
-
-
-class Foreign:
-    """The exchanges that the blocks of a stage make by themselves."""
-
-    def __init__(self) -> None:
-        self.ranks: Sequence[int] = ()  # global numbers of the ranks that share the experts
-        self.hidden: dict[int, tuple[ForeignExchange, ...]] = {}  # by block
-        self.library_stands = False
-        """Whether all exchanges by a library run where they stand, since one has no gradient. Their order must be the
-        same on all ranks, so they are all hidden or none."""
-        self.seen: dict[int, dict[int, list[Seen]]] | None = None
-        """Exchanges of the first step, by block and microbatch; None in later steps."""
-        self.standing: set[str] = set()
-        """What to tell of exchanges in the first step that nothing can hide."""
-
-    def share(self, ranks: Sequence[int]) -> None:
-        """Say which ranks share the experts, by their numbers in the default group."""
-        self.ranks = ranks
-
-    def look(self, blocks: Sequence[int]) -> None:
-        """Note in the next step the exchanges of some blocks."""
-        self.seen, self.standing = {block: {} for block in blocks}, set()
-
-    def _hides(self, one: Seen) -> bool:
-        return not (one.by_library and self.library_stands)
-
-    def shown(self) -> dict[int, Shown]:
-        """Return what this rank's microbatches have shown of each block; warn of what is not hidden."""
-        for line in sorted(self.standing):
-            warnings.warn(line, stacklevel=2)
-        seen, self.seen = self.seen or {}, None
-        return {
-            block: reduce(and_, [Shown.by(filter(self._hides, every)) for every in by_microbatch.values()])
-            for block, by_microbatch in seen.items()
-            if by_microbatch
-        }
-
-
-def shown_by_all(stages: Mapping[int, Foreign], mesh: Mesh) -> dict[tuple[int, int], Shown]:
-    """Return what the microbatches of all ranks have shown, by (stage, block). All ranks must call this.
-
-    Sizes that are symmetric by chance, on one rank, tell nothing.
+    Args:
+        where: Name of the block.
+        ranks: Global numbers of the ranks that share the experts.
+        every: The exchanges; none if the block is not cut.
+        library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
+            must be the same on all ranks, so they are all hidden or none.
     """
-    library_stands = any(one.library_stands for one in stages.values())
-    for one in stages.values():
-        one.library_stands = library_stands
-    mine = {(number, block): shown for number, one in stages.items() for block, shown in one.shown().items()}
-    return mesh.combined(
-        mine,
-        lambda _, parts: {
-            place: reduce(and_, [part[place] for part in parts if place in part]) for place in set().union(*parts)
-        },
-    )
 
+    where: str = ""
+    ranks: tuple[int, ...] = ()
+    every: tuple[OwnExchange, ...] = ()
+    library_stands: bool = False
 
-def matched(shown: Shown, name: str) -> tuple[ForeignExchange, ...]:
-    """Return the exchanges of a block.
+    def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
+        """Return whether an exchange suspends the forward: not without a gradient, nor over other ranks.
 
-    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens. Other
-    numbers, dtypes or dimensions are a ValueError; ``name`` is the block's.
-    """
-    if len(shown.forms) > 1:
-        numbers = sorted({len(every) for every in shown.forms})
-        raise ValueError(
-            f"{name} exchanges rows {' or '.join(map(str, numbers))} times, in microbatches that differ in numbers, "
-            "dtypes or dimensions of exchanges; allowed: the same in each microbatch, on all ranks"
-        )
-    found, open_ = list[ForeignExchange](), list[int]()
-    for position, forms in enumerate(next(iter(shown.forms))):
-        back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
-        if back < 0:
-            open_.append(position)
-        else:
-            open_.remove(back)
-        found.append(ForeignExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, forms))
-    return tuple(found)
+        Raises:
+            ValueError: An exchange by a library has no gradient, and those of the first step had one.
+        """
+        library = isinstance(splits, LibrarySplits)
+        if not self.every or not is_over(group, self.ranks, splits) or (library and self.library_stands):
+            return False
+        if takes_gradient(tensors):
+            return True
+        if library:
+            raise ValueError(
+                f"{self.where} exchanges rows by a library without a gradient, and with one in the first step; "
+                "allowed: the same in every step"
+            )
+        return False
 
-
-def check_back(splits: Splits, earlier: Splits, where: str) -> None:
-    """Check that rows travel back by the sizes of an earlier exchange; ``where`` names the later one."""
-    if (splits.send, splits.receive) != (earlier.receive, earlier.send):
-        raise ValueError(
-            f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "
-            f"{earlier.send}, the sizes of the exchange whose rows it took back in the first step, swapped"
-        )
+    def check(self, number: int, call: ExchangeCall, sizes: Sequence[Splits]) -> None:
+        """Check that an exchange is as in the first step; ``sizes`` are those of the exchanges before it."""
+        wanted, found = self.every[number], forms_of(call.tensors)
+        where = f"exchange {number} of {self.where}"
+        if found != wanted.forms:
+            raise ValueError(
+                f"{where} has tensors of dtypes and dimensions {list(found)}; "
+                f"allowed: {list(wanted.forms)}, as in the first step"
+            )
+        if wanted.back_of < 0:
+            return
+        splits, earlier = call.splits, sizes[wanted.back_of]
+        if (splits.send, splits.receive) != (earlier.receive, earlier.send):
+            raise ValueError(
+                f"{where} sends {splits.send} and receives {splits.receive}; allowed: {earlier.receive} and "
+                f"{earlier.send}, the sizes of the exchange whose rows it took back in the first step, swapped"
+            )

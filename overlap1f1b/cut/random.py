@@ -1,4 +1,4 @@
-"""Streams of random numbers, one a microbatch, and the blocks that draw from them."""
+"""Blocks that draw random numbers, and the generators that they draw from."""
 
 from __future__ import annotations
 
@@ -10,42 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.transport import devices
-
-
-class RandomStream:
-    """A microbatch's own stream of random numbers: its dropout does not depend on other nodes that run in between.
-
-    As a context manager it puts its state into the generators, and the generators' own state back at the end.
-    """
-
-    __slots__ = ("_generators", "_outside", "_states", "seed")
-
-    def __init__(self, seed: int, generators: tuple[torch.Generator, ...]) -> None:
-        self.seed, self._generators = seed, generators
-        self._states: list[Tensor] | None = None
-        self._outside: list[Tensor] = []
-
-    @classmethod
-    def here(cls, generators: tuple[torch.Generator, ...]) -> RandomStream:
-        """Return a stream that repeats the numbers that the generators give next."""
-        stream = cls(0, generators)
-        stream._states = _states(generators)
-        return stream
-
-    def __enter__(self) -> None:
-        self._outside = _states(self._generators)
-        for position, generator in enumerate(self._generators):
-            if self._states is None:
-                generator.manual_seed(self.seed)
-            else:
-                generator.set_state(self._states[position])
-
-    def __exit__(self, *error: object) -> None:
-        self._states = _states(self._generators)
-        for generator, state in zip(self._generators, self._outside, strict=True):
-            generator.set_state(state)
-        self._outside = []
-
 
 _NO_CONTEXT = nullcontext()
 
@@ -62,7 +26,7 @@ class Draws:
         self._blocks, self._generators = blocks, generators
         self._draws: dict[tuple[int, bool], bool] = {}  # whether a block draws, by its number and training mode
 
-    def within(self, block: int, stream: RandomStream, *, always: bool) -> AbstractContextManager[None]:
+    def within(self, block: int, stream: AbstractContextManager[None], *, always: bool) -> AbstractContextManager[None]:
         """Return the context of a segment of a block."""
         key = block, self._blocks[block].training
         draws = self._draws.get(key)
@@ -71,11 +35,11 @@ class Draws:
         return _NO_CONTEXT if draws is False else self._watched(key, stream)
 
     @contextmanager
-    def _watched(self, key: tuple[int, bool], stream: RandomStream) -> Iterator[None]:
+    def _watched(self, key: tuple[int, bool], stream: AbstractContextManager[None]) -> Iterator[None]:
         with stream:
-            before = _states(self._generators)
+            before = states_of(self._generators)
             yield
-            if not all(map(torch.equal, before, _states(self._generators))):
+            if not all(map(torch.equal, before, states_of(self._generators))):
                 self._draws[key] = True
 
     def forwarded(self, block: int, *, always: bool) -> None:
@@ -86,13 +50,14 @@ class Draws:
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Check, at the end of a step, that no block has drawn outside its stream."""
-        before = None if all(self._draws.values()) else _states(self._generators)
+        before = None if all(self._draws.values()) else states_of(self._generators)
         yield
-        if before is not None and not all(map(torch.equal, before, _states(self._generators))):
+        if before is not None and not all(map(torch.equal, before, states_of(self._generators))):
             self._draws.update(dict.fromkeys(product(range(len(self._blocks)), (False, True)), True))
 
 
-def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Return the present states of some generators."""
     return [generator.get_state() for generator in generators]
 
 

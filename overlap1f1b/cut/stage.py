@@ -24,8 +24,8 @@ from overlap1f1b.cut.blocks import (
     refuse_wrappers,
 )
 from overlap1f1b.cut.buffers import Buffers
-from overlap1f1b.cut.exchanges import Foreign, Shown, matched
-from overlap1f1b.cut.places import ModuleAttributes
+from overlap1f1b.cut.exchanges import OwnExchanges
+from overlap1f1b.cut.places import KnownPlaces
 from overlap1f1b.cut.random import Draws, generators_of
 from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.moe.experts import Experts
@@ -161,9 +161,10 @@ class Stage:
         ]
         """Weights of each block whose gradients are computed apart."""
         self._uses: dict[tuple[int, BlockShape], ParameterUses] = {}
-        self.foreign = Foreign()
-        self.attributes = [ModuleAttributes(block, options_of(block).state) for block in self.blocks]
-        """What each block's forward keeps between its exchanges."""
+        self.own_exchanges: dict[int, OwnExchanges] = {}
+        """Exchanges that blocks make by themselves, as the first step has shown."""
+        self.places = [KnownPlaces(block, options_of(block).state) for block in self.blocks]
+        """Places in which each block's forward keeps something between its exchanges."""
         self.buffers = [Buffers(block) for block in self.blocks]
         """Buffers of each block, for what ``recompute`` computes again."""
         self.alike = len({m.row_kind for m in self.expert_parameters}) <= 1
@@ -229,31 +230,23 @@ class Stage:
         return self._uses[key]
 
     def watches(self, block: int, uses: ParameterUses) -> bool:
-        """Return whether parameters may enter the first segment of a block, or exchanges of its own may be in it."""
-        foreign = self.foreign
-        looked_at = foreign.seen is not None and block in foreign.seen
-        return self._shares[block] or looked_at or block in foreign.hidden or uses.watched
+        """Return whether parameters may enter the first segment of a block."""
+        return self._shares[block] or uses.watched
 
-    def look_for_exchanges(self) -> None:
-        """Note in the next step the exchanges that blocks make by themselves."""
-        self.foreign.look([block for block, shape in enumerate(self.shape) if not shape.expert_calls])
-
-    def cut_at(self, shape: StageShape, shown: Mapping[tuple[int, int], Shown]) -> StageShape:
-        """Return shapes cut at the exchanges that the microbatches of all ranks have shown, by (stage, block)."""
+    def cut_at(self, shape: StageShape, found: Mapping[tuple[int, int], OwnExchanges]) -> StageShape:
+        """Return shapes cut at exchanges that blocks make by themselves, given by (stage, block)."""
         shapes = list(shape)
         for block, before in enumerate(shapes):
-            place = self.number, block
-            exchanges = matched(shown[place], self.names[block]) if place in shown else ()
-            if not exchanges:
+            if (self.number, block) not in found:
                 continue
-            self.foreign.hidden[block] = exchanges
+            own = self.own_exchanges[block] = found[self.number, block]
             if is_compiled(self.blocks[block]):
                 warnings.warn(
                     f"torch.compile of {self.names[block]} does nothing in an engine: a block that exchanges rows by "
                     "itself runs eagerly there; allowed: a block that calls Experts",
                     stacklevel=2,
                 )
-            shapes[block] = before.cut(tuple(exchange.op for exchange in exchanges))
+            shapes[block] = before.cut(tuple(exchange.op for exchange in own.every))
         return tuple(shapes)
 
     def shaped(self, shape: StageShape, modes: Sequence[Recompute], parts: int) -> StageShape:
@@ -264,11 +257,6 @@ class Stage:
             )
             for block, before, mode in zip(self.blocks, shape, modes, strict=True)
         )
-
-    def state_of(self, block: int) -> ModuleAttributes | None:
-        """Return what a block's forward keeps while it is suspended; None if it keeps nothing."""
-        attributes = self.attributes[block]
-        return attributes if attributes.carries else None
 
     def dense_parameters_of(self, block: int) -> list[nn.Parameter]:
         """Return the parameters outside the experts whose gradients are complete after this block's backward."""

@@ -12,21 +12,38 @@ class ParameterUses:
         apart: Weights whose gradients the block's layers defer to a queue; later without those that no layer defers.
         first: The first segment that uses a parameter.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
-        known: Whether the block has run forward.
-        reaches_out: Whether it has used a tensor, with its graph, of another block or microbatch.
     """
 
     def __init__(self, apart: set[nn.Parameter]) -> None:
-        self.apart, self.known, self.reaches_out = apart, False, False
+        self.apart = apart
         self.first: dict[nn.Parameter, int] = {}
         self.several: set[nn.Parameter] = set()
         self._entering: set[nn.Parameter] = set()
         self._deferred: set[nn.Parameter] = set()
+        self._shown: set[str] = set()
+
+    @property
+    def known(self) -> bool:
+        """Whether the block has run forward."""
+        return "forward" in self._shown
+
+    @property
+    def reaches_out(self) -> bool:
+        """Whether the block has used a tensor, with its graph, of another block or microbatch."""
+        return "outside" in self._shown
+
+    def note_forward(self) -> None:
+        """Note that the block has run a whole forward."""
+        self._shown.add("forward")
+
+    def note_outside(self) -> None:
+        """Note that the block has used a tensor, with its graph, of another block or microbatch."""
+        self._shown.add("outside")
 
     @property
     def watched(self) -> bool:
         """Whether the first segment has to be watched."""
-        return not self.known or self.reaches_out or bool(self._entering)
+        return self._shown != {"forward"} or bool(self._entering)
 
     def settle(self) -> None:
         """Treat weights whose gradients no layer has deferred as any other parameter, from the next step on.
@@ -36,7 +53,7 @@ class ParameterUses:
         if not self.known:
             return
         idle = self.apart - self._deferred
-        self.first |= dict.fromkeys(idle & self._entering, 0)
+        self.first.update(dict.fromkeys(idle & self._entering, 0))
         for known in (self.apart, self.several, self._entering):
             known.difference_update(idle)
 
@@ -52,9 +69,3 @@ class ParameterUses:
             self._entering.add(parameter)
         if parameter in self.apart:
             self.several.add(parameter)
-
-    def forget(self) -> None:
-        """Forget what the block has shown: it is cut in another way from now on."""
-        self.known = self.reaches_out = False
-        for known in (self.first, self.several, self._entering):
-            known.clear()

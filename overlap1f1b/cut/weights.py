@@ -1,16 +1,15 @@
-"""Weight gradients apart from input gradients, and where gradients enter a graph."""
+"""Layers whose backward leaves the gradient of their weight to a queue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
-from overlap1f1b.cut.edges import as_dtype, asks_for, backward, edge_of
+from overlap1f1b.cut.edges import as_dtype, asks_for
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.grouped_mm import (
     EightBits,
@@ -23,69 +22,8 @@ from overlap1f1b.kernels.grouped_mm import (
 )
 from overlap1f1b.transport.functions import direct, quick_apply
 
-
-class Root(NamedTuple):
-    """The graph of a tensor without the tensor: where its gradient enters, and the gradient's shape and dtype."""
-
-    edge: GradientEdge
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Root | None:
-        """Return the root of a tensor; None if it requires no gradient."""
-        if not tensor.requires_grad:
-            return None
-        return cls(edge_of(tensor), tensor.shape, tensor.dtype, tensor.device)
-
-    def checked(self, grad: Tensor, name: str) -> Tensor:
-        """Return a gradient, for the block ``name``, on the tensor's device and in its dtype; a scalar is broadcast."""
-        if grad.dim() and grad.shape != self.shape:
-            raise ValueError(
-                f"a gradient of shape {tuple(grad.shape)} for an output of {name}; allowed: {tuple(self.shape)}"
-            )
-        if (grad.device, grad.dtype) != (self.device, self.dtype):
-            grad = grad.to(self.device, self.dtype)
-        return grad if grad.shape == self.shape else grad.expand(self.shape)
-
-
-Gradients = dict[nn.Parameter, Tensor]
-
-
-class WeightQueue:
-    """Weight gradients that one backward of one microbatch has left for later."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[nn.Parameter, Callable[[], Tensor | None]]] = []
-        self._ready: Gradients = {}
-
-    def put(self, weight: nn.Parameter, gradient: Callable[[], Tensor | None]) -> None:
-        """Leave a gradient to be computed later; ``gradient`` returns None if it has added it elsewhere."""
-        self._waiting.append((weight, gradient))
-
-    def keep(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Keep a gradient that is computed already, to be added to the queued gradients of the same parameter."""
-        self._ready[weight] = self._ready[weight] + gradient if weight in self._ready else gradient
-
-    def move(self, weights: Collection[nn.Parameter], other: WeightQueue) -> None:
-        """Leave the gradients of some parameters to another queue."""
-        other._waiting += [entry for entry in self._waiting if entry[0] in weights]
-        self._waiting = [entry for entry in self._waiting if entry[0] not in weights]
-
-    def take(self) -> list[tuple[nn.Parameter, Callable[[], Tensor | None]]]:
-        """Return the gradients that are left for later, and empty the queue."""
-        taken, self._waiting = self._waiting, []
-        return taken
-
-    def compute(self) -> Gradients:
-        """Return all gradients, summed per parameter, and empty the queue."""
-        total, self._ready = self._ready, {}
-        for weight, gradient in self._waiting:
-            if (found := gradient()) is not None:
-                total[weight] = total[weight] + found if weight in total else found
-        self._waiting = []
-        return total
+Put = Callable[[nn.Parameter, Callable[[], Tensor | None]], object]
+"""It leaves a weight's gradient to be computed later, by a function that returns None if it has added it elsewhere."""
 
 
 @direct
@@ -104,14 +42,14 @@ class SplitLinear(torch.autograd.Function):
         x: Tensor,
         weights: tuple[nn.Parameter],
         bias: Tensor | None,
-        queue: WeightQueue,
+        put: Put,
         anchor: Tensor,
         add: Callable[[Tensor, Tensor], Tensor | None] | None = None,
     ) -> Tensor:
         kind, (weight,) = x.device.type, weights
         casts = torch.is_autocast_enabled(kind) and x.dtype is not torch.float64  # which autocast leaves alone
         ctx.cast = torch.get_autocast_dtype(kind) if casts else None
-        ctx.dtype, ctx.queue, ctx.weight, ctx.add = x.dtype, queue, weight, add
+        ctx.dtype, ctx.put, ctx.weight, ctx.add = x.dtype, put, weight, add
         if ctx.cast is not None:
             x = x.to(ctx.cast)
         ctx.save_for_backward(x, weight)
@@ -130,7 +68,7 @@ class SplitLinear(torch.autograd.Function):
             return as_dtype(_flat(grad).t() @ _flat(x), dtype)
 
         if asks_for(ctx.weight, ctx):
-            ctx.queue.put(ctx.weight, weight_grad)
+            ctx.put(ctx.weight, weight_grad)
         matrix = weight if cast is None else weight.to(cast)
         grad_x = as_dtype(grad @ matrix, ctx.dtype) if ctx.needs_input_grad[0] else None
         grad_bias = as_dtype(_flat(grad).sum(0), dtype) if ctx.needs_input_grad[2] else None
@@ -155,13 +93,13 @@ class SplitGroupedMM(torch.autograd.Function):
         rows: Tensor,
         weights: tuple[nn.Parameter],
         counts: Sequence[int],
-        queue: WeightQueue,
+        put: Put,
         kernels: Kernels | None,
         anchor: Tensor | None,
         eight: EightBits | None,
     ) -> Tensor:
         (weight,) = weights
-        ctx.counts, ctx.queue, ctx.weight, ctx.kernels, ctx.eight = counts, queue, weight, kernels, eight
+        ctx.counts, ctx.put, ctx.weight, ctx.kernels, ctx.eight = counts, put, weight, kernels, eight
         ctx.dtype, ctx.rows_dtype = product_dtype(weight), rows.dtype
         rows = as_dtype(rows, ctx.dtype)
         ctx.save_for_backward(rows if weight.requires_grad else None, weight)  # frozen weights need no rows
@@ -182,7 +120,7 @@ class SplitGroupedMM(torch.autograd.Function):
             return added_to_main(parameter)
 
         if asks_for(parameter, ctx):
-            ctx.queue.put(parameter, weight_grad)
+            ctx.put(parameter, weight_grad)
         of_rows = None
         if ctx.needs_input_grad[0]:
             if ctx.eight is not None:
@@ -216,36 +154,3 @@ def added_to_main(parameter: Any) -> Tensor | None:
     parameter.grad_added_to_main_grad = True
     made = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
     return made(parameter)
-
-
-def accumulate(gradients: Gradients) -> None:
-    """Add to ``.grad`` through each parameter's own autograd node, so that hooks fire as in any backward."""
-    if not gradients:
-        return
-    for parameter in gradients:
-        if parameter.is_leaf and parameter.grad is None:  # a parametrised weight is no leaf
-            break
-    else:
-        backward(list(gradients), list(gradients.values()))
-        return
-    # Autograd takes a first gradient as ``.grad`` without a copy only if nothing else refers to it.
-    parameters, box = list(gradients), list(gradients.values())
-    gradients.clear()
-    with torch.enable_grad():
-        root = _Deliver.apply(box, *parameters)
-    torch.autograd.backward(root)
-
-
-class _Deliver(torch.autograd.Function):
-    """A scalar whose backward gives each parameter its gradient from the box."""
-
-    @staticmethod
-    def forward(ctx: Any, box: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.box = box
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        delivered = (None, *ctx.box)
-        ctx.box.clear()
-        return delivered

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.cut.options import EngineOptions
@@ -107,9 +106,6 @@ class Connection:
                 reduce_experts=experts is not None,
                 gathers=options.memory is not None and len(replicas) == 1,  # others play other plans
             )
-            ep = mesh_.exchanging
-            for stage in self.stages.values():  # blocks may exchange rows by themselves: the first step shows where
-                stage.foreign.share([] if ep is None else dist.get_process_group_ranks(ep))
             self.sharding.limit(options.limit)
             if self.sharding.groups and not options.reduce:
                 raise ValueError("reduce=False over FSDP2; allowed: set_requires_gradient_sync(False) on its modules")

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from overlap1f1b.cut.blocks import refuse_graphs
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.cut.places import places_of
-from overlap1f1b.cut.segment import check_gradients_possible
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import CallSizes, FirstRows, check_tensor_group, compare_batches, values
 from overlap1f1b.engine.capacity import Capacity
@@ -33,8 +32,9 @@ from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
-from overlap1f1b.play.microbatch import LossFunction
+from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
+from overlap1f1b.play.passage import LossFunction
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
@@ -267,8 +267,8 @@ class Engine:
         # 2. Who looks on because of what the step is for.
         rows = FirstRows()
         extra: list[Observer] = [rows] if first and "tp" in self.mesh.experts_over else []
-        if purpose is Purpose.SHOW:
-            extra.append(Discovery(self.stages.values()))
+        discovery = Discovery(self.mesh) if purpose is Purpose.SHOW else None
+        extra += [] if discovery is None else [discovery]
         measuring = self.costs is None and purpose in (Purpose.SHOW, Purpose.WARM, Purpose.MEASURE)
         if measuring and (self._travels or step.links.watch is not None):
             extra.append(OneByOne(self._barrier))
@@ -287,7 +287,9 @@ class Engine:
         if first and self._compares:
             check_tensor_group(self.stages, self.mesh, rows.found)
         # 4. What the step has shown decides how the next ones are played.
-        tuner.learn(coming, played.result, self.connection.boundary.timed, None if count is None else count.count)
+        exchanges = None if discovery is None else discovery.found(self.stages)
+        counted = None if count is None else count.count
+        tuner.learn(coming, played.result, self.connection.boundary.timed, counted, exchanges)
         return played
 
     def _evaluate(self, step: Step) -> PlayedStep:
@@ -484,8 +486,8 @@ def _parameters_of(stages: Mapping[int, Stage]) -> dict[torch.nn.Parameter, None
 
 def _tables_of(loss_fn: object) -> list[MutableMapping[Any, Any]]:
     """Return the tables of what a loss keeps if it is a module or a module's method."""
-    held = [one for one in (loss_fn, getattr(loss_fn, "__self__", None)) if isinstance(one, torch.nn.Module)]
-    return [place.table for one in held for place in places_of(one).values() if not place.shared]
+    held = [of for of in (loss_fn, getattr(loss_fn, "__self__", None)) if isinstance(of, torch.nn.Module)]
+    return [table.values for module in held for table in places_of(module).values() if not table.shared]
 
 
 def _children_of(model: Model) -> list[torch.nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overlap1f1b.cut.blocks import device_of, own_call
 from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.play.feed import Microbatches
-from overlap1f1b.play.microbatch import OptionalTensors, Tensors
+from overlap1f1b.play.passage import OptionalTensors, Tensors
 from overlap1f1b.schedule import Program, build_schedule
 from overlap1f1b.transport.mesh import grid_of
 
@@ -230,7 +230,7 @@ class StepArguments:
         loss = torch.stack([loss for (loss,) in results]) if results and self.criterion is not None else None
         if not results or not self.return_outputs:
             return loss, None
-        kept = results if self.criterion is None else [microbatch.kept for microbatch in last]
+        kept = results if self.criterion is None else [microbatch.returned.kept for microbatch in last]
         outputs = tuple(  # scalars become [microbatches], as losses do
             torch.cat(parts, self.dim) if parts[0].dim() else torch.stack(parts) for parts in zip(*kept, strict=True)
         )

@@ -1,22 +1,150 @@
-"""What the first step shows of exchanges that blocks make by themselves."""
+"""What the first step shows of exchanges that blocks make by themselves.
+
+It looks on at one step, in which these exchanges run where they stand. What it has found is frozen: from then on blocks
+are cut there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
+from itertools import combinations
+from operator import and_
+from typing import NamedTuple
 
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap1f1b.cut.exchanges import Forms, OwnExchange, OwnExchanges, forms_of, takes_gradient
 from overlap1f1b.cut.stage import Stage
+from overlap1f1b.plan import Op
+from overlap1f1b.play.crossing import Lookout
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
+from overlap1f1b.transport.calls import LibrarySplits, Splits
+from overlap1f1b.transport.mesh import Mesh
+
+BlockKey = tuple[int, int]
+"""Numbers of stage and block."""
+
+
+class Seen(NamedTuple):
+    """An exchange of one microbatch in the first step."""
+
+    send: list[int]
+    receive: list[int]
+    forms: Forms
+    by_library: bool = False
+
+
+class Shown(NamedTuple):
+    """Exchanges of a block, the same in all microbatches so far.
+
+    Args:
+        forms: Tensors of all exchanges of each microbatch.
+        swapped: A later and an earlier exchange of the same sizes, swapped, every time.
+    """
+
+    forms: frozenset[tuple[Forms, ...]]
+    swapped: frozenset[tuple[int, int]]
+
+    @classmethod
+    def by(cls, seen: Sequence[Seen]) -> Shown:
+        """Return what one microbatch has shown."""
+        pairs = combinations(enumerate(seen), 2)
+        swapped = [(b, a) for (a, x), (b, y) in pairs if (x.send, x.receive) == (y.receive, y.send)]
+        return cls(frozenset([tuple([exchange.forms for exchange in seen])]), frozenset(swapped))
+
+    def __and__(self, other: Shown) -> Shown:
+        """Return what two microbatches have shown, or two ranks."""
+        return Shown(self.forms | other.forms, self.swapped & other.swapped)
 
 
 class Discovery(Observer):
-    """Lets blocks show, in the step that it looks on at, which exchanges they make by themselves."""
+    """Finds, in the step that it looks on at, the exchanges that blocks make by themselves.
+
+    Args:
+        mesh: Its ranks that share the experts are those over which exchanges can be hidden.
+    """
 
     rehearses = True
 
-    def __init__(self, stages: Iterable[Stage]) -> None:
-        self._stages = list(stages)
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._ranks = () if mesh.exchanging is None else tuple(dist.get_process_group_ranks(mesh.exchanging))
+        self._seen: dict[BlockKey, dict[int, list[Seen]]] = {}  # of each block, by microbatch
+        self._standing: set[str] = set()  # lines about exchanges that nothing can hide
+        self._without_gradient: set[str] = set()  # blocks that exchange rows by a library without a gradient
 
     def begin(self, times: Times) -> None:
-        for stage in self._stages:
-            stage.look_for_exchanges()
+        """Forget what an earlier step has shown."""
+        for found in (self._seen, self._standing, self._without_gradient):
+            found.clear()
+
+    def lookout(self, stage: Stage, block: int, microbatch: int) -> Lookout | None:
+        """Look at a block that calls no experts of ours."""
+        if stage.shape[block].expert_calls:
+            return None
+        name, seen = stage.names[block], list[Seen]()
+        self._seen.setdefault((stage.number, block), {})[microbatch] = seen
+        return Lookout(self._ranks, name, partial(self._note, seen, name), self._standing.add)
+
+    def _note(self, seen: list[Seen], name: str, tensors: Sequence[Tensor], splits: Splits) -> None:
+        by_library = isinstance(splits, LibrarySplits)
+        if takes_gradient(tensors):
+            seen.append(Seen(splits.send, splits.receive, forms_of(tensors), by_library))
+        elif by_library:
+            self._without_gradient.add(name)
+
+    def found(self, stages: Mapping[int, Stage]) -> dict[BlockKey, OwnExchanges]:
+        """Return the exchanges of the blocks that make any; warn of those that stay. All ranks must call this.
+
+        Sizes that are symmetric by chance, on one rank, tell nothing.
+
+        Raises:
+            ValueError: Microbatches of a block differ in numbers, dtypes or dimensions of its exchanges.
+        """
+        for line in sorted(self._standing):
+            warnings.warn(line, stacklevel=2)
+        stands = bool(self._without_gradient)
+        mine = {
+            block: reduce(and_, [Shown.by([one for one in seen if not (one.by_library and stands)]) for seen in every])
+            for block, by_microbatch in self._seen.items()
+            if (every := by_microbatch.values())
+        }
+        shown = self._mesh.combined(mine, _in_common)
+        return {
+            (number, block): OwnExchanges(stage.names[block], self._ranks, own, stands)
+            for number, stage in stages.items()
+            for block in range(len(stage.blocks))
+            if (number, block) in shown and (own := matched(shown[number, block], stage.names[block]))
+        }
+
+
+def _in_common(_: object, parts: Sequence[Mapping[BlockKey, Shown]]) -> dict[BlockKey, Shown]:
+    blocks = set().union(*parts)
+    return {block: reduce(and_, [part[block] for part in parts if block in part]) for block in blocks}
+
+
+def matched(shown: Shown, name: str) -> tuple[OwnExchange, ...]:
+    """Return the exchanges of a block.
+
+    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens. Other
+    numbers, dtypes or dimensions are a ValueError; ``name`` is the block's.
+    """
+    if len(shown.forms) > 1:
+        numbers = sorted({len(every) for every in shown.forms})
+        raise ValueError(
+            f"{name} exchanges rows {' or '.join(map(str, numbers))} times, in microbatches that differ in numbers, "
+            "dtypes or dimensions of exchanges; allowed: the same in each microbatch, on all ranks"
+        )
+    found, open_ = list[OwnExchange](), list[int]()
+    for position, forms in enumerate(next(iter(shown.forms))):
+        back = next((earlier for earlier in reversed(open_) if (position, earlier) in shown.swapped), -1)
+        if back < 0:
+            open_.append(position)
+        else:
+            open_.remove(back)
+        found.append(OwnExchange(Op.DISPATCH if back < 0 else Op.COMBINE, back, forms))
+    return tuple(found)

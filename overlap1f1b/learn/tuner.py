@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-from overlap1f1b.cut.exchanges import shown_by_all
+from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes
 from overlap1f1b.learn.measure import measured_costs
@@ -370,6 +370,7 @@ class Tuner:
         result: StepResult,
         transfers: Callable[[], Mapping[CostKey, float]],
         count: ByteCount | None = None,
+        exchanges: Mapping[tuple[int, int], OwnExchanges] | None = None,
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
@@ -378,6 +379,7 @@ class Tuner:
             result: Of the step.
             transfers: Times the transfers between stages, and returns their seconds.
             count: Of a step that counts.
+            exchanges: Those that blocks make by themselves, by (stage, block), of a step that shows them.
         """
         self.peers.end()
         self.steps += 1
@@ -389,7 +391,7 @@ class Tuner:
         entry = steps.popleft() if steps else step
         match step.purpose:
             case Purpose.SHOW:
-                self._adopt_exchanges(entry.plan)
+                self._adopt_exchanges(entry.plan, exchanges or {})
             case Purpose.COUNT:
                 assert count is not None
                 self._count(count)
@@ -398,11 +400,9 @@ class Tuner:
             case Purpose.TRY:
                 self._note_time(plan, result.overlap.makespan)
 
-    def _adopt_exchanges(self, cut: Plan | None) -> None:
+    def _adopt_exchanges(self, cut: Plan | None, found: Mapping[tuple[int, int], OwnExchanges]) -> None:
         """Cut blocks at the exchanges that they have shown; play a plan for these blocks, if one was given."""
-        mesh = self.peers.mesh
-        shown = shown_by_all({number: stage.foreign for number, stage in self.stages.items()}, mesh)
-        shapes = self._gathered({n: stage.cut_at(self.shapes[n], shown) for n, stage in self.stages.items()})
+        shapes = self._gathered({n: stage.cut_at(self.shapes[n], found) for n, stage in self.stages.items()})
         if shapes != self.shapes or cut is not None:
             self.shapes = shapes
             self._forget()

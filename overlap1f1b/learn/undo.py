@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.cut.bits import is_plain, local_part, sum_of_bits
-from overlap1f1b.cut.places import ModuleAttributes
+from overlap1f1b.cut.places import KnownPlaces, places_of
 from overlap1f1b.cut.replacement import ABSENT, is_table, put
 from overlap1f1b.cut.stage import Stage
 
@@ -42,12 +42,12 @@ class Undo:
 
     def __init__(self, stages: Iterable[Stage], gradients: Iterable[tuple[Any, str]], tables: Iterable[Table]) -> None:
         stages, seen = list(stages), set[int]()
-        states = [state for stage in stages for state in stage.attributes]
-        places = {number: place for state in states for number, place in state.places.items()}
-        own = (place.table for place in places.values() if not place.shared)
+        known = [places for stage in stages for places in stage.places]
+        found = {number: table for places in known for number, table in places_of(places.block).items()}
+        own = (table.values for table in found.values() if not table.shared)
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in chain(own, tables)]
-        self._restores += [_shared_entries_of(n, place.table, states) for n, place in places.items() if place.shared]
+        self._restores += [_shared_entries_of(n, table.values, known) for n, table in found.items() if table.shared]
         self._restores += _contents_of_all((one for stage in stages for one in stage.generators), seen)
         self._context = contextvars.copy_context()
         self._python = random.getstate()
@@ -86,11 +86,11 @@ def _gradient_of(owner: Any, name: str) -> Restore:
     return restore
 
 
-def _shared_entries_of(number: int, table: Table, states: Sequence[ModuleAttributes]) -> Restore:
+def _shared_entries_of(number: int, table: Table, known: Sequence[KnownPlaces]) -> Restore:
     before = dict(table)
 
     def restore() -> None:
-        changed = {key for state in states for key in state.known}
+        changed = {key for places in known for key in places.changing}
         for name, value in before.items():
             if (number, name) in changed and table.get(name, ABSENT) is not value:
                 put(table, name, value)

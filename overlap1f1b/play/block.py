@@ -1,44 +1,54 @@
 """One block for one microbatch, cut at its exchanges.
 
 A block's forward is an ordinary ``nn.Module.forward``, which every exchange suspends: ``S0 E0 S1 E1 … SK``, segments
-and exchanges in turns. The backward goes the same way in reverse. Every node computes one segment:
+and exchanges in turns. The backward goes the same way in reverse. Contract: every compute node runs one segment and
+nothing else, no two segments share a graph, each graph is walked once, and gradients are those of one backward of
+everything, to the bit.
 
-1. forward: it takes the rows that the exchange before it brought, and runs on to the next exchange or to the end;
-2. backward: it takes the gradients of the rows that the segment has sent, walks the segment's graph once, and leaves
-   the gradients of the rows that the segment had received, for the exchange before it;
-3. gradients of tensors that entered the segment from an earlier one wait for the walk of the earlier one.
+    forward    run on from the rows that the exchange before brought, to the next exchange or to the end
+               keep only the edges of what is sent: where its gradients will enter
+    backward   begin at the gradients of what the segment has sent, and of what later segments used of it
+               walk the segment's graph once
+               hand on the gradients of received rows to the exchange before, others to the segments that made them
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
+from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.cut.blocks import MicrobatchBlock
-from overlap1f1b.cut.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.cut.edges import edge_of, is_walked_often, nodes_behind
-from overlap1f1b.cut.exchanges import Seen, check_back, forms_of
-from overlap1f1b.cut.replacement import Replacement
-from overlap1f1b.cut.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use, storage_of
-from overlap1f1b.cut.weights import Gradients, Root, WeightQueue, accumulate
+from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
-from overlap1f1b.play.microbatch import Microbatch, Tensors, absent, check_call, is_absent
+from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
+from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
+from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Routed
+from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent
+from overlap1f1b.play.recompute import Recomputation
+from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
+from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
-from overlap1f1b.transport.suspension import OUTSIDE, Forward
+from overlap1f1b.transport.suspension import NO_HANDLERS, OUTSIDE, Forward, Handlers
 
 WALKED = "backward through the graph a second time"
 """In torch's error of a graph that has been freed."""
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 Reached = list[ExchangeCall] | Tensors
 """Result of running a forward on: its next exchanges, or its outputs."""
@@ -52,50 +62,39 @@ class BlockRun:
     :mod:`overlap1f1b.play.posting`.
     """
 
-    def __init__(self, microbatch: Microbatch, block: int) -> None:
+    def __init__(self, microbatch: Passage, block: int) -> None:
         self.microbatch, self.block = microbatch, block
-        stage = microbatch.stage
-        self.stage, self.module, self.name = stage, stage.blocks[block], stage.names[block]
-        self.installed = microbatch.installed
-        shape = self.installed.cut.shape[block]
-        self.foreign = stage.foreign.hidden.get(block, ()) if microbatch.grad and shape.exchanges else ()
-        self.exchanges = self.installed.cut.exchanges[block]
-        """Number of the block's exchanges of rows."""
-        seen = stage.foreign.seen if microbatch.grad else None
-        self.seen = None if seen is None else seen.get(block)
-        if self.seen is not None:
-            self.seen[microbatch.index] = []
-        self.drops_own = self.drops_experts = False
-        if microbatch.grad and shape.recompute != "none":
-            self.drops_own, self.drops_experts = shape.drops(shape.own), shape.drops(Op.EXPERTS)
-        self.suspends = bool(self.exchanges) or self.seen is not None or self.drops_own
-        """Whether its forward runs on a stack of its own."""
-        self.buffers: list[Replacement] | None = None
-        """Copies of its buffers before its first part that is computed again."""
-        self.is_last = block == len(stage.blocks) - 1
+        self.installed: Installation = microbatch.installed
+        self.shape = self.installed.cut.shape[block]
         self.uses = self.installed.uses[block]
         self.learns = not self.uses.known
+        """Whether the forward shows how the block uses its parameters and places."""
+        self.own: OwnExchanges = self.installed.own[block] if microbatch.grad else OwnExchanges()
+        """Exchanges that the block makes by itself, where it is cut."""
         self.queue = WeightQueue()
         self.forward: Forward | None = None
         """The block's forward on a stack of its own; None if nothing suspends it, and after its end."""
         self.mode: CrossingMode | None = None
         """Shows what may enter a segment, where something may."""
+        self.carried: PlaceValues | None = None
+        """What the forward takes along while it is suspended."""
+        self.recomputation: Recomputation | None = None
+        """Parts of the forward that are computed again, once there is one."""
         self.segments: list[Segment] = []
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
         """Outputs; their values have been handed on, only their graph is held."""
         self.sent: dict[Place, Sent] = {}
         """Exchanges that the forward has reached, until their backward."""
-        self._state = stage.state_of(block)
-        self._carried: Any = None  # what the suspended forward has taken along
-        self._again = shape.recompute != "none"
+        self.ended = False
+        """Whether it has nothing left to run."""
         self._changed: dict[int, int] = {}  # storages that a later segment has changed in place, and its start
         self._summed: Gradients = {}  # gradients that wait for others of the same parameters
 
-    @cached_property
-    def weights(self) -> set[int]:
-        """Storages of the module's parameters."""
-        return {storage_of(parameter) for parameter in self.module.parameters()}
+    @property
+    def name(self) -> str:
+        """Name of the block, for messages."""
+        return self.installed.stage.names[self.block]
 
     # ---------------------------------------------------------------------------------------------- forward
 
@@ -115,57 +114,99 @@ class BlockRun:
         if isinstance(reached, list):
             self._reach(reached)
             return
-        if len(self.sent) < self.exchanges:
+        if len(self.sent) < self.installed.cut.exchanges[self.block]:
             raise ValueError(self._wrong_number(f"{len(self.sent)}"))
         self.forward = None
         self._pass_on(reached)
 
     def _start(self, x: Tensors) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
-        grad, stage = self.microbatch.grad, self.stage
+        microbatch, installed, shape = self.microbatch, self.installed, self.shape
+        grad, stage = microbatch.grad, installed.stage
         segment = self._open()
-        given = segment.enter(x, [grad and t.requires_grad for t in x], self.installed.anchor)
-        mode = grad and stage.watches(self.block, self.uses)
-        if mode or self.suspends:
-            tell = stage.foreign.standing.add
-            lookout = None if self.seen is None else Lookout(stage.foreign.ranks, self.name, tell)
+        given = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
+        lookout = self._lookout() if grad and installed.observers.lookouts else None
+        suspends = lookout is not None or installed.cut.exchanges[self.block] > 0 or (grad and shape.drops(shape.own))
+        mode = grad and (lookout is not None or bool(self.own.every) or stage.watches(self.block, self.uses))
+        if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
-        with stage.draws.within(self.block, self.microbatch.random, always=self._again), eager(mode):
-            if self.suspends:
-                self.forward = Forward(self._run_module, self.name, stage.device, self.installed.stacks, self.mode)
-                self.forward.hides = self.hides
-                self.begin(self.forward)
-                if self._state is not None:
-                    self._state.begin(self.microbatch.random.seed)
-                return self._carry(self.forward.start(tuple(given), self.installed.thread, grad=grad, mode=mode))
+        call = partial(call_block, microbatch, self.block)
+        with stage.draws.within(self.block, microbatch.random, always=shape.recompute != "none"), eager(mode):
+            if suspends:
+                self.forward = self._suspendable(call, lookout)
+                if self.carried is not None:
+                    self.carried.begin(microbatch.random.seed)
+                return self._carry(self.forward.start(tuple(given), installed.thread, grad=grad, mode=mode))
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
-                    return self._run_module(*given)
+                    return call(*given)
                 with self.mode:
-                    return self._run_module(*given)
+                    return call(*given)
+
+    def _lookout(self) -> Lookout | None:
+        make = self.installed.observers.lookouts
+        return next(
+            filter(None, (look(self.installed.stage, self.block, self.microbatch.index) for look in make)), None
+        )
+
+    def _suspendable(self, call: Callable[..., Tensors], lookout: Lookout | None) -> Forward:
+        """Return the forward on a stack of its own."""
+        shape, stage = self.shape, self.installed.stage
+        known = stage.places[self.block]
+        learns, repeats = self.learns or lookout is not None, shape.recompute != "none"
+        if learns or known.changing or known.own is not None:
+            self.carried = PlaceValues(known, learns=learns, repeats=repeats)
+        handlers = NO_HANDLERS
+        if self.microbatch.grad:
+            part = None
+            if repeats:
+                again = self._recomputation()
+                part = again.run_experts if shape.drops(Op.EXPERTS) else again.run_kept
+                call = again.function(call) if shape.drops(shape.own) else call
+            hides = self.own.hides if lookout is None else partial(self._look, lookout)
+            handlers = Handlers(part, self._checkpoint, hides=hides)
+        return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
+
+    def _look(self, lookout: Lookout, tensors: Sequence[Tensor], splits: Splits, group: ProcessGroup) -> bool:
+        if self.carried is not None:
+            self.carried.look()
+        return lookout.hides(tensors, splits, group)
+
+    def _checkpoint(self, *given: Any) -> AbstractContextManager[None]:
+        return self._recomputation().checkpoint(*given)
+
+    def _recomputation(self) -> Recomputation:
+        """Return what computes parts of the forward again; it does not refer to this run."""
+        if self.recomputation is None:
+            seed = self.microbatch.random.seed
+            self.recomputation = Recomputation(self.installed, self.block, seed, self.own.hides)
+        return self.recomputation
 
     def _resume(self, results: Sequence[tuple[Sent, list[Any]]]) -> Reached:
         """Run the module on from some exchanges, with the tensors of each, to the next or to its outputs."""
         assert self.forward is not None
-        grad = self.microbatch.grad
+        microbatch, installed = self.microbatch, self.installed
         segment, received, requires_grad = self._open(), list[Any](), list[bool]()
         for sent, tensors in results:
             segment.taken.append((sent, len(tensors)))
             received += tensors
             requires_grad += sent.results_require_grad
-        given = segment.enter(received, requires_grad, self.installed.anchor)
-        mode = grad and not results[0][0].call.feeds_part
-        with self.stage.draws.within(self.block, self.microbatch.random, always=self._again), eager(mode):
-            if self._state is not None:
-                self._state.enter(self._carried)
-            return self._carry(self.forward.resume(tuple(given), self.installed.thread, mode=mode))
+        given = segment.enter(received, requires_grad, installed.anchor)
+        mode = microbatch.grad and not results[0][0].call.feeds_part
+        always = self.shape.recompute != "none"
+        with installed.stage.draws.within(self.block, microbatch.random, always=always), eager(mode):
+            if self.carried is not None:
+                self.carried.enter()
+            return self._carry(self.forward.resume(tuple(given), installed.thread, mode=mode))
 
     def _carry(self, reached: Reached) -> Reached:
         """Take what the forward has set on its modules along while it is suspended."""
-        if self._state is not None:
-            suspended = isinstance(reached, list)
-            carried = self._state.leave(ended=not suspended)
-            self._carried = carried if suspended else None
+        if self.carried is not None:
+            if isinstance(reached, list):
+                self.carried.leave()
+            else:
+                self.carried.end()
+                self.carried = None
         return reached
 
     def _open(self) -> Segment:
@@ -187,34 +228,23 @@ class BlockRun:
     def _reach(self, calls: list[ExchangeCall]) -> None:
         """Take what the forward hands out for exchanges; of its graph only the edges stay."""
         number = len(self.segments) - 1
-        behind = self.installed.cut.behind[self.block][number] if len(self.sent) < self.exchanges else ()
+        cut = self.installed.cut
+        behind = cut.behind[self.block][number] if len(self.sent) < cut.exchanges[self.block] else ()
         if len(calls) != len(behind):
             raise ValueError(self._wrong_number(f"more than {len(self.sent)}"))
         for call, (_, at, _) in zip(calls, behind, strict=True):
-            if self.foreign:
-                self._check_expected(call, number)
-            elif isinstance(call.splits, Route):
+            if self.own.every:
+                self.own.check(number, call, [segment.sent[0].call.splits for segment in self.segments[:-1]])
+            elif not call.back and isinstance(call.splits, Route):
                 self._tell_routed(call, call.splits, at)
         self._send(calls)
 
     def _tell_routed(self, call: ExchangeCall, route: Route, number: int) -> None:
         """Tell the observers of a call of experts, by its number in the block, when its rows leave."""
-        if not call.back:
-            places = self.stage.number, self.block, number, self.microbatch.index
-            for tell in self.installed.observers.routed:
-                tell(Routed(*places, self.name, route, call.tensors[0]))
-
-    def _check_expected(self, call: ExchangeCall, number: int) -> None:
-        """Check that an exchange of the block's own is as in the first step."""
-        wanted, where = self.foreign[number], f"exchange {number} of {self.name}"
-        found = forms_of(call.tensors)
-        if found != wanted.forms:
-            raise ValueError(
-                f"{where} has tensors of dtypes and dimensions {list(found)}; "
-                f"allowed: {list(wanted.forms)}, as in the first step"
-            )
-        if wanted.op is Op.COMBINE:
-            check_back(call.splits, self.segments[wanted.back_of].sent[0].call.splits, where)
+        stage = self.installed.stage
+        places = stage.number, self.block, number, self.microbatch.index
+        for tell in self.installed.observers.routed:
+            tell(Routed(*places, stage.names[self.block], route, call.tensors[0]))
 
     def _send(self, calls: Sequence[ExchangeCall]) -> None:
         """Prepare the exchanges behind the last segment."""
@@ -241,7 +271,7 @@ class BlockRun:
             return Sent(place, call, layout, requires_grad, edges, library, bare)
         rows = layout.pack(bare)
         # The model may change its own tensor while it is still being sent.
-        rows = rows.clone() if self.foreign and len(bare) == 1 else rows
+        rows = rows.clone() if self.own.every and len(bare) == 1 else rows
         return Sent(place, call, layout, requires_grad, edges, None, rows, len(rows))
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
@@ -255,7 +285,7 @@ class BlockRun:
             if not self.installed.began <= node._sequence_nr() < segment.start or is_walked_often(node):
                 continue
             if node._sequence_nr() < first:
-                self.uses.reaches_out = True
+                self.uses.note_outside()
                 warnings.warn(
                     f"{self._self_or_loss} uses a tensor of {node.name()} that another "
                     "block or microbatch has left in an attribute, a list or the like, with its graph: losses and "
@@ -270,90 +300,39 @@ class BlockRun:
             )
 
     def _wrong_number(self, found: str) -> str:
-        expected = self.installed.cut.shape[self.block].expert_calls
-        if self.foreign:
+        if self.own.every:
             return (
                 f"{self.name} exchanges rows {found} times; "
-                f"allowed: {len(self.foreign)} times, as in the first step, on all ranks"
+                f"allowed: {len(self.own.every)} times, as in the first step, on all ranks"
             )
         return (
-            f"{self.name} exchanges rows {found} times and holds {expected} Experts; "
-            f"allowed: one call of each, {self.exchanges} exchanges"
+            f"{self.name} exchanges rows {found} times and holds {self.shape.expert_calls} Experts; "
+            f"allowed: one call of each, {self.installed.cut.exchanges[self.block]} exchanges"
         )
 
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
-        microbatch, passed, requires_grad = self.microbatch, list[Tensor](), list[bool]()
-        self.stage.draws.forwarded(self.block, always=self._again)
-        for out in outs:
-            requires_grad.append(out.requires_grad)
-            passed.append(out.detach() if self.is_last else out.detach().requires_grad_(out.requires_grad))
+        microbatch, stage = self.microbatch, self.installed.stage
+        is_last = self.block == len(stage.blocks) - 1
+        stage.draws.forwarded(self.block, always=self.shape.recompute != "none")
+        requires_grad = tuple(map(_REQUIRES_GRAD, outs))
+        if microbatch.grad and not is_last and any(self.segments[0].received) and not any(requires_grad):
+            raise ValueError(_without_gradient(self.name))
         if microbatch.grad:
-            if not self.is_last:
-                self._check_requires_grad(outs)
             self.outs = [Root.of(self.entered(out)) for out in outs]  # their graph, for the backward
-            if self.buffers is not None:
-                self.stage.buffers[self.block].ended(self.buffers)
-                self.buffers = None
+            if self.recomputation is not None:
+                self.recomputation.end()
             self._close(self.segments[-1])
             if self.learns:
                 self._check_graph(self.segments[-1], [out and out.edge for out in self.outs])
-            self.uses.known = True
-            self.stage.attributes[self.block].learning = self.seen is not None
-        if self.is_last:
-            microbatch.outputs, microbatch.forwarded = tuple(passed), True
-            microbatch.requires_grad = tuple(requires_grad)
+                self.uses.note_forward()
+        passed = tuple(map(Tensor.detach, outs))
+        if is_last:
+            microbatch.end_forward(passed, requires_grad)
         else:
-            microbatch.activations = tuple(passed)
+            microbatch.activations = tuple(map(Tensor.requires_grad_, passed, requires_grad))
         if not microbatch.grad:
-            self._release(ends=self.is_last)
-
-    def begin(self, forward: Forward) -> None:
-        """Say which parts of a forward are computed again."""
-
-    def _run_module(self, *x: Tensor) -> Tensors:
-        """Return the outputs of the module's own forward, or the loss after the last block."""
-        microbatch = self.microbatch
-        given, values = {}, list[Tensor | None](x)
-        if isinstance(self.module, MicrobatchBlock):
-            given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
-        try:
-            returned = self.module(*values, **given)
-        except RuntimeError as error:
-            if OUTSIDE not in str(error):
-                raise
-            raise ValueError(
-                f"{self.name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves "
-                "the graph; allowed: torch.compile without fullgraph"
-            ) from None
-        except TypeError as error:
-            if not self.module._forward_pre_hooks:  # they may give it more
-                allowed = "a forward that takes what the block before returns"
-                check_call(error, self.module.forward, self.name, allowed, *values, **given)
-            raise
-        outs = (returned,) if isinstance(returned, Tensor) else self._several(returned, x)
-        if not self.is_last:
-            return outs
-        self._check_requires_grad(outs)
-        return microbatch.with_loss(outs, self.name)
-
-    def _several(self, returned: Any, x: Tensors) -> Tensors:
-        """Return the outputs of a module that returns another thing than one tensor."""
-        outs = returned if isinstance(returned, tuple) else (returned,)
-        if isinstance(self.module, MicrobatchBlock):
-            outs = tuple([absent(x[0]) if out is None else out for out in outs])
-        if not outs or not all(isinstance(out, Tensor) for out in outs):
-            what = ", ".join(type(out).__name__ for out in outs) or "nothing"
-            raise ValueError(f"{self.name} returns {what}; allowed: a tensor or a tuple of tensors")
-        return outs
-
-    def _check_requires_grad(self, outs: Tensors) -> None:
-        """Check that outputs require a gradient if an input does."""
-        if any(self.segments[0].received) and not any(out.requires_grad for out in outs):
-            raise ValueError(
-                f"the outputs of {self.name} require no gradient although its input does; "
-                "allowed: outputs that depend on the input"
-            )
+            self._release(ends=is_last)
 
     # ---------------------------------------------------------------------------------------------- entering
 
@@ -397,7 +376,8 @@ class BlockRun:
 
     @property
     def _self_or_loss(self) -> str:
-        return f"{self.name}{' or the loss' if self.is_last else ''}"
+        last = self.block == len(self.installed.stage.blocks) - 1
+        return f"{self.name}{' or the loss' if last else ''}"
 
     @property
     def _changed_in_place(self) -> str:
@@ -416,7 +396,7 @@ class BlockRun:
         Its gradients are summed before they are added to ``.grad``, as in one backward of everything.
         """
         uses, number, segment = self.uses, len(self.segments) - 1, self.segments[-1]
-        alone = parameter not in uses.apart and self.stage.tied.get(parameter, self.block) == self.block
+        alone = parameter not in uses.apart and self.installed.stage.tied.get(parameter, self.block) == self.block
         if alone and uses.first.setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
@@ -425,38 +405,6 @@ class BlockRun:
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
         return segment.here[parameter]
-
-    # ---------------------------------------------------------------------------------------------- exchange
-
-    def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
-        """Return whether an exchange that the block makes by itself suspends its forward.
-
-        One without a gradient, or over other ranks, runs where it stands; so do all in the first step, which notes
-        them.
-        """
-        foreign, library = self.stage.foreign, isinstance(splits, LibrarySplits)
-        ranks = dist.get_process_group_ranks(group)
-        if not set(foreign.ranks) <= set(ranks) if library else list(foreign.ranks) != ranks:
-            return False
-        if not any(tensor.requires_grad for tensor in tensors) or not torch.is_grad_enabled():
-            if library and self.seen is not None:
-                foreign.library_stands = True
-            elif library and self.foreign and not foreign.library_stands:
-                raise ValueError(
-                    f"{self.name} exchanges rows by a library without a gradient, and with one in the first step; "
-                    "allowed: the same in every step"
-                )
-            return False
-        if self.seen is not None:
-            self._note(tensors, splits)
-        return bool(self.foreign) and not (library and foreign.library_stands)
-
-    def _note(self, tensors: Sequence[Tensor], splits: Splits) -> None:
-        assert self.seen is not None
-        if self._state is not None:
-            self._state.look()
-        by_library = isinstance(splits, LibrarySplits)
-        self.seen[self.microbatch.index].append(Seen(splits.send, splits.receive, forms_of(tensors), by_library))
 
     # ---------------------------------------------------------------------------------------------- backward
 
@@ -506,11 +454,12 @@ class BlockRun:
             ) from error
 
     def _begin_backward(self) -> None:
-        grads = self.microbatch.take_output_grads()
+        grads = self.microbatch.take_gradients()
         outs, self.outs = self.outs, []
+        name = self.installed.stage.names[self.block]
         for out, grad in zip(outs, grads, strict=True):
             if out is not None and grad is not None:
-                self.segments[-1].add_root(out.edge, out.checked(grad, self.name))
+                self.segments[-1].add_root(out.edge, out.checked(grad, name))
 
     def _take(self, received: Mapping[Place, Any]) -> None:
         segment = self.segments[-1]
@@ -534,7 +483,7 @@ class BlockRun:
     def _pass_to_others(self, parameter: Parameter, grad: Tensor) -> None:
         """Keep a gradient until the gradients of the parameter's other uses are there."""
         number = len(self.segments)
-        if parameter in self.stage.tied:
+        if parameter in self.installed.stage.tied:
             self.microbatch.tied[parameter] = grad
         elif parameter not in self.uses.apart and self.uses.first.get(parameter, number) < number:
             self._summed[parameter] = grad
@@ -543,7 +492,7 @@ class BlockRun:
 
     def _add_tied(self, segment: Segment) -> None:
         """Begin the walk of a segment with the gradients of later uses of its parameters."""
-        stage, number = self.stage, len(self.segments) - 1
+        stage, number = self.installed.stage, len(self.segments) - 1
         for parameter, crossing in segment.parameters.items():
             sums = self.microbatch.tied if parameter in stage.tied else self._summed
             if parameter in sums and (entered := crossing.entered) is not None:
@@ -555,32 +504,77 @@ class BlockRun:
                     segment.add_root(edge_of(parameter), sums.pop(parameter))
 
     def _finish_backward(self, first: Segment) -> None:
-        passed = tuple([None if entry is None else entry.dense() for entry in first.received])
-        shape = self.installed.cut.shape[self.block]
+        shape = self.shape
         if shape.split:
             self.microbatch.queues[shape.own, self.block, 0] = self.queue
         else:
             accumulate(self.queue.compute())
-        if self.block == 0:
-            self.microbatch.input_grads = passed
-        else:
-            self.microbatch.output_grads = passed
+        self.microbatch.gradients = tuple([None if entry is None else entry.dense() for entry in first.received])
         self._release(ends=self.block == 0)
 
     def _release(self, *, ends: bool) -> None:
-        """Release this block; with ``ends`` the microbatch has nothing left to run but weight gradients."""
-        self._end_mode()
-        del self.microbatch.runs[self.block]
-        self.microbatch.ended = ends
-
-    def _end_mode(self) -> None:
+        """End this run; with ``ends`` the microbatch has nothing left but weight gradients."""
+        self.ended = True
         if self.mode is not None:
             self.mode.end()
-        self.mode = None
+        if ends:
+            self.microbatch.phase = Phase.WEIGHTS
+
+    def recompute(self, op: Op) -> None:
+        """Compute a part again whose activations were dropped: the experts of the last segment, or everything else."""
+        assert self.recomputation is not None
+        self.recomputation.compute(op, self.installed.stacks)
 
     def stop(self) -> None:
-        """Unwind a suspended forward, and release the graph: parts that are computed again refer to this run."""
-        self._end_mode()
+        """Unwind a suspended forward, and release the graph."""
+        if self.mode is not None:
+            self.mode.end()
         if self.forward is not None:
             self.forward.stop()
-        self.segments, self.outs, self.sent = [], [], {}
+        self.segments, self.outs, self.sent, self.recomputation = [], [], {}, None
+
+
+def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
+    """Return the outputs of a block's own forward, or the loss after the last block."""
+    stage = microbatch.installed.stage
+    module, name = stage.blocks[block], stage.names[block]
+    given, values = {}, list[Tensor | None](x)
+    if isinstance(module, MicrobatchBlock):
+        given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
+    try:
+        returned = module(*values, **given)
+    except RuntimeError as error:
+        if OUTSIDE not in str(error):
+            raise
+        raise ValueError(
+            f"{name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves the "
+            "graph; allowed: torch.compile without fullgraph"
+        ) from None
+    except TypeError as error:
+        if not module._forward_pre_hooks:  # they may give it more
+            allowed = "a forward that takes what the block before returns"
+            check_call(error, module.forward, name, allowed, *values, **given)
+        raise
+    outs = (returned,) if isinstance(returned, Tensor) else _several(returned, module, name, x)
+    if block < len(stage.blocks) - 1:
+        return outs
+    if microbatch.grad and any(map(_REQUIRES_GRAD, x)) and not any(map(_REQUIRES_GRAD, outs)):
+        raise ValueError(_without_gradient(name))
+    return microbatch.with_loss(outs, name)
+
+
+def _without_gradient(name: str) -> str:
+    return (
+        f"the outputs of {name} require no gradient although its input does; allowed: outputs that depend on the input"
+    )
+
+
+def _several(returned: Any, module: nn.Module, name: str, x: Tensors) -> Tensors:
+    """Return the outputs of a module that returns another thing than one tensor."""
+    outs = returned if isinstance(returned, tuple) else (returned,)
+    if isinstance(module, MicrobatchBlock):
+        outs = tuple([absent(x[0]) if out is None else out for out in outs])
+    if not outs or not all(isinstance(out, Tensor) for out in outs):
+        what = ", ".join(type(out).__name__ for out in outs) or "nothing"
+        raise ValueError(f"{name} returns {what}; allowed: a tensor or a tuple of tensors")
+    return outs

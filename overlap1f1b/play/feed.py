@@ -12,7 +12,8 @@ from torch import Tensor
 
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import LossFunction, Microbatch, OptionalTensors, Tensors, absent
+from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh
 
@@ -220,7 +221,14 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
     """
 
     def __init__(
-        self, installations: Mapping[int, Installation], program: Program, rank: int, feed: Feed, *, grad: bool
+        self,
+        installations: Mapping[int, Installation],
+        program: Program,
+        rank: int,
+        feed: Feed,
+        *,
+        seed: int,
+        grad: bool,
     ) -> None:
         self._installations, self._count, self._feed, self._grad = installations, program.placement.stages, feed, grad
         for pipe, stage in program.placement.places(rank):
@@ -229,7 +237,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
                 raise ValueError(
                     f"a feed without shares of microbatches {missing}; allowed: a share of each that ends here"
                 )
-        self._seed = int(torch.randint(2**62, (), device="cpu")) if grad else 0
+        self._seed = seed  # of the random numbers of all microbatches
 
     def __missing__(self, key: MicrobatchKey) -> Microbatch:
         number, index = key
@@ -246,11 +254,11 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
         made = self[key] = Microbatch(
             installed.stage, index=index, **given, seed=seed, grad=self._grad, installed=installed
         )
-        made.before, made.after = self.get((number - 1, index)), self.get((number + 1, index))
-        if made.before is not None:
-            made.before.after = made
-        if made.after is not None:
-            made.after.before = made
+        before, after = self.get((number - 1, index)), self.get((number + 1, index))
+        if before is not None:
+            made.follow(before)
+        if after is not None:
+            after.follow(made)
         return made
 
     def of_stage(self, number: int) -> list[Microbatch]:

@@ -12,15 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlap1f1b.cut.crossing import functions_cross
 from overlap1f1b.cut.edges import next_sequence_number
+from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.cut.uses import ParameterUses
-from overlap1f1b.cut.weights import WeightQueue, split_grouped_mm, split_linear
+from overlap1f1b.cut.weights import split_grouped_mm, split_linear
 from overlap1f1b.kernels.grouped_mm import EightBits
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.plan import StageShape
+from overlap1f1b.play.crossing import functions_cross
+from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.play.observers import Observers
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange
@@ -43,6 +45,7 @@ class Installation:
     Attributes:
         cut: The stage as it is cut in the step.
         uses: Where each block uses its parameters.
+        own: Exchanges that each block makes by itself, where it is cut.
         thread: State of the thread between the nodes.
         began: Sequence number below those of all autograd nodes of the step, and above earlier ones.
         made: First and last sequence number, which is excluded, of each segment, and its microbatch.
@@ -65,6 +68,10 @@ class Installation:
         self.exchange = exchange or stage.exchange
         self.observers = observers or Observers()
         self.uses: list[ParameterUses] = [stage.uses_of(number, block) for number, block in enumerate(self.cut.shape)]
+        self.own = [
+            stage.own_exchanges[block] if shape.exchanges and block in stage.own_exchanges else OwnExchanges()
+            for block, shape in enumerate(self.cut.shape)
+        ]
         self._capacity, self._adds_to_main = capacity, adds_to_main
         self.thread = ThreadState.capture(stage.device)
         self.began = next_sequence_number()
@@ -126,7 +133,7 @@ class Installation:
             plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
             if plain or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
-            return split_linear(input, (weight,), bias, self.queue, self.anchor)
+            return split_linear(input, (weight,), bias, self.queue.put, self.anchor)
 
         return forward
 
@@ -138,6 +145,6 @@ class Installation:
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue, kernels, anchor, eight)
+            return split_grouped_mm(rows, (weight,), counts, self.queue.put, kernels, anchor, eight)
 
         return product

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import RECOMPUTES, Node, Place, Resource
+from overlap1f1b.play.crossing import Lookout
 from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
@@ -76,6 +78,10 @@ class Observer:
     def routed(self, call: Routed) -> None:
         """Note a call of experts."""
 
+    def lookout(self, stage: Stage, block: int, microbatch: int) -> Lookout | None:
+        """Return who looks at the exchanges that a block makes by itself, in a forward that begins; None for nobody."""
+        return None
+
     def end(self, *, failed: bool) -> None:
         """Note that the step has ended, or has failed: between any two of the calls above."""
 
@@ -89,8 +95,9 @@ class Observers:
         self.ready = self._overriding("ready")
         self.after = self._overriding("after")[::-1]
         self.routed = self._overriding("routed")
+        self.lookouts = self._overriding("lookout")
 
-    def _overriding(self, name: str) -> Sequence[Callable[..., None]]:
+    def _overriding(self, name: str) -> Sequence[Callable[..., Any]]:
         plain = getattr(Observer, name)
         return [getattr(one, name) for one in self.every if getattr(type(one), name) is not plain]
 

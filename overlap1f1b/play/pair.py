@@ -9,14 +9,14 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from overlap1f1b.cut.segment import check_gradients_possible
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import Microbatch, OptionalTensors
+from overlap1f1b.play.microbatch import Microbatch, check_gradients_possible
 from overlap1f1b.play.observers import Observers, WithoutAutocast
+from overlap1f1b.play.passage import OptionalTensors, Phase
 from overlap1f1b.play.player import Player
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links, lanes_of
@@ -74,12 +74,12 @@ def combined_forward_backward_step(
         raise ValueError(f"microbatch {forward.index if forward else 0} is given twice; allowed: two different ones")
     if backward is not None:
         if output_grad is not None:
-            backward.output_grads = (output_grad,) if isinstance(output_grad, Tensor) else tuple(output_grad)
-        if not backward.forwarded or backward.ended or not backward.grad:
+            backward.gradients = (output_grad,) if isinstance(output_grad, Tensor) else tuple(output_grad)
+        if backward.phase is not Phase.BACKWARD or not backward.grad:
             raise ValueError(f"microbatch {backward.index} is not between forward and backward; allowed: one that is")
-        if backward.output_grads is None:
+        if backward.gradients is None:
             raise ValueError(f"microbatch {backward.index} has neither output_grad nor loss_fn; allowed: one of them")
-    if forward is not None and (forward.forwarded or forward.runs):
+    if forward is not None and (forward.phase is not Phase.FORWARD or forward.runs):
         raise ValueError(f"microbatch {forward.index} has run forward before; allowed: a new one")
     if any(microbatch is not None and microbatch.grad for microbatch in (forward, backward)):
         check_gradients_possible()
@@ -96,7 +96,7 @@ def combined_forward_backward_step(
     ]
     nodes = _order(actions, Chains(Placement(((0,) * len(stages),)), [stage.shape for stage in stages]), overlap)
     nodes = [node for node in nodes if not (split and node.kind is Kind.W)]
-    _play(nodes, members, stages, forward.loss_grad if forward else 1.0, timedelta(seconds=timeout))
+    _play(nodes, members, stages, forward.given.loss_grad if forward else 1.0, timedelta(seconds=timeout))
     return (forward.output if forward else None), (backward.input_grad if backward else None)
 
 

@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from overlap1f1b.cut.weights import accumulate
 from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource
 from overlap1f1b.play import posting
+from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.feed import MicrobatchKey
+from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.observers import Observers
-from overlap1f1b.play.recompute import RecomputedRun
+from overlap1f1b.play.passage import Phase
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
 from overlap1f1b.schedule import Kind
@@ -145,7 +146,7 @@ class Player:
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
         received: dict[Place, Any] = {}
         if node.op not in RECOMPUTES and node.kind is not Kind.W:
-            coming, receiving = microbatch.coming(node), microbatch.receiving.get(node.kind)
+            coming, receiving = microbatch.transfers.coming(node), microbatch.transfers.receives.get(node.kind)
             if coming or receiving is not None:
                 if self._late:
                     self._fill((*coming.values(), *(() if receiving is None else (receiving,))))
@@ -163,7 +164,7 @@ class Player:
         compute(node, microbatch, received)
         times.computed(node, begun)
         # 3. Release a microbatch that has ended.
-        if microbatch.ended:
+        if microbatch.phase is Phase.WEIGHTS:
             self.alive.end(microbatch)
 
     def _fill(self, flights: Iterable[Flight[Any]]) -> None:
@@ -206,7 +207,7 @@ class Player:
         assert boundary is not None
         microbatch = self._microbatches[node.stage, node.microbatch]
         if node.op is Op.RECEIVE:
-            receiving = microbatch.receiving[node.kind] = boundary.receive(node)
+            receiving = microbatch.transfers.receives[node.kind] = boundary.receive(node)
             return receiving
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
@@ -216,7 +217,7 @@ class Player:
 
     def _launch_exchange(self, node: Node) -> Flight[Any]:
         microbatch = self._microbatches[node.stage, node.microbatch]
-        flying, times = microbatch.flights[node.kind], self.times
+        flying, times = microbatch.transfers.exchanges[node.kind], self.times
         counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         if times.watch is not None:
             times.since = time.perf_counter()
@@ -232,12 +233,14 @@ def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -
     if node.kind is Kind.W:
         accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
-    if node.block not in microbatch.runs:
-        microbatch.runs[node.block] = RecomputedRun(microbatch, node.block)
-    run = microbatch.runs[node.block]
+    run = microbatch.runs.get(node.block)
+    if run is None:
+        run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
     if node.op in RECOMPUTES:
         run.recompute(node.op)
     elif node.kind is Kind.F:
         run.run_forward(received)
     else:
         run.run_backward(received)
+    if run.ended:
+        del microbatch.runs[node.block]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from overlap1f1b.cut.segment import Sent
 from overlap1f1b.plan import Node, Op
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.play.segment import Sent
 from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.calls import cut
 from overlap1f1b.transport.exchange import Transfer
@@ -27,8 +26,8 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
 
     A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
     """
-    run: BlockRun = microbatch.runs[node.block]
-    stage, op, kind = microbatch.stage, node.op, node.kind
+    run = microbatch.runs[node.block]
+    stage, op, kind = microbatch.installed.stage, node.op, node.kind
     if node.microbatch != microbatch.index or node.stage != stage.number:  # tags outlive a step's plan
         node = node._replace(microbatch=microbatch.index, stage=stage.number)
     if op is Op.COUNTS:
@@ -41,26 +40,26 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     call = sent.call
     splits, back, counts = call.splits, call.back != (kind is Kind.I), None
     if op is Op.DISPATCH and kind is Kind.F and call.counted:
-        counts = microbatch.flights[kind].pop((Op.COUNTS, node.call, node.part))
+        counts = microbatch.transfers.exchanges[kind].pop((Op.COUNTS, node.call, node.part))
         if not (splits.counts_first or exchange.background):
             sent.counts, counts = counts, None
     announce = None  # how to announce the receive of the exchange that follows, if its sizes are known
     if exchange.background:
-        announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(run, node)
+        announce = _next_of_forward(run, node, sent) if kind is Kind.F else _next_of_backward(microbatch, node)
     box = [rows]  # nothing keeps rows alive that have been sent
     del rows
 
     def start() -> Transfer[Tensor]:
         if counts is not None:
             splits.arrive(counts.wait(), counts.lane.failures)
-            counts.read = time.perf_counter()
-        expected = microbatch.expected.pop(node, None)
+            counts.note_read()
+        expected = microbatch.transfers.announced.pop(node, None)
         # When the sizes are known compute has been given other work, for which the rows need not wait.
         ready = splits.ready if op is Op.DISPATCH and kind is Kind.F and splits.counts_first else None
         sizes = splits.sizes(back=back)
         transfer = exchange.rows(cut(box.pop(), sizes[0]), *sizes, node.tag, expected, ready)
         if announce is not None:
-            microbatch.expected[announce[0]] = announce[1]()
+            microbatch.transfers.announced[announce[0]] = announce[1]()
         return transfer
 
     return op, start
@@ -73,16 +72,16 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
     def start() -> Transfer[Tensor]:
         told = splits.told
         assert told is not None
-        expected = microbatch.expected.pop(node, None)
+        expected = microbatch.transfers.announced.pop(node, None)
         sizes = exchange.counts(told, node.tag, expected, splits.counts_first)
-        splits.host, splits.ready = sizes.host, sizes.mark
+        splits.depart(sizes)
         return sizes
 
     return start
 
 
 def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | None:
-    stage, exchange, call = run.stage, run.installed.exchange, sent.call
+    stage, exchange, call = run.installed.stage, run.installed.exchange, sent.call
     following = run.installed.cut.exchange_after.get((run.block, node.place))
     if following is None:  # the last exchange of the forward is the first of the backward
         like = sent.layout.like
@@ -97,13 +96,13 @@ def _next_of_forward(run: BlockRun, node: Node, sent: Sent) -> Announcement | No
     return node, lambda: exchange.expect_counts(counts, node.tag)
 
 
-def _next_of_backward(run: BlockRun, node: Node) -> Announcement | None:
-    before = run.installed.cut.exchange_before.get((run.block, node.place))
-    if before is None or (before[0] != run.block and not run.stage.alike):
+def _next_of_backward(microbatch: Microbatch, node: Node) -> Announcement | None:
+    before = microbatch.installed.cut.exchange_before.get((node.block, node.place))
+    if before is None or (before[0] != node.block and not microbatch.installed.stage.alike):
         return None
     block, (op, call, part) = before
-    other: BlockRun = run.microbatch.runs[block]
-    sent = other.sent[op, call, part]
+    run = microbatch.runs[block]
+    sent = run.sent[op, call, part]
     if sent.library is not None:
         return None
     return _back(run, sent, sent.layout.like, node._replace(op=op, block=block, call=call, part=part))

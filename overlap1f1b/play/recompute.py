@@ -4,14 +4,17 @@ A part keeps its arguments and what its exchanges have brought. Everything else 
 forward of the part brings it back: exchanges are answered with what they brought, and only the tensors that autograd
 saves are kept. The graph stays that of the first forward, so the engine cuts, orders and walks it as without.
 
-:class:`RecomputedRun` has such parts for ``recompute=``, in nodes of their own: the experts, from the rows that they
-received, and everything else, from the block's input and the sums of the rows that came back from its experts. A block
-that exchanges rows by itself is one part. What a block runs in a checkpoint of torch's (not a reentrant one) or of
-Megatron-Core's is a part, too, and the experts inside it another: the first use in a backward computes them.
+With ``recompute=`` such parts have nodes of their own: the experts, from the rows that they received, and everything
+else, from the block's input and the sums of the rows that came back from its experts. A block that exchanges rows by
+itself is one part. What a block runs in a checkpoint of torch's (not a reentrant one) or of Megatron-Core's is a part,
+too, and the experts inside it another: the first use in a backward computes them.
 
 The second forward gets the same random numbers, buffers, state of the thread (such as autocast) and scale of auxiliary
 losses as the first: in a loop of combined steps these belong to the call that runs the forward, not to the call that
-runs the backward. What it does to buffers is dropped, so that running means count a microbatch once.
+runs the backward. What it does to buffers and to places that the engine carries is taken back: running means and
+counters count a microbatch once.
+
+Nothing here refers to the run of the block: its graph holds the parts, and would keep both alive together.
 """
 
 from __future__ import annotations
@@ -19,21 +22,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.cut.buffers import version_of
-from overlap1f1b.cut.crossing import CrossingMode, eager
-from overlap1f1b.cut.random import RandomStream
-from overlap1f1b.cut.replacement import replaced
-from overlap1f1b.cut.segment import Entry, storage_of
+from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.plan import Op
-from overlap1f1b.play.block import BlockRun
-from overlap1f1b.play.microbatch import Tensors
-from overlap1f1b.transport.suspension import Exchanged, Forward, Stack, ThreadState
+from overlap1f1b.play.crossing import CrossingMode, eager
+from overlap1f1b.play.install import Installation
+from overlap1f1b.play.random import RandomStream
+from overlap1f1b.play.segment import Entry
+from overlap1f1b.play.values import PlaceValues
+from overlap1f1b.transport.suspension import Exchanged, Forward, Handlers, Stack, ThreadState
 
 _NOTHING = nullcontext()
 
@@ -49,19 +53,20 @@ class Saved:
         self.version = 0
 
 
-class Kept:
+class Point:
     """What a second forward begins or goes on with, at a place where the first has just begun or gone on.
 
     ``values`` are the part's arguments, or what an exchange has brought.
     """
 
-    def __init__(self, run: BlockRun, forward: Forward, values: Sequence[Any]) -> None:
+    def __init__(self, recomputation: Recomputation, forward: Forward, values: Sequence[Any]) -> None:
+        stage = recomputation.installed.stage
         self.values = tuple([value.detach() if isinstance(value, Tensor) else value for value in values])
         self.mode = forward.with_mode  # whether the forward's function mode is in force behind this place
-        self.buffers = run.stage.buffers[run.block].copies()
+        self.buffers = stage.buffers[recomputation.block].copies()
         self._requires_grad = [isinstance(value, Tensor) and value.requires_grad for value in values]
         self._versions = self._now()
-        self._random = RandomStream.here(run.stage.generators)
+        self._random = RandomStream.here(stage.generators)
 
     def _now(self) -> list[int]:
         return [version_of(value) for value in self.values if isinstance(value, Tensor)]
@@ -79,8 +84,8 @@ class Kept:
         return tuple([Entry(value).enter(value, anchor) if required else value for value, required in pairs])
 
 
-class Again:
-    """A part ``function(*args)`` of the forward that runs.
+class DroppedPart:
+    """A part ``function(*args)`` of the forward that runs, without its activations.
 
     Args:
         inside: Context of the first forward, such as a policy that saves some results.
@@ -89,7 +94,7 @@ class Again:
 
     def __init__(
         self,
-        run: BlockRun,
+        recomputation: Recomputation,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         inside: AbstractContextManager[Any] = _NOTHING,
@@ -97,48 +102,47 @@ class Again:
     ) -> None:
         forward = Forward.running()
         assert forward is not None
-        self._run, self._function, self._inside, self._around = run, function, inside, around
-        state = ThreadState.capture(run.stage.device)
+        self._of, self._function, self._inside, self._around = recomputation, function, inside, around
+        state = ThreadState.capture(recomputation.installed.stage.device)
         modes = tuple([mode for mode in state.function_modes if not isinstance(mode, CrossingMode)])
         self._state = state._replace(function_modes=modes, hooks=())
         self._hooks = next(iter(reversed(users_hooks(state))), None)
         self._saved: list[weakref.ref[Saved]] = []
-        self._kept = [Kept(run, forward, args)]
-        if run.buffers is None:
-            run.buffers = self._kept[0].buffers
-        self._scales = [(vars(one), "aux_scale", one.aux_scale) for one in run.stage.carriers[run.block]]
+        self._points = [Point(recomputation, forward, args)]
+        self._scales = recomputation.begin(self._points[0])
         self._first = True  # whether the first forward runs
 
     @contextmanager
     def first(self) -> Iterator[None]:
         """Run the part for the first time in the body."""
-        forward, run = Forward.running(), self._run
+        forward, recomputation = Forward.running(), self._of
         assert forward is not None
-        outer, again, part = forward.bring, forward.again, forward.part
+        outer = forward.handlers
 
         def bring(exchange: Exchanged, *, own: bool = False) -> tuple[Any, ...]:
             with self._without_policy():
-                kept = values = outer(exchange, own=own)
+                kept = values = outer.bring(exchange, own=own)
                 if own:
                     kept = tuple([value.detach().clone().requires_grad_(value.requires_grad) for value in values])
-                self._kept.append(Kept(run, forward, kept))
+                self._points.append(Point(recomputation, forward, kept))
             return values
 
-        forward.bring, forward.again = bring, _part_of_another
-        if part is None:
-            forward.part = partial(run_again, run)
+        part = outer.part or recomputation.run_part
+        forward.handle(outer._replace(bring=bring, checkpoint=_part_of_another, part=part))
         try:
             with saved_tensors_hooks(self._drop, self._again), self._inside:
                 yield
         finally:
-            forward.bring, forward.again, forward.part, self._first = outer, again, part, False
+            forward.handle(outer)
+            self._first = False
 
     def _without_policy(self) -> AbstractContextManager[None]:
         """Return a context without the part's dispatch modes: they count calls, of which a second has fewer."""
-        run, now = self._run, ThreadState.capture(self._run.stage.device)
+        device = self._of.installed.stage.device
+        now = ThreadState.capture(device)
         if now.dispatch_modes == self._state.dispatch_modes:
             return _NOTHING
-        return now._replace(dispatch_modes=self._state.dispatch_modes).applied(run.name, run.stage.device)
+        return now._replace(dispatch_modes=self._state.dispatch_modes).applied(self._of.name, device)
 
     def _drop(self, tensor: Tensor) -> Saved | Tensor:
         if self._is_there(tensor):
@@ -149,7 +153,7 @@ class Again:
 
     def _is_there(self, tensor: Tensor) -> bool:
         """Return whether a tensor is a weight, which is there anyway, with attributes that backwards look at."""
-        return self._hooks is None and storage_of(tensor) in self._run.weights
+        return self._hooks is None and storage_of(tensor) in self._of.weights
 
     def _again(self, saved: Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
@@ -169,14 +173,15 @@ class Again:
         value: Tensor = saved.value if self._hooks is None else self._hooks[1](saved.value)
         if self._hooks is None and version_of(value) != saved.version:
             raise RuntimeError(
-                f"{self._run.name} changes in place a tensor of {list(value.shape)} that its backward needs; "
+                f"{self._of.name} changes in place a tensor of {list(value.shape)} that its backward needs; "
                 "allowed: a copy"
             )
         return value
 
     def compute(self, stacks: list[Stack]) -> None:
         """Run the part a second time, on one of these stacks, and keep what autograd saves."""
-        run, stage, repeats, left = self._run, self._run.stage, True, iter(self._saved)
+        recomputation, repeats, left = self._of, True, iter(self._saved)
+        name, stage = recomputation.name, recomputation.installed.stage
 
         def save(tensor: Tensor) -> Tensor | None:  # its graph is not walked
             nonlocal repeats
@@ -194,51 +199,41 @@ class Again:
             with saved_tensors_hooks(save, lambda saved: saved), self._around:
                 self._function(*args)
 
-        if any(kept.is_changed for kept in self._kept):
+        if any(point.is_changed for point in self._points):
             what = (
-                f"the input of {run.name} was changed in place"
-                if self._kept[0].is_changed
-                else f"{run.name} changes in place what an exchange has brought"
+                f"the input of {name} was changed in place"
+                if self._points[0].is_changed
+                else f"{name} changes in place what an exchange has brought"
             )
-            mode = run.installed.cut.shape[run.block].recompute
+            mode = recomputation.installed.cut.shape[recomputation.block].recompute
             where = "in a part that is computed again" if mode == "none" else f"with recompute={mode!r}"
             raise ValueError(f"{what}, {where}; allowed: a copy")
-        second, carried = Forward(function, run.name, stage.device, stacks, CrossingMode()), stage.state_of(run.block)
-        second.hides, second.again, second.bring = run.hides, _part_of_another, _answered
-        run.seen = None
-        answers, self._kept = iter(self._kept), []
+        handlers = Handlers(checkpoint=_part_of_another, bring=_answered, hides=recomputation.hides)
+        second = Forward(function, name, stage.device, stacks, CrossingMode(), handlers)
+        answers, self._points = iter(self._points), []
         go: Callable[..., Any] = partial(second.start, grad=self._state.grad)
-        if carried is not None:
-            carried.begin(run.microbatch.random.seed)
-        try:
-            with self._state.applied(run.name, stage.device), replaced(self._scales), ExitStack() as inside:
-                for kept in answers:
-                    values = kept.enter(inside, run.installed.anchor)
-                    with eager(kept.mode):
-                        reached = go(values, self._state, mode=kept.mode)
-                    go = second.resume
-                    if reached is not second:  # its end
-                        break
-        finally:
-            second.stop()
-            if carried is not None:
-                carried.leave(ended=True)
+        with ExitStack() as inside:
+            inside.enter_context(recomputation.without_trace())
+            inside.callback(second.stop)
+            inside.enter_context(self._state.applied(name, stage.device))
+            inside.enter_context(replaced(self._scales))
+            for point in answers:
+                values = point.enter(inside, recomputation.installed.anchor)
+                with eager(point.mode):
+                    reached = go(values, self._state, mode=point.mode)
+                go = second.resume
+                if reached is not second:  # its end
+                    break
         if reached is second or next(answers, None) is not None:
             raise ValueError(
-                f"{run.name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
+                f"{name} exchanges other rows when it is recomputed; allowed: a forward that repeats its calls"
             )
         if not repeats or next(left, None) is not None:
             raise ValueError(
-                f"{run.name} computes something else when a part of it is computed again; "
+                f"{name} computes something else when a part of it is computed again; "
                 "allowed: a forward that repeats itself"
             )
         self._saved = []
-
-
-def run_again(run: BlockRun, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run a part of a block's forward that the backward computes again, see :class:`Again`."""
-    with Again(run, function, args).first():
-        return function(*args)
 
 
 def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[Any], around: Any) -> Any:
@@ -248,7 +243,7 @@ def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[An
 
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
     """Return the model's own hooks of saved tensors, outermost first."""
-    return tuple([hooks for hooks in state.hooks if not isinstance(getattr(hooks[0], "__self__", None), Again)])
+    return tuple([hooks for hooks in state.hooks if not isinstance(getattr(hooks[0], "__self__", None), DroppedPart)])
 
 
 def _answered(_: Exchanged, *, own: bool = False) -> Any:
@@ -258,42 +253,99 @@ def _answered(_: Exchanged, *, own: bool = False) -> Any:
     return forward.suspend(forward)
 
 
-class RecomputedRun(BlockRun):
-    """The nodes of one block for one microbatch, with parts that are dropped and computed again in their own nodes."""
+class Recomputation:
+    """The parts of one forward of a block that are computed again.
 
-    own: Again | None = None
-    """The block without its experts, if it is dropped."""
-    parts: dict[int, Again]
-    """Experts that are dropped, by the number of their segment."""
+    Args:
+        installed: The stage in its step.
+        block: Number of the block.
+        seed: Of the microbatch's random numbers.
+        hides: Returns whether an exchange of the model's own suspends the forward.
 
-    def begin(self, forward: Forward) -> None:
-        self.parts = {}
-        if self.microbatch.grad:
-            forward.again = self._part
-        if self.drops_own or self.drops_experts:
-            forward.part = self._run_part
-        if self.drops_own:
-            forward.function = self._run_dropped
+    Attributes:
+        own: The block without its experts, if it is dropped.
+        experts: Experts that are dropped, in the order of their segments.
+    """
 
-    def _run_dropped(self, *x: Tensor) -> Tensors:
-        self.own = Again(self, self._run_module, x)
-        with self.own.first():
-            return self._run_module(*x)
+    def __init__(self, installed: Installation, block: int, seed: int, hides: Callable[..., bool]) -> None:
+        self.installed, self.block, self.hides, self._seed = installed, block, hides, seed
+        self.own: DroppedPart | None = None
+        self.experts: list[DroppedPart] = []
+        self._buffers: list[Replacement] | None = None  # copies before the first part
 
-    def _part(self, *given: Any) -> AbstractContextManager[None]:
-        return Again(self, *given).first()
+    @property
+    def name(self) -> str:
+        """Name of the block."""
+        return self.installed.stage.names[self.block]
 
-    def _run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        if self.drops_experts:
-            part = self.parts[len(self.segments) - 1] = Again(self, function, args)
-            with part.first():
-                return function(*args)
-        state = ThreadState.capture(self.stage.device)
-        with state._replace(hooks=users_hooks(state)).applied(self.name, self.stage.device):
+    @cached_property
+    def weights(self) -> set[int]:
+        """Storages of the block's parameters."""
+        return {storage_of(parameter) for parameter in self.installed.stage.blocks[self.block].parameters()}
+
+    def begin(self, point: Point) -> list[Replacement]:
+        """Note where a part begins; return the scales of auxiliary losses for its second forward."""
+        if self._buffers is None:
+            self._buffers = point.buffers
+        return [(vars(one), "aux_scale", one.aux_scale) for one in self.installed.stage.carriers[self.block]]
+
+    def end(self) -> None:
+        """Note that the first forward has ended."""
+        if self._buffers is not None:
+            self.installed.stage.buffers[self.block].ended(self._buffers)
+            self._buffers = None
+
+    def function(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the block's forward, and drop the activations that it keeps outside of its experts."""
+
+        def dropped(*x: Tensor) -> Any:
+            self.own = DroppedPart(self, plain, x)
+            with self.own.first():
+                return plain(*x)
+
+        return dropped
+
+    def checkpoint(self, *given: Any) -> AbstractContextManager[None]:
+        """Return the context of a checkpoint's first forward."""
+        return DroppedPart(self, *given).first()
+
+    def run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run experts inside a checkpoint, which are a part of their own."""
+        with DroppedPart(self, function, args).first():
             return function(*args)
 
-    def recompute(self, op: Op) -> None:
-        """Compute a part again: the experts of the last segment, or everything else."""
-        part = self.parts.pop(len(self.segments) - 1) if op is Op.RECOMPUTE_EXPERTS else self.own
-        assert part is not None
-        part.compute(self.installed.stacks)
+    def run_experts(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run experts whose activations are dropped."""
+        part = DroppedPart(self, function, args)
+        self.experts.append(part)
+        with part.first():
+            return function(*args)
+
+    def run_kept(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run experts that keep their activations, inside a block that drops its own."""
+        device = self.installed.stage.device
+        state = ThreadState.capture(device)
+        with state._replace(hooks=users_hooks(state)).applied(self.name, device):
+            return function(*args)
+
+    def compute(self, op: Op, stacks: list[Stack]) -> None:
+        """Compute a part again, on one of these stacks: the experts of the last segment, or everything else."""
+        if op is Op.RECOMPUTE_EXPERTS:
+            part = self.experts.pop()
+        else:
+            assert self.own is not None
+            part, self.own = self.own, None
+        part.compute(stacks)
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Run a second forward in the body, and take back what it sets in places that are carried."""
+        known = self.installed.stage.places[self.block]
+        carried = PlaceValues(known) if known.changing or known.own is not None else None
+        if carried is not None:
+            carried.begin(self._seed)
+        try:
+            yield
+        finally:
+            if carried is not None:
+                carried.undo()

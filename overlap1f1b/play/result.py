@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.play.microbatch import Microbatch, OptionalTensors, unwrapped
+from overlap1f1b.play.microbatch import Microbatch
+from overlap1f1b.play.passage import OptionalTensors, unwrapped
 from overlap1f1b.play.player import Alive
 from overlap1f1b.play.times import Times
 from overlap1f1b.simulation import Timeline
@@ -88,5 +89,5 @@ def result_of(ended: Sequence[Microbatch], shares: Sequence[float], times: Times
     assert len(losses) == len(ended)
     # Under ``loss_parallel`` a loss is a DTensor; all ranks get the whole.
     losses = tuple(loss.full_tensor() if isinstance(loss, DTensor) else loss for loss in losses)
-    kept = tuple(unwrapped(m.kept) for m in ended) if any(m.return_outputs for m in ended) else ()
+    kept = tuple(unwrapped(m.returned.kept) for m in ended) if any(m.given.return_outputs for m in ended) else ()
     return StepResult(losses, tuple(shares), kept, times, alive.most, alive.most_held)

@@ -73,9 +73,11 @@ class Step:
         try:
             every.begin(times)
             feed = self._feed()
+            # Before blocks that draw are watched.
+            seed = int(torch.randint(2**62, (), device="cpu")) if self.grad else 0
             reductions = self._begin()
             with self._install(feed.aux_scale, every) as installations:
-                microbatches = Microbatches(installations, program, links.rank, feed, grad=self.grad)
+                microbatches = Microbatches(installations, program, links.rank, feed, seed=seed, grad=self.grad)
                 player.play(microbatches)
             ended = microbatches.of_stage(program.placement.stages - 1)
             result = result_of(ended, [feed.shares[one.index] for one in ended], times, player.alive)

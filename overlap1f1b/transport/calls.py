@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from overlap1f1b.transport.exchange import Exchange, LocalExchange, build_exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer, build_exchange
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.streams import HostCopy, Mark
 from overlap1f1b.transport.suspension import Forward
@@ -50,6 +50,10 @@ class Splits:
         """The counts as they travel: of each rank's experts, as many numbers for every rank."""
         return self.counts
 
+    def depart(self, counts: Transfer[Tensor]) -> None:
+        """Take what is known of the counts before they have arrived."""
+        self.host, self.ready = counts.host, counts.mark
+
     def arrive(self, counts: Tensor, failures: Failures | None = None) -> None:
         """Take the received counts and set the sizes; a lane's thread may call it.
 
@@ -82,7 +86,7 @@ class ExchangeCall(NamedTuple):
             to our Experts' rows; the tensors of :func:`exchange` stay with its caller.
         splits: Rows to and from each rank.
         back: Whether rows travel back, by the swapped sizes of an earlier call.
-        feeds_part: Whether ``Forward.part`` alone uses the received rows.
+        feeds_part: Whether the handler of parts alone uses the received rows.
         answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
     """
 
@@ -128,7 +132,8 @@ def exchange_parts(
     received = list(forward.suspend(calls))
     for of, compute in zip(splits, computes, strict=True):
         # Nothing keeps rows alive that have been sent.
-        result = [compute(received.pop()) if forward.part is None else forward.part(compute, (received.pop(),))]
+        part = forward.handlers.part
+        result = [compute(received.pop()) if part is None else part(compute, (received.pop(),))]
         received = list(forward.suspend([ExchangeCall(result, of, True)]))
     return received
 
@@ -136,7 +141,7 @@ def exchange_parts(
 def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
     if (told := splits.told) is not None:
         counts = exchange.counts(told)
-        splits.host = counts.host
+        splits.depart(counts)
         splits.arrive(counts.finish())
     return _exchanged(rows, exchange, *splits.sizes(back=False))
 
@@ -175,12 +180,12 @@ def exchange(
     forward = Forward.running()
 
     def exchanged() -> tuple[Any, ...]:
-        if forward is not None and forward.hides(given, splits, group):
+        if forward is not None and forward.handlers.hides(given, splits, group):
             return tuple(forward.suspend([ExchangeCall(list(given), splits, False)]))
         by = build_exchange(group, device=given[0].device.type)
         return tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
 
-    got: Any = exchanged() if forward is None else forward.bring(exchanged)
+    got: Any = exchanged() if forward is None else forward.handlers.bring(exchanged)
     return got[0] if isinstance(tensors, Tensor) else got
 
 
@@ -204,12 +209,12 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
         return function(*tensors)
 
     def exchanged() -> tuple[Any, ...]:
-        if forward.hides(tensors, splits, group):
+        if forward.handlers.hides(tensors, splits, group):
             return tuple(forward.suspend([ExchangeCall(tensors, splits, False)]))
         with saved_tensors_hooks(_itself, _itself):  # a part that is computed again does not repeat what it saves
             return function(*tensors)
 
-    return forward.bring(exchanged)
+    return forward.handlers.bring(exchanged)
 
 
 def _itself(tensor: Tensor) -> Tensor:

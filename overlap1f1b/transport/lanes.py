@@ -73,6 +73,10 @@ class Flight(Generic[T]):
         self.node, self.lane = node, lane
         self._arrived = threading.Event() if lane.background else None  # set by the thread that calls `arrive`
 
+    def note_read(self) -> None:
+        """Note that the thread knows now the counts that it carried."""
+        self.read = time.perf_counter()
+
     def wait(self) -> T:
         """Wait for the result and return it. Call it only once, since the flight does not keep the result.
 

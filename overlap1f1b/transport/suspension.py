@@ -48,6 +48,28 @@ class Stack(greenlet):
         self.throw(GreenletExit)
 
 
+class Handlers(NamedTuple):
+    """What a function on a stack of its own does where it exchanges rows, or computes between exchanges.
+
+    Args:
+        part: Runs what the function computes between two exchanges, given with its arguments: an engine may drop its
+            activations and call it again before its backward. None if nothing is computed again.
+        checkpoint: Returns the context of the first forward of a part of the function, given with its arguments and the
+            contexts of its first and its second forward. None if checkpoints run as they are.
+        bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
+            no function. ``own`` says that the model may change it in place.
+        hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends the function.
+    """
+
+    part: Callable[..., Any] | None = None
+    checkpoint: Callable[..., AbstractContextManager[Any]] | None = None
+    bring: Callable[..., tuple[Any, ...]] = lambda exchange, own=False: exchange()
+    hides: Callable[..., bool] = lambda *_: False
+
+
+NO_HANDLERS = Handlers()
+
+
 class Forward:
     """``function(*args)`` on a stack of its own, which is suspended at every exchange.
 
@@ -59,15 +81,9 @@ class Forward:
         device: Device of the model.
         stacks: Stacks that are free; the one that it takes is there again when it has ended.
         mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
+        handlers: What it does at its exchanges.
 
     Attributes:
-        part: Runs what the function computes between two exchanges, given with its arguments: an engine may drop its
-            activations and call it again before its backward. None if nothing is computed again.
-        again: Returns the context of a checkpoint: of the first forward of a part of the function, given with its
-            arguments and the contexts of its first and its second forward. None if checkpoints run as they are.
-        bring: Returns what a function that exchanges rows returns; a second forward takes it from the first, and calls
-            no function. ``own`` says that the model may change it in place.
-        hides: Returns whether an exchange ``(tensors, splits, group)`` of the model's own suspends it.
         with_mode: Whether the mode is in force.
     """
 
@@ -78,12 +94,10 @@ class Forward:
         device: torch.device,
         stacks: list[Stack],
         mode: TorchFunctionMode | None = None,
+        handlers: Handlers = NO_HANDLERS,
     ) -> None:
         self.function, self.name, self.device, self.mode = function, name, device, mode
-        self.part: Callable[..., Any] | None = None
-        self.again: Callable[..., AbstractContextManager[Any]] | None = None
-        self.bring: Callable[..., tuple[Any, ...]] = lambda exchange, own=False: exchange()
-        self.hides: Callable[..., bool] = lambda *_: False
+        self.handlers = handlers
         self._stacks = stacks
         self._stack: Stack | None = None
         self._given: Any = None  # to the function: its arguments, or the result of its exchange
@@ -101,6 +115,11 @@ class Forward:
             return None
         current = getcurrent()
         return current.forward if isinstance(current, Stack) else None
+
+    def handle(self, handlers: Handlers) -> Handlers:
+        """Go on with other handlers; return the ones before."""
+        before, self.handlers = self.handlers, handlers
+        return before
 
     def start(self, args: tuple[Any, ...], outside: ThreadState, *, grad: bool, mode: bool = False) -> Any:
         """Run the function to its first exchange, with gradients if ``grad``, and with the mode if ``mode``.
@@ -185,7 +204,7 @@ class Forward:
 def computed_once(function: Callable[[], Tensor]) -> Tensor:
     """Return ``function()``, which exchanges rows; a second forward takes the result of the first."""
     forward = Forward.running()
-    return function() if forward is None else forward.bring(lambda: (function(),), own=True)[0]
+    return function() if forward is None else forward.handlers.bring(lambda: (function(),), own=True)[0]
 
 
 OUTSIDE = "the engine goes on outside the compiled graph"

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b import declare
 from overlap1f1b.cut.declaration import KNOWN, Declared, declared_of
 from tests.all_to_all import Own
-from tests.cut.test_crossing import Block as Layers
 from tests.cut.test_exchanges import WithHandle
 from tests.play.plain import MICROBATCHES, batch, compare, engine_of
+from tests.play.test_crossing import Block as Layers
 from tests.ranks import Ranks, over
 
 

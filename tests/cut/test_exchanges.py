@@ -20,8 +20,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.cut.declaration import Arrived
-from overlap1f1b.cut.exchanges import Seen, Shown, matched
 from overlap1f1b.engine import Engine, declare
+from overlap1f1b.learn.discovery import Seen, Shown, matched
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Op
 from overlap1f1b.schedule import build_schedule
@@ -30,9 +30,9 @@ from overlap1f1b.transport.calls import exchange
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.all_to_all import Own, any_sizes
-from tests.cut.test_crossing import Block as Layers
 from tests.engine.test_engine import Delayed
 from tests.play.plain import HIDDEN, MICROBATCHES, ROWS, STEPS, batch, compare, engine_of, loss_fn
+from tests.play.test_crossing import Block as Layers
 from tests.ranks import Ranks, over
 from tests.tiers import wide
 

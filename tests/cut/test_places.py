@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.cut.places import ModuleAttributes, places
+from overlap1f1b.cut.places import KnownPlaces, places
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Recompute
+from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.calls import exchange
 from tests.play.plain import HIDDEN, MICROBATCHES, ROWS, STEPS, compare
 from tests.ranks import over
@@ -148,9 +149,7 @@ def test_what_is_kept_anywhere_goes_with_its_microbatch(
             return built[-1]
 
         where = f"foreign {foreign}, recompute {recompute}"
-        problems += compare(where, build, mesh, overlap=3, recompute=recompute, verify=recompute == "none")
-        if recompute != "none":
-            continue
+        problems += compare(where, build, mesh, overlap=3, recompute=recompute, verify=True)
         counted = {(block.calls, block.seen) for block in built[1]}
         problems += [f"{where}: counted {counted}"] * (counted != {(wanted, wanted * ROWS)})
     problems += [f"scale {Recipe.scale}"] * (Recipe.scale != 1)
@@ -159,20 +158,20 @@ def test_what_is_kept_anywhere_goes_with_its_microbatch(
 
 def test_objects_that_forwards_make_end_with_them() -> None:
     block, made = nn.Linear(2, 2), []
-    attributes = ModuleAttributes(block)
-    for learning in (True, True, False):
-        attributes.learning = learning
-        attributes.begin(0)
+    known = KnownPlaces(block)
+    for learns in (True, True, False):
+        carried = PlaceValues(known, learns=learns)
+        carried.begin(0)
         block.state = Plain()  # type: ignore[assignment]
         made.append(weakref.ref(block.state))
-        carried = attributes.leave(ended=False)
-        attributes.enter(carried)
+        carried.leave()
+        carried.enter()
         block.state.order = torch.ones(1)  # type: ignore[union-attr]
+        carried.end()
         del carried
-        attributes.leave(ended=True)
     gc.collect()
     assert [one() is None for one in made] == [True, True, False]
-    assert len(attributes.known) == 1
+    assert len(known.changing) == 1
 
 
 def test_every_place_has_a_name() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b import build_schedule
-from overlap1f1b.cut.random import Draws, RandomStream, generators_of
+from overlap1f1b.cut.random import Draws, generators_of
+from overlap1f1b.play.random import RandomStream
 from tests import models
 from tests.engines import COSTS, make
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
@@ -12,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlap1f1b.cut.weights import Root, SplitLinear, WeightQueue, accumulate
+from overlap1f1b.cut.weights import SplitLinear
 from overlap1f1b.engine import Engine
 from overlap1f1b.plan import Recompute
+from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.engine.test_engine import overlaps_of, programs, step
@@ -34,7 +34,7 @@ def test_a_waiting_weight_gradient_holds_no_weight(fused: bool) -> None:
     linear, x, queue = nn.Linear(5, 3), torch.randn(7, 5, requires_grad=True), WeightQueue()
     add = (lambda grad, x: grad.t() @ x) if fused else None
     with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, bring):
-        y = SplitLinear.apply(x, (linear.weight,), linear.bias, queue, torch.empty(0, requires_grad=True), add)
+        y = SplitLinear.apply(x, (linear.weight,), linear.bias, queue.put, torch.empty(0, requires_grad=True), add)
     y.sum().backward()
     assert [shape for shape, memory in brought if not memory.expired()] == [x.shape]
     assert queue.compute()[linear.weight].shape == linear.weight.shape
@@ -167,36 +167,6 @@ def _differences(model: nn.Module, x: Tensor, target: Tensor, loss_fn: Any, over
             elif p.grad is not None and not torch.allclose(p.grad, expected[name], rtol=1e-5, atol=1e-6):
                 found.append(name)
     return found
-
-
-def test_accumulating_fires_each_parameters_hooks_once_and_takes_a_first_gradient_as_it_is() -> None:
-    weight, fired = nn.Parameter(torch.zeros(2)), []
-    weight.register_post_accumulate_grad_hook(fired.append)
-    accumulate({weight: torch.ones(2)})
-    first = weight.grad
-    accumulate({weight: torch.ones(2)})
-    assert weight.grad is first
-    assert weight.grad.tolist() == [2, 2]
-    assert len(fired) == 2
-
-
-def test_accumulating_goes_through_a_weight_that_is_computed_of_a_parameter() -> None:
-    """As a parametrisation does; torch warns who reads the ``.grad`` of such a weight."""
-    parameter = nn.Parameter(torch.ones(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulate({parameter * 2: torch.ones(3)})  # type: ignore[dict-item]
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [2.0] * 3
-
-
-def test_a_root_takes_gradients_of_its_shape_or_a_scalar() -> None:
-    root = Root.of(torch.zeros(2, 3, requires_grad=True) * 2)
-    assert root is not None
-    assert root.checked(torch.tensor(4.0), "block 0").tolist() == [[4.0] * 3] * 2
-    with pytest.raises(ValueError, match=r"a gradient of shape \(3, 2\) for an output of block 0; allowed: \(2, 3\)"):
-        root.checked(torch.zeros(3, 2), "block 0")
-    assert Root.of(torch.zeros(2)) is None
 
 
 def _stepped(build: Callable[[], nn.Sequential], data: tuple[Tensor, Tensor]) -> Iterator[tuple[str, nn.Sequential]]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from overlap1f1b.cut.crossing import functions_cross
+from overlap1f1b.play.crossing import functions_cross
 from overlap1f1b.play.player import Player
 from overlap1f1b.transport import devices, streams
 from overlap1f1b.transport.mesh import Mesh

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.engine import Engine, Feed, Stage
 from overlap1f1b.play.feed import Microbatches, feed_batch, split_batch
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.microbatch import is_absent
-from overlap1f1b.schedule import build_schedule
+from overlap1f1b.play.passage import is_absent
+from overlap1f1b.schedule import Kind, build_schedule
 from overlap1f1b.transport.mesh import Mesh
 from tests import models
 from tests.engines import make
@@ -112,11 +112,16 @@ def test_microbatches_are_made_when_they_are_first_needed_and_know_their_neighbo
         return {"inputs": X} if stage == 0 else {"loss_fn": models.loss_fn}
 
     made = Microbatches(
-        {n: Installation(one) for n, one in stages.items()}, program, 0, Feed(given, {0: 0.5, 1: 0.5}, None), grad=True
+        {n: Installation(one) for n, one in stages.items()},
+        program,
+        0,
+        Feed(given, {0: 0.5, 1: 0.5}, None),
+        seed=0,
+        grad=True,
     )
     assert not made
     first, second = made[0, 1], made[1, 1]
-    assert (first.after, second.before, first.before) == (second, first, None)
+    assert (first.transfers.beside, second.transfers.beside) == ({Kind.I: second}, {Kind.F: first})
     assert asked == [(0, 1), (1, 1)]
     assert made.of_stage(1) == [second]
 
@@ -142,7 +147,7 @@ def test_a_feed_plays_losses_of_its_own() -> None:
     played = engine.play(lambda: Feed(given, dict.fromkeys(range(3), 1.0), None))
     assert [loss.item() for loss in played.result.losses] == losses
     assert not models.equal(models.gradients(model), expected)
-    assert [m.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3
+    assert [m.returned.kept[0].shape for m in played.microbatches.of_stage(0)] == [(2, 7, models.V)] * 3
     with pytest.raises(ValueError, match="no loss_fn on a rank with the last stage"):
         engine.step(inputs, target=target)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.engine import Microbatch, Stage
+from overlap1f1b.play.passage import Phase
 
 
 def microbatch(**options: Any) -> Microbatch:
@@ -31,14 +32,14 @@ def test_a_loss_that_cannot_be_trained_is_refused(loss_fn: Any, message: str) ->
 
 def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
     first, second = microbatch(), Microbatch(Stage([nn.Linear(2, 2)], number=1))
-    second.before, first.after = first, second
+    second.follow(first)
     passed = torch.ones(2)
-    first.outputs, first.requires_grad = (passed,), (True,)
+    first.end_forward((passed,), (True,))
     (leaf,) = second.take_activations()
     assert leaf is passed
     assert leaf.requires_grad
-    assert (first.outputs, second.before) == (None, None)
-    second.input_grads = (torch.full((2,), 4.0),)
-    (grad,) = first.take_output_grads()
+    assert first.outputs is None
+    second.gradients, second.phase = (torch.full((2,), 4.0),), Phase.WEIGHTS
+    (grad,) = first.take_gradients()
     assert isinstance(grad, Tensor)
     assert grad.tolist() == [4, 4]

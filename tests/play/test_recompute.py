@@ -27,12 +27,12 @@ from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from overlap1f1b.transport.suspension import Stack
 from tests import models
-from tests.cut.test_crossing import Block as Layers
-from tests.cut.test_crossing import Exchanging
 from tests.engine.test_engine import Delayed, step
 from tests.engines import COSTS, make
 from tests.pauses import pauses
 from tests.play.plain import batch, engine_of
+from tests.play.test_crossing import Block as Layers
+from tests.play.test_crossing import Exchanging
 from tests.ranks import Ranks, over
 from tests.tiers import wide
 from tests.transport.test_suspension import CONTEXTS, Wrapped

@@ -106,7 +106,7 @@ class Own(nn.Module):
         self.calls.add_(1)
         rows = self.exchanged(self.first(x).tanh())
         rows = KINDS[self.kind](lambda rows: self.drop(self.second(rows)).tanh().sin(), rows)
-        if self.differs and Forward.running().bring is _answered:  # in the second forward
+        if self.differs and Forward.running().handlers.bring is _answered:  # in the second forward
             rows = rows.cos()
         return self.exchanged(rows).tanh() * self.first(x)
 
@@ -170,7 +170,7 @@ class Changing(models.Block):
 
     def around(self, experts: nn.Module, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         def part(tokens: Tensor) -> Tensor:
-            if self.differs and Forward.running().bring is _answered:  # in the second forward
+            if self.differs and Forward.running().handlers.bring is _answered:  # in the second forward
                 tokens = tokens.cos()
             rows: Tensor = experts(tokens, indices, weights)
             return rows.sin()

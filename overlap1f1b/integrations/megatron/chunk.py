@@ -121,9 +121,10 @@ class Chunk(MicrobatchBlock):
 
         def checkpoint(function: Callable[..., Any], distribute: bool, *args: Any) -> Any:
             forward = Forward.running()
-            if forward is None or forward.again is None or not torch.is_grad_enabled():
+            part = None if forward is None else forward.handlers.checkpoint
+            if part is None or not torch.is_grad_enabled():
                 return plain(function, distribute, *args)
-            with forward.again(function, args, nullcontext(), Repeating(random, tables)):
+            with part(function, args, nullcontext(), Repeating(random, tables)):
                 return function(*args)
 
         yield vars(package), "checkpoint", checkpoint

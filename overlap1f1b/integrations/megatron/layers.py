@@ -172,7 +172,7 @@ def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
         blocks, parameter = stage(), layer.weight
         fused = kwargs.get("gradient_accumulation_fusion") and getattr(parameter, "main_grad", None) is not None
         add = _adding(parameter) if fused else None
-        return split_linear(input, (parameter,), None, blocks.queue, blocks.anchor, add)
+        return split_linear(input, (parameter,), None, blocks.queue.put, blocks.anchor, add)
 
     return vars(layer), PRODUCT, uncompiled(product)
 

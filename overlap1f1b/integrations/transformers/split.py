@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from overlap1f1b.cut.segment import storage_of
+from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.engine import split_blocks
 from overlap1f1b.integrations.transformers import checkpoint
 from overlap1f1b.integrations.transformers.adapters import CONFIG, adapter_in, base_of, writes_adapters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.engine import Microbatch, MicrobatchBlock
 from overlap1f1b.integrations.transformers.adapters import second_factors
 from overlap1f1b.integrations.transformers.shell import Call, Returned, Shell
-from overlap1f1b.play.microbatch import OptionalTensors
+from overlap1f1b.play.passage import OptionalTensors
 
 _ROUTED: ContextVar[list[Tensor] | None] = ContextVar("router logits of the running layer", default=None)
 
@@ -130,9 +130,10 @@ class Layer(MicrobatchBlock):
         microbatch.memo.pop(part, None)
         if not self.is_last:
             return (hidden, *given, *passed, *([torch.stack(routed)] if routed else []))
-        if isinstance(microbatch.loss_fn, LossOfModel):
+        loss_fn = microbatch.given.loss_fn
+        if isinstance(loss_fn, LossOfModel):
             named = part.named(given)
-            return (microbatch.loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed)),)
+            return (loss_fn.compute(named, lambda arguments: part.shell.finish(arguments, hidden, routed)),)
         labels = microbatch.target[0] if microbatch.target else None
         output = part.shell.finish(part.named(given) | ({} if labels is None else {"labels": labels}), hidden, routed)
         return (*(() if labels is None else (output.loss,)), output.logits)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from overlap1f1b.cut.replacement import replaced
-from overlap1f1b.cut.weights import WeightQueue
 from overlap1f1b.integrations.megatron import get_forward_backward_func, layers
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.moe import GroupedExperts
+from overlap1f1b.play.gradients import WeightQueue
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
 from tests.integrations.megatron.core.steps import one_step, our_step

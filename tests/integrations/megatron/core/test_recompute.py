@@ -11,7 +11,7 @@ from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import get_forward_backward_func
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.plan import Resource
-from overlap1f1b.play.recompute import Again
+from overlap1f1b.play.recompute import DroppedPart
 from overlap1f1b.transport.exchange import PeerExchange
 from tests.engines import COSTS
 from tests.integrations.megatron.chunks import engine_of
@@ -37,7 +37,7 @@ def test_nothing_is_exchanged_twice(rank: int, size: int, fields: Fields, again:
         one_step(function, chunk, MICROBATCHES)  # shows where the chunk exchanges
         with (
             patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
-            patch.object(Again, "compute", autospec=True, side_effect=Again.compute) as computed,
+            patch.object(DroppedPart, "compute", autospec=True, side_effect=DroppedPart.compute) as computed,
         ):
             planned = sum(node.resource is Resource.EXCHANGE for node in engine_of(function, chunk).plan.nodes)
             one_step(function, chunk, MICROBATCHES)

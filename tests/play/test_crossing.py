@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.overrides import BaseTorchFunctionMode
 
 from overlap1f1b import Engine, build_schedule
-from overlap1f1b.cut import crossing
-from overlap1f1b.cut.crossing import eager, functions_cross, running_mode
 from overlap1f1b.cut.edges import LAST
 from overlap1f1b.plan import Overlap, Recompute
+from overlap1f1b.play import crossing
+from overlap1f1b.play.crossing import eager, functions_cross, running_mode
 from overlap1f1b.transport.calls import exchange
 from tests import models
 from tests.engines import make

@@ -18,33 +18,16 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
 from overlap1f1b.cut.edges import as_dtype, backward, edge_of, next_sequence_number
-from overlap1f1b.cut.weights import WeightQueue
 from overlap1f1b.plan import Place
+from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import ExchangeCall, LibraryFunction
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.functions import direct, plain_apply
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.streams import SideStream
-
-
-def check_gradients_possible() -> None:
-    """Raise a ValueError in inference mode, or in the forward of a ``DistributedDataParallel``."""
-    if torch.is_inference_mode_enabled():
-        raise ValueError("a step with gradients under torch.inference_mode(); allowed: outside of it, or evaluate()")
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise ValueError(
-            "a step with gradients in the forward of a DistributedDataParallel, which sums them again, those of other "
-            "ranks' experts, too; allowed: a module without it (in Lightning a strategy for one device on each rank)"
-        )
-
-
-def storage_of(tensor: Tensor) -> int:
-    """Return the address of what a tensor shares with its views, as long as one of them lives."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 class Entry:

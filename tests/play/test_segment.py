@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.cut.segment import Layout
+from overlap1f1b.play.segment import Layout
 
 ROWS = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
 SEVERAL: dict[str, tuple[Tensor, ...]] = {

@@ -1,4 +1,14 @@
-"""Replace what an earlier segment has made by what may enter the running segment, in all calls of torch."""
+"""What enters a running segment, in all calls of torch that a block makes.
+
+Contract: a call of torch in a segment sees no tensor with a graph that an earlier segment has made, but a leaf in its
+place. A call that torch does not show is found in the first step, by the graph that it makes.
+
+    every call of torch       a mode of torch's functions sees it, and has its tensors replaced
+    Function.apply            passes by such modes: while steps last it asks the mode, in all threads; so does grad()
+    an all-to-all             functional, or in a declared Function, suspends the forward if the block is cut there
+    a checkpoint              is a part of the forward that the engine computes again
+    in the first step         exchanges run where they stand, and a lookout notes them
+"""
 
 from __future__ import annotations
 
@@ -30,8 +40,9 @@ from overlap1f1b.cut.declaration import (
     undeclared,
 )
 from overlap1f1b.cut.edges import ASKS, LAST, applying
+from overlap1f1b.cut.exchanges import is_over
 from overlap1f1b.cut.weights import SplitGroupedMM, SplitLinear
-from overlap1f1b.transport.calls import ExchangeCall, splits_of
+from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspension import Forward, uncompiled
 
@@ -41,17 +52,30 @@ _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requir
 
 
 class Lookout:
-    """Finds, in a forward of the first step, exchanges of rows that nothing can hide.
+    """Looks at a forward of the first step: at exchanges that can be hidden, and at those that stay where they stand.
 
     Args:
         ranks: Global numbers of the ranks that share the experts: exchanges over others are left out.
         where: Name of the block.
-        tell: Called with what is found, as a line for the user.
+        note: Called with tensors and sizes of each exchange that can be hidden where a gradient comes back.
+        tell: Called with a line for the user about each that cannot.
     """
 
-    def __init__(self, ranks: Sequence[int], where: str, tell: Callable[[str], object]) -> None:
-        self._ranks, self._where, self._tell = ranks, where, tell
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        where: str,
+        note: Callable[[Sequence[Tensor], Splits], object],
+        tell: Callable[[str], object],
+    ) -> None:
+        self._ranks, self._where, self._note, self._tell = ranks, where, note, tell
         self._inside: list[list[bool]] = []  # of each Function that runs: whether its exchanges are over these ranks
+
+    def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
+        """Note an exchange that could suspend the forward; return False, so that it runs where it stands."""
+        if is_over(group, self._ranks, splits):
+            self._note(tensors, splits)
+        return False
 
     def exchanges(self, sent: Any, group: Any) -> None:
         """Note a call of torch's all-to-all, functional or not, that sends a tensor or one to each rank."""
@@ -64,7 +88,7 @@ class Lookout:
                 "not hidden; allowed: overlap1f1b.exchange, torch's functional one, or a declared Function"
             )
 
-    def apply(self, function: type[torch.autograd.Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: type[torch.autograd.Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Apply a Function where it stands, and look at it."""
         self._inside.append([])
         try:
@@ -195,9 +219,9 @@ def _exchanged(tensor: Tensor, send: Any, receive: Any, group: dist.ProcessGroup
     """Return what an all-to-all of the model's own brings; None if it is to run where it stands."""
     forward = Forward.running()
     splits = splits_of(len(tensor), send, receive, group.size())
-    if forward is None or not forward.hides((tensor,), splits, group):
+    if forward is None or not forward.handlers.hides((tensor,), splits, group):
         return None
-    rows: Tensor = forward.bring(lambda: forward.suspend([ExchangeCall([tensor], splits, False)]))[0]
+    rows: Tensor = forward.handlers.bring(lambda: forward.suspend([ExchangeCall([tensor], splits, False)]))[0]
     return rows
 
 
@@ -239,12 +263,13 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
     @wraps(plain)
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
         forward = Forward.running()
-        if forward is None or forward.again is None or not torch.is_grad_enabled():
+        part = None if forward is None else forward.handlers.checkpoint
+        if part is None or not torch.is_grad_enabled():
             yield from plain(*args, **kwargs)
             return
         given = parameters.bind(*args, **kwargs).arguments
         function = partial(given["fn"], **given.get("kwargs", {}))
-        with forward.again(function, given.get("args", ()), *given.get("context_fn", noop_context_fn)()):
+        with part(function, given.get("args", ()), *given.get("context_fn", noop_context_fn)()):
             yield
 
     return around
@@ -340,7 +365,7 @@ def _change(crossing: _Crossing) -> None:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
         if cls in _OWN:
             return applied_outside(mode, cls, *args, **kwargs)
-        result = None if mode.lookout is None else mode.lookout.apply(cls, args, kwargs)
+        result = None if mode.lookout is None else mode.lookout.run(cls, args, kwargs)
         hidden = _hidden(cls, args)
         if mode.lookout is not None:
             return result
