@@ -122,3 +122,10 @@ def test_layouts_and_values_that_cannot_be_played(tmp_path: Path) -> None:
             Spec(tmp_path, layout=OverlapArguments(**layout), **changes).build()
         assert "allowed: " in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_limits_and_tries_are_the_engines(tmp_path: Path) -> None:
+    layout = OverlapArguments(memory="4GB", recompute="auto", capacity=8.0, tries=1)
+    trainer = alone(spec := Spec(tmp_path, layout=layout, steps=12))
+    close(history(trainer), history(plain(spec)))
+    assert trainer.engine.plan.peak_bytes  # nodes were counted, for the limit
