@@ -38,12 +38,6 @@ class ModelOptions:
     """Experts per token."""
     intermediate: int = 512
     """Intermediate size of an expert."""
-    shared_intermediate: int = 0
-    """Intermediate size of the expert that every token uses; 0 for none."""
-    dense_layers: int = 0
-    """Number of blocks without experts, at the model's start."""
-    router: Literal["softmax", "sigmoid"] = "softmax"
-    """Scores of the router; sigmoid balances its load by a correction bias instead of an auxiliary loss."""
     force_load_balance: bool = False
     """Give tokens their experts in turn, whatever the router's scores, so that all experts have the same load: for
     throughput alone."""
@@ -182,8 +176,6 @@ class TrainOptions(RunOptions):
     they would have come over it. 0 imitates none."""
     lr: Annotated[float, ABOVE_0] = 2e-3
     """Peak learning rate of AdamW, after a warm-up of a tenth of the steps; a cosine leads down to a tenth of it."""
-    weight_decay: Annotated[float, Range()] = 0.1
-    """Weight decay of AdamW."""
     clip: Annotated[float, ABOVE_0] = 1.0
     """Largest norm of the gradient."""
     eval_every: Annotated[int, Range(1)] = 50

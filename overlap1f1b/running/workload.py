@@ -29,13 +29,9 @@ BYTES = 256
 
 def model_config(options: RunOptions) -> MoEConfig:
     """Return the configuration of the byte-level model."""
-    sizes = asdict(options.model)
-    router = sizes.pop("router")
     return MoEConfig(
-        **sizes,
+        **asdict(options.model),
         sequence=options.sequence,
-        score=router,
-        aux_coefficient=0.0 if router == "sigmoid" else 0.01,
         weights_in=options.weights_in,
         precision=None if options.precision == "weights" else options.precision,
         kernels=options.kernels,

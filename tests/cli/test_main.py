@@ -31,7 +31,7 @@ Capture = pytest.CaptureFixture[str]
         ("plan --no-search", ["Unrecognized options: --no-search", "--search"]),
         ("plan --search 3", ["Unrecognized options: 3"]),
         ("train --lr high", ["error: --lr 'high'; allowed: a number; see overlap1f1b train --help"]),
-        ("train --router top", ["error: --router 'top'; allowed: 'softmax', 'sigmoid'; see "]),
+        ("bench --compute top", ["error: --compute 'top'; allowed: 'real', 'timed'; see "]),
         ("train --text a b --stepz 3", ["Unrecognized options: --stepz", "--steps"]),
         ("bench --parts x", ["error: --parts 'x'; allowed: a whole number, or auto; see "]),
         ("train --group-size 3", ["error: Unrecognized or misplaced options: --group-size 3; see "]),

@@ -86,7 +86,7 @@ class Bench:
 
     def _alone(self) -> Any:
         """Return a model, on this rank alone, that computes as the measured one does."""
-        options = replace(self.options, model=replace(self.options.model, layers=1, dense_layers=0))
+        options = replace(self.options, model=replace(self.options.model, layers=1))
         return MoETransformer(model_config(options), seed=options.seed)
 
     def _real_modules(self, model: Any) -> Sequence[nn.Module]:

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.checkpoint import Saving, load_checkpoint, save_checkpoint
 from overlap1f1b.engine import Engine
 from overlap1f1b.learn.purpose import Purpose
-from overlap1f1b.moe import Router
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.link import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
@@ -30,7 +28,6 @@ from overlap1f1b.simulation import OverlapFigures
 from overlap1f1b.terminal.output import refused
 from overlap1f1b.transport.exchange import own_exchange
 
-BIAS_RATE = 1e-3  # change of the router's correction bias per step (DeepSeek-V3)
 EVAL_WINDOWS = 128  # of held-out text, over all ranks
 
 
@@ -72,12 +69,7 @@ class Trainer:
         # blocks of other ranks stay as they were built
         mine = {n: b for n, b in self.model.named_children() if b in held}
         trained = self.model if options.hf_config else nn.ModuleDict(mine)
-        self.optimizer = build_optimizer(trained, lr=options.lr, weight_decay=options.weight_decay)
-        routers = [m for m in trained.modules() if isinstance(m, Router)]
-        self._routers = routers if options.model.router == "sigmoid" else []
-        # made by torch.distributed, since a router needs a process group
-        data = self.engine.mesh.ranks(pp=(self.engine.mesh.rank("pp"),), over=("dp", "ep"))
-        self._data_group = dist.new_group(data, use_local_synchronization=True) if len(data) > 1 else None
+        self.optimizer = build_optimizer(trained, lr=options.lr)
 
     def step(self, index: int) -> StepFigures:
         """Make the step with this index, from 0.
@@ -110,8 +102,6 @@ class Trainer:
             group["lr"] = learning_rate(index, options.steps, options.lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for router in self._routers:
-            router.update_correction_bias(BIAS_RATE, self._data_group)
         # A single rank sends rows only to itself.
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
         every = self.engine.mesh.every(overlap).values()
@@ -154,9 +144,7 @@ class Trainer:
     def load(self, path: Path, history: Stateful | None = None) -> int:
         """Load a checkpoint, with its history if there is an object for it, and return the number of its steps."""
         state = {"random": None, "history": history}  # every step seeds its own random numbers
-        step = load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
-        self.optimizer.param_groups[0]["weight_decay"] = self.options.weight_decay  # the saved one may differ
-        return step
+        return load_checkpoint(self.engine, path, self.optimizer, state=state, config=self._identity())
 
     def _identity(self) -> dict[str, object]:
         """Return the options that a resumed run must share; ranks, batch and optimizer may change."""
@@ -176,10 +164,10 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
 
 
-def build_optimizer(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, *, lr: float) -> torch.optim.AdamW:
     """Return AdamW with weight decay on matrices alone: not on embeddings, norms and biases."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed: dict[str, Any] = {"params": [], "weight_decay": weight_decay}
+    decayed: dict[str, Any] = {"params": [], "weight_decay": 0.1}
     others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for parameter in model.parameters():
         group = decayed if parameter.dim() > 1 and parameter not in embeddings else others

@@ -69,9 +69,9 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     assert result["doubts"] == doubts(result)
 
 
-def test_several_stages_of_unlike_blocks_on_one_rank(text: Path) -> None:
+def test_several_stages_on_one_rank(text: Path) -> None:
     """The engine whose exchanges are answered locally splits the model as the rows do: by weight."""
-    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 2, "--dense-layers", 1)
+    options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 2)
     status, out, err = Run("bench", "--text", text, *SMALL, *options, "--json", "-").wait()
     assert status == 0, err
     rows = json.loads(out)["rows"]

@@ -132,7 +132,7 @@ def test_complete_on_another_number_of_ranks(unbroken: tuple[Path, dict[str, Any
 
 
 def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
-    args = ("--layers", 1, "--steps", 6, "--router", "sigmoid", "--shared-intermediate", 16, "--dropout", 0.1)
+    args = ("--layers", 1, "--steps", 6, "--dropout", 0.1)
     status, out, err = Run("train", "--text", text, *args, "--compare", "--json", "-").wait()
     assert status == 0
     result = json.loads(out)
