@@ -19,11 +19,11 @@ class Draws:
 
     A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
     next step on all blocks enter their streams. ``always`` says that a block must enter in any case: parts of its
-    forward are computed again.
+    forward are computed again. ``generators`` are those that a forward may draw from.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...]) -> None:
-        self._blocks, self._generators = blocks, generators
+        self._blocks, self.generators = blocks, generators
         self._draws: dict[tuple[int, bool], bool] = {}  # whether a block draws, by its number and training mode
 
     def within(self, block: int, stream: AbstractContextManager[None], *, always: bool) -> AbstractContextManager[None]:
@@ -37,9 +37,9 @@ class Draws:
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: AbstractContextManager[None]) -> Iterator[None]:
         with stream:
-            before = states_of(self._generators)
+            before = states_of(self.generators)
             yield
-            if not all(map(torch.equal, before, states_of(self._generators))):
+            if not all(map(torch.equal, before, states_of(self.generators))):
                 self._draws[key] = True
 
     def forwarded(self, block: int, *, always: bool) -> None:
@@ -50,9 +50,9 @@ class Draws:
     @contextmanager
     def checked(self) -> Iterator[None]:
         """Check, at the end of a step, that no block has drawn outside its stream."""
-        before = None if all(self._draws.values()) else states_of(self._generators)
+        before = None if all(self._draws.values()) else states_of(self.generators)
         yield
-        if before is not None and not all(map(torch.equal, before, states_of(self._generators))):
+        if before is not None and not all(map(torch.equal, before, states_of(self.generators))):
             self._draws.update(dict.fromkeys(product(range(len(self._blocks)), (False, True)), True))
 
 

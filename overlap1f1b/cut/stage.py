@@ -116,8 +116,6 @@ class Stage:
         self.names = [f"block {first + index} ({type(block).__name__})" for index, block in enumerate(self.blocks)]
         """Names of the blocks, for messages."""
         self.device = device or device_of(self.blocks) or torch.device("cpu")
-        self.generators = generators_of(self.device)
-        """Generators of random numbers that a forward may draw from."""
         self.expert_parameters: dict[Experts, list[nn.Parameter]] = {}
         self.dense_parameters: list[list[nn.Parameter]] = []
         """Trained parameters of each block outside its experts."""
@@ -149,12 +147,8 @@ class Stage:
             for index, block in enumerate(self.blocks)
         )
         """Shapes of the blocks in the first step; those of later steps follow from it, see :meth:`shaped`."""
-        self.draws = Draws(self.blocks, self.generators)
+        self.draws = Draws(self.blocks, generators_of(self.device))
         self._cuts: dict[StageShape, Cut] = {}
-        self._shares = [
-            any(self.tied.get(p, block) != block for p in dense) for block, dense in enumerate(self.dense_parameters)
-        ]
-        """Whether a block uses parameters of an earlier one."""
         self._apart = [
             self._apart_of(index) | {p for m in linears if isinstance(p := m.weight, nn.Parameter)}
             for index, linears in enumerate(self.linears)
@@ -213,6 +207,11 @@ class Stage:
                     "ranks: a new Engine after parameters are frozen, unfrozen or replaced"
                 )
 
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Generators of random numbers that a forward may draw from."""
+        return self.draws.generators
+
     def _apart_of(self, block: int) -> set[nn.Parameter]:
         return set(options_of(self.blocks[block]).apart) - self.tied.keys()
 
@@ -226,12 +225,9 @@ class Stage:
         """Return where a block of this shape uses its parameters, as its forwards show."""
         key = block, shape._replace(recompute="none", gathered=False)
         if key not in self._uses:
-            self._uses[key] = ParameterUses(set(self._apart[block]))
+            shares = any(self.tied.get(p, block) != block for p in self.dense_parameters[block])
+            self._uses[key] = ParameterUses(set(self._apart[block]), shares=shares)
         return self._uses[key]
-
-    def watches(self, block: int, uses: ParameterUses) -> bool:
-        """Return whether parameters may enter the first segment of a block."""
-        return self._shares[block] or uses.watched
 
     def cut_at(self, shape: StageShape, found: Mapping[tuple[int, int], OwnExchanges]) -> StageShape:
         """Return shapes cut at exchanges that blocks make by themselves, given by (stage, block)."""

@@ -11,11 +11,12 @@ class ParameterUses:
     Attributes:
         apart: Weights whose gradients the block's layers defer to a queue; later without those that no layer defers.
         first: The first segment that uses a parameter.
+        shares: Whether the block uses parameters of an earlier one.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
     """
 
-    def __init__(self, apart: set[nn.Parameter]) -> None:
-        self.apart = apart
+    def __init__(self, apart: set[nn.Parameter], *, shares: bool = False) -> None:
+        self.apart, self.shares = apart, shares
         self.first: dict[nn.Parameter, int] = {}
         self.several: set[nn.Parameter] = set()
         self._entering: set[nn.Parameter] = set()
@@ -43,7 +44,7 @@ class ParameterUses:
     @property
     def watched(self) -> bool:
         """Whether the first segment has to be watched."""
-        return self._shown != {"forward"} or bool(self._entering)
+        return self.shares or self._shown != {"forward"} or bool(self._entering)
 
     def settle(self) -> None:
         """Treat weights whose gradients no layer has deferred as any other parameter, from the next step on.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,14 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
+
+
+class _Made(NamedTuple):
+    """What a model was when its engine was made: the engine does not follow changes of it."""
+
+    children: list[torch.nn.Module]
+    trained: dict[int, list[list[torch.nn.Parameter]]]  # of each block of each stage
+    trains: bool  # whether anything on any rank does
 
 
 class Engine:
@@ -105,15 +113,16 @@ class Engine:
         if loss_fn is not None and not callable(loss_fn):
             raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")
         _check_trains(program)
-        self.loss_fn, self.options, self.model, self._children = loss_fn, options, model, _children_of(model)
+        self.loss_fn, self.options, self.model = loss_fn, options, model
         # 2. Groups, stages, lanes, sums.
         self.connection = connection = Connection(self, model, program, mesh, options, exchange)
         self.mesh, self.stages = connection.mesh, connection.stages
         with connection.guarded("another call", place="in the construction of its Engine"):
             # A rank's own stages may all be frozen; a model that is frozen on all ranks can only be evaluated.
-            self._trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
+            trains = any(self.mesh.every(any(p.requires_grad for p in self.parameters())).values())
             holders = connection.sharding.holders
-            self._trained = {number: stage.trained(holders) for number, stage in self.stages.items()}
+            trained = {number: stage.trained(holders) for number, stage in self.stages.items()}
+            self._made = _Made(_children_of(model), trained, trains)
             # 3. What decides about plans, and their comparison with a plain loop.
             self.tuner = Tuner(
                 program,
@@ -239,7 +248,7 @@ class Engine:
             check_size("microbatches", microbatches)
         if grad and microbatches is not None:
             self.microbatches = microbatches
-        if grad and not self._trains:
+        if grad and not self._made.trains:
             raise ValueError("no parameter of the model requires a gradient; allowed: at least one that does")
         coming = self.tuner.coming if grad else None
         plan = self.tuner.evaluation_of(microbatches or self.microbatches) if coming is None else coming.plan
@@ -344,11 +353,11 @@ class Engine:
     def _check_parameters(self, *, first: bool) -> None:
         """Check that parameters can be trained, and in the first step that ranks hold the same."""
         check_gradients_possible()
-        if _children_of(self.model) != self._children:
+        if _children_of(self.model) != self._made.children:
             raise ValueError("a block of the model was replaced, added or removed; allowed: a new Engine after that")
         connection = self.connection
         for number, stage in self.stages.items() if connection.links.reductions else ():
-            stage.check_trained(self._trained[number], connection.sharding.holders)
+            stage.check_trained(self._made.trained[number], connection.sharding.holders)
         if first and self._compares:
             facts = values(self.stages, connection.tied.parameters, self.mesh)
             marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"

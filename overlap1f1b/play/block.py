@@ -127,7 +127,7 @@ class BlockRun:
         given = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
         lookout = self._lookout() if grad and installed.observers.lookouts else None
         suspends = lookout is not None or installed.cut.exchanges[self.block] > 0 or (grad and shape.drops(shape.own))
-        mode = grad and (lookout is not None or bool(self.own.every) or stage.watches(self.block, self.uses))
+        mode = grad and (lookout is not None or bool(self.own.every) or self.uses.watched)
         if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
         call = partial(call_block, microbatch, self.block)
