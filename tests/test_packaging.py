@@ -281,10 +281,13 @@ Megatron-Core itself."""
 
 
 COVERED_BY = {
+    "play/passage": "play/test_microbatch",
+    "play/random": "cut/test_random",
+    "play/values": "cut/test_places",
     "__main__": "test_main", "cli/plan/options": "cli/plan/test_command", "cli/plan/results": "cli/plan/test_command",
     "cli/report/figures": "cli/report/test_command", "cli/report/options": "cli/report/test_command",
     "cut/bits": "engine/test_agreement", "cut/blocks": "cut/test_stage", "cut/buffers": "cut/test_places",
-    "cut/edges": "cut/test_crossing", "cut/replacement": "play/test_block", "cut/uses": "play/test_block",
+    "cut/edges": "cut/test_weights", "cut/replacement": "play/test_block", "cut/uses": "play/test_block",
     "kernels/triton": "kernels/triton/test_launch", "learn/discovery": "cut/test_exchanges",
     "learn/peers": "learn/test_tuner", "learn/purpose": "learn/test_tuner", "learn/undo": "learn/test_check",
     "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",
