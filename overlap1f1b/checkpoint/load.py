@@ -52,7 +52,8 @@ def load_checkpoint(
 
     Raises:
         ValueError: The checkpoint has another configuration, model or other states (the message has the first
-            difference), its optimizer had other parameter groups, it is damaged, or the mesh does not have all ranks.
+            difference), its optimizer had another class or other parameter groups, it is damaged, or the mesh does not
+            have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
     check_kind("engine", engine, Engine)
@@ -86,17 +87,18 @@ def _prepared(
 ) -> Callable[[], None]:
     """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it."""
     # 1. What this rank reads.
-    index, shards, table = read_index(checkpoint), Shards(engine, optimizer), OptimizerTable(**facts["optimizer"])
+    index, shards = read_index(checkpoint), Shards(engine, optimizer)
+    table = OptimizerTable(**{"classes": {}, **facts["optimizer"]})  # which older checkpoints do not have
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
         if key.endswith("._extra_state"):  # which a module may take in any shape
             tensors[key] = empty(index[key], tensors[key].device)
     try:
+        numbers = table.chosen(optimizer, shards.stored_names)
         for name, stored_name in zip(shards.parameters, shards.stored_names.values(), strict=True):
             if stored_name not in entries:
                 entries[stored_name], large = shards.zeros(table, name)
                 tensors |= large
-        numbers = table.chosen(optimizer, shards.stored_names)
         keys = keys_of(states, facts["states"], engine.mesh, facts["layout"])
     except ValueError as error:
         raise ValueError(f"checkpoint {checkpoint}: {error}") from None

@@ -51,6 +51,12 @@ def numbers_of(group: Mapping[str, Any]) -> Numbers:
     return found
 
 
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer's class and its package, whose modules may change: ``torch.AdamW``."""
+    kind = type(optimizer)
+    return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
 def is_large(value: object) -> bool:
     """Return whether a value in a table stands for a tensor that DCP stores."""
     return isinstance(value, Tensor) and value.is_meta
@@ -63,11 +69,13 @@ class OptimizerTable(NamedTuple):
         entries: Those of each parameter that has been updated; if ranks differ, of the rank with the most updates.
         numbers: Numbers of each parameter's group; parameters of one group share one dictionary.
         groups: Numbers of each group of the first rank; None if ranks have different numbers of groups.
+        classes: Class of the optimizer of each parameter, see :func:`class_of`.
     """
 
     entries: dict[str, Entries]
     numbers: dict[str, Numbers]
     groups: list[Numbers] | None
+    classes: dict[str, str]
 
     @classmethod
     def merged(cls, ranks: Sequence[OptimizerTable]) -> OptimizerTable:
@@ -78,11 +86,18 @@ class OptimizerTable(NamedTuple):
                 entries[name] = own
         numbers = {name: own for rank in reversed(ranks) for name, own in rank.numbers.items()}
         same = len({len(rank.groups or ()) for rank in ranks}) == 1
-        return cls(entries, numbers, ranks[0].groups if same else None)
+        classes = {name: own for rank in ranks for name, own in rank.classes.items()}
+        return cls(entries, numbers, ranks[0].groups if same else None, classes)
 
     def chosen(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[Numbers]:
-        """Return the numbers to set in each group of an optimizer, whose parameters have ``names``."""
-        groups = optimizer.param_groups
+        """Return the numbers to set in each group of an optimizer, whose parameters have ``names``.
+
+        Raises:
+            ValueError: A parameter was saved by an optimizer of another class, or those of a group in several groups.
+        """
+        groups, here = optimizer.param_groups, class_of(optimizer)
+        if other := next((there for name in names.values() if (there := self.classes.get(name, here)) != here), None):
+            raise ValueError(f"the optimizer is a {here}; allowed: {other}, as it was saved with")
         by_place = self.groups if self.groups and len(self.groups) == len(groups) else [Numbers() for _ in groups]
         found = []
         for place, group in enumerate(groups):

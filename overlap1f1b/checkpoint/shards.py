@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, is_large, numbers_of, plain
+from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, class_of, is_large, numbers_of, plain
 from overlap1f1b.checkpoint.tensors import Whole
 from overlap1f1b.cut.blocks import marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
@@ -135,7 +135,7 @@ class Shards:
         groups = [numbers_of(group) for group in self.optimizer.param_groups]
         pairs = zip(groups, self.optimizer.param_groups, strict=True)
         numbers = {self.stored_names[p]: own for own, group in pairs for p in group["params"]}
-        return OptimizerTable(every, numbers, groups), large
+        return OptimizerTable(every, numbers, groups, dict.fromkeys(numbers, class_of(self.optimizer))), large
 
     def zeros(self, table: OptimizerTable, name: str) -> tuple[Entries, dict[str, Tensor]]:
         """Return a table's entries of a parameter, with zeros for large ones, and these as they are stored, by name."""

@@ -12,7 +12,7 @@ from torch import nn
 from overlap1f1b.checkpoint import load_checkpoint
 from tests.checkpoint.runs import Tiny, equal
 from tests.checkpoint.test_load_resuming import Run
-from tests.ranks import over
+from tests.ranks import Ranks, over
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
@@ -70,3 +70,33 @@ def test_other_groups_are_refused(rank: int, size: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^rank pp 0: {path}: {why}[^\n]*$"):
         run.load(tmp_path)
     assert all(torch.equal(*pair) for pair in zip(before, run.engine.parameters(), strict=True))
+
+
+def _of_another_class(rank: int, size: int, folder: Path) -> dict[str, str]:
+    """What is said of one process's checkpoint of one class, by runs of another over two ranks."""
+    said = {}
+    for there, here in (("AdamW", "momentum"), ("momentum", "AdamW"), ("plain SGD", "AdamW"), ("AdamW", "Adafactor")):
+        run = Run({"pp": size}, here)
+        before = [p.detach().clone() for p in run.engine.parameters()], [dict(g) for g in run.optimizer.param_groups]
+        with pytest.raises(ValueError, match="the optimizer is a ") as caught:
+            run.load(folder / there)
+        said[f"{there} {here}"] = str(caught.value)
+        after = list(run.engine.parameters()), run.optimizer.param_groups
+        assert all(torch.equal(*pair) for pair in zip(before[0], after[0], strict=True)), here
+        assert not run.optimizer.state, here
+        assert [group["lr"] for group in before[1]] == [group["lr"] for group in after[1]], here
+    return said
+
+
+def test_an_optimizer_of_another_class(ranks2: Ranks, tmp_path: Path) -> None:
+    for name in ("AdamW", "momentum", "plain SGD"):
+        run = Run({}, name)
+        run.train(1)
+        run.save(tmp_path / name)
+    first, second = ranks2.run(_of_another_class, tmp_path)
+    assert first == second
+    for names, text in first.items():
+        (there, here) = ("AdamW", names.removeprefix("AdamW ")) if names.startswith("AdamW") else ("SGD", "AdamW")
+        here = "SGD" if here == "momentum" else here
+        why = f"the optimizer is a torch.{here}; allowed: torch.{there}, as it was saved with"
+        assert re.fullmatch(rf"rank pp 0: checkpoint \S*[^\n]*: {re.escape(why)}", text), text

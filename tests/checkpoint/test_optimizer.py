@@ -53,7 +53,7 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
 def stored(*lrs: Any, **options: Any) -> OptimizerTable:
     one, names = optimizer(*lrs, **options)
     groups = [numbers_of(group) for group in one.param_groups]
-    table = OptimizerTable({}, dict(zip(names.values(), groups, strict=True)), groups)
+    table = OptimizerTable({}, dict(zip(names.values(), groups, strict=True)), groups, {})
     return OptimizerTable(**decoded(encoded(OptimizerTable.merged([table])._asdict())))
 
 
