@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -156,16 +156,15 @@ class Recording:
         nodes = (self.names[what] for what, *_ in (step.issued + late).ordered)
         return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
 
-    @cached_property
-    def held(self) -> NodeCosts:
-        """Costs that have the bytes of nodes, as far as the engine has counted them, and no times."""
-        nodes = ((parse_node(text), held) for text, held in self.about.held.items())
-        return NodeCosts(bytes={cost_key(node): held for node, held in nodes if node is not None})
-
     @property
     def peak_bytes(self) -> float | None:
-        """Most bytes at once in a step, beyond those before it: what nodes hold, in the order of issue."""
-        return max(self.held.peak_bytes(map(self.order, self.steps)), default=None)
+        """Most bytes at once in a step, beyond those before it: what nodes hold, in the order of issue.
+
+        None if the engine has not counted them.
+        """
+        nodes = ((parse_node(text), held) for text, held in self.about.held.items())
+        costs = NodeCosts(bytes={cost_key(node): held for node, held in nodes if node is not None})
+        return max(costs.peak_bytes(map(self.order, self.steps)), default=None)
 
 
 def lane_of(what: What) -> Resource:
