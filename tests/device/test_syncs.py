@@ -41,7 +41,7 @@ choices that are none by itself; the models of tests loop over their experts, an
 host. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
 rank drew from them in the steps before."""
 STEP = {
-    "play/feed.py Microbatches.__init__": "the seed of the step, from the host's generator",
+    "play/step.py Step.run": "the seed of the step, from the host's generator",
     "transport/mesh.py Comparison.differ": "numbers that are on the host",
     "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
     "transport/communicators.py Communicators.settle": "the end of the step: a lost rank would hang the next read",
