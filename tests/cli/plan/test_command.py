@@ -112,14 +112,13 @@ def test_search(capsys: Capture) -> None:
 
 def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     args = ("--search", "--schedule", "zb_h1", "--ranks", 2, "--microbatches", 4)
+    quick = plan(capsys, *args, "--json", "-")
+    assert "tried" not in quick.err + quick.out
     lasting(monkeypatch, "overlap1f1b.simulation.search:played")
     result = plan(capsys, *args, "--json", "-")
     count = len(json.loads(result.out)["search"]["rows"])
     said = re.findall(r"^\d:\d\d (\d+) of (\d+) schedules tried$", result.err, re.M)
     assert list(dict.fromkeys(said))[:count] == [(str(done), str(count)) for done in range(count)]
-    monkeypatch.undo()
-    quick = plan(capsys, *args, "--json", "-")
-    assert "tried" not in quick.err + quick.out
 
 
 def test_a_comparison_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
