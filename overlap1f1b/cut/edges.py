@@ -33,17 +33,6 @@ def backward(roots: Sequence[Tensor | GradientEdge], grads: Sequence[Tensor]) ->
     run(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def gradients(
-    roots: Sequence[GradientEdge], grads: Sequence[Tensor], inputs: Sequence[Tensor | GradientEdge]
-) -> list[Tensor | None]:
-    """Return the gradients of some places of a graph, None for one without; layers that defer weights' do so."""
-    before = ASKS.set(True)
-    try:
-        return list(_engine.run_backward(tuple(roots), tuple(grads), False, False, tuple(inputs), True, False))
-    finally:
-        ASKS.reset(before)
-
-
 ASKS: ContextVar[bool] = ContextVar("ASKS", default=False)
 """Whether a ``torch.autograd.grad`` inside a backward asks for weights to which no edge leads."""
 

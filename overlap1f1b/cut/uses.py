@@ -28,11 +28,6 @@ class ParameterUses:
         """Whether the block has run forward."""
         return "forward" in self._shown
 
-    @property
-    def reaches_out(self) -> bool:
-        """Whether the block has used a tensor, with its graph, of another block or microbatch."""
-        return "outside" in self._shown
-
     def note_forward(self) -> None:
         """Note that the block has run a whole forward."""
         self._shown.add("forward")
