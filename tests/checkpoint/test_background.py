@@ -165,6 +165,7 @@ def _lost(rank: int, size: int, folder: Path) -> None:
     one.train(1)
     with held_back() as event:
         saving = one.save(folder, background=True)
+        dist.barrier()  # else the other may still make its groups
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         event.set()
