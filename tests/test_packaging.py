@@ -177,14 +177,8 @@ def test_no_modules_import_each_other_in_a_circle_for_type_checkers_neither() ->
 # Objects live as long as their room says, and are set where they live.
 
 MAKERS = ("__init__", "__new__", "__post_init__")
-OF_LIBRARIES = {"__dict__", "_modules", "args", "dtype", "grad", "weight", "width"}
+OF_LIBRARIES = {"__dict__", "_modules", "apply", "args", "dtype", "grad", "weight", "width"}
 """Names of attributes that objects of torch, transformers, Python and rich have, too."""
-SET_FROM_OUTSIDE = {
-    "integrations/torchtitan.py": {"whole"},
-    "reduce/fsdp.py": {"begun"},
-    "transport/functions.py": {"apply"},
-}
-"""Attributes of objects of other rooms that files still set."""
 
 
 def attributes_set(tree: ast.AST) -> Iterator[tuple[str, str]]:
@@ -227,9 +221,8 @@ def test_no_room_sets_an_attribute_of_an_object_of_another() -> None:
             for name in fields_of(node) if isinstance(node, ast.ClassDef) else ():
                 rooms.setdefault(name, set()).add(floor_of(path))
     for path in SOURCES:
-        known = SET_FROM_OUTSIDE.get(str(path.relative_to(PACKAGE)), set())
         for owner, name in attributes_set(parsed(path)):
-            if owner in ("self", "cls", "ctx") or name in OF_LIBRARIES | known:
+            if owner in ("self", "cls", "ctx") or name in OF_LIBRARIES:
                 continue
             assert floor_of(path) in rooms.get(name, {floor_of(path)}), f"{path} sets {owner}.{name} of {rooms[name]}"
 

@@ -230,7 +230,7 @@ class StageBlock(MicrobatchBlock):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.whole = module, ()
         self.arguments: Sequence[Mapping[str, Any]] = ()
 
     def forward(self, *inputs: Tensor, microbatch: Microbatch | None = None) -> Any:

@@ -11,7 +11,6 @@ This file reads private attributes of torch: FSDP2 has no public calls for it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -533,7 +532,7 @@ class _Blocking(Transfer[None]):
 
     def receive(self, timeout: timedelta | None = None) -> None:
         self.mark = mark = ThreadMark()  # behind other collectives of the lane it begins later than it departs
-        mark.begun = time.perf_counter()
+        mark.begin()
         self.job()
         mark.reach()
 

@@ -174,6 +174,10 @@ class ThreadMark:
         self.error: BaseException | None = None
         self._reached = threading.Event()
 
+    def begin(self) -> None:
+        """Note that the job begins."""
+        self.begun = time.perf_counter()
+
     def reach(self, error: BaseException | None = None) -> None:
         """Note that the job has ended, with an error if there is one."""
         self.ended, self.error = time.perf_counter(), error
@@ -197,7 +201,7 @@ class InlineStream(SideStream):
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> ThreadMark:
         mark = ThreadMark()
-        mark.begun = time.perf_counter()
+        mark.begin()
         job(*tensors)
         mark.reach()
         return mark
@@ -228,7 +232,7 @@ def _work(jobs: SimpleQueue[_Entry | None]) -> None:
         try:
             for earlier in after:
                 earlier.synchronize()
-            mark.begun = time.perf_counter()
+            mark.begin()
             with torch.no_grad():
                 job(*tensors)
             del tensors
