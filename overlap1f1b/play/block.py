@@ -39,7 +39,7 @@ from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Routed
 from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent
-from overlap1f1b.play.recompute import Recomputation
+from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
 from overlap1f1b.transport.calls import ExchangeCall, LibrarySplits, Splits, uncut
@@ -144,10 +144,8 @@ class BlockRun:
                     return call(*given)
 
     def _lookout(self) -> Lookout | None:
-        make = self.installed.observers.lookouts
-        return next(
-            filter(None, (look(self.installed.stage, self.block, self.microbatch.index) for look in make)), None
-        )
+        at = self.installed.stage, self.block, self.microbatch.index
+        return next(filter(None, (look(*at) for look in self.installed.observers.lookouts)), None)
 
     def _suspendable(self, call: Callable[..., Tensors], lookout: Lookout | None) -> Forward:
         """Return the forward on a stack of its own."""
@@ -160,9 +158,9 @@ class BlockRun:
         if self.microbatch.grad:
             part = None
             if repeats:
-                again = self._recomputation()
-                part = again.run_experts if shape.drops(Op.EXPERTS) else again.run_kept
-                call = again.function(call) if shape.drops(shape.own) else call
+                parts = self._recomputation()
+                part = partial(parts.run_part, later=True) if shape.drops(Op.EXPERTS) else parts.run_kept
+                call = parts.function(call) if shape.drops(shape.own) else call
             hides = self.own.hides if lookout is None else partial(self._look, lookout)
             handlers = Handlers(part, self._checkpoint, hides=hides)
         return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
@@ -173,7 +171,7 @@ class BlockRun:
         return lookout.hides(tensors, splits, group)
 
     def _checkpoint(self, *given: Any) -> AbstractContextManager[None]:
-        return self._recomputation().checkpoint(*given)
+        return DroppedPart(self._recomputation(), *given).first()
 
     def _recomputation(self) -> Recomputation:
         """Return what computes parts of the forward again; it does not refer to this run."""
@@ -265,7 +263,7 @@ class BlockRun:
             requires_grad.append(required)
             edges.append(edge_of(tensor) if required else None)
             bare.append(tensor.detach())
-        layout = Layout.of(bare)
+        layout = Layout.of_tensors(bare)
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.installed.library_stream, self.installed.anchor)
             return Sent(place, call, layout, requires_grad, edges, library, bare)
@@ -319,7 +317,7 @@ class BlockRun:
         if microbatch.grad and not is_last and any(self.segments[0].received) and not any(requires_grad):
             raise ValueError(_without_gradient(self.name))
         if microbatch.grad:
-            self.outs = [Root.of(self.entered(out)) for out in outs]  # their graph, for the backward
+            self.outs = [Root.at(self.entered(out)) for out in outs]  # their graph, for the backward
             if self.recomputation is not None:
                 self.recomputation.end()
             self._close(self.segments[-1])
@@ -356,7 +354,7 @@ class BlockRun:
             _, version = segment.versions.setdefault(storage, (tensor, tensor._version))
             if tensor._version != version or number < self._changed.get(storage, 0):
                 raise ValueError(self._changed_in_place)
-            segment.crossed[key], entered = Crossing.of(tensor, self.installed.anchor)
+            segment.crossed[key], entered = Crossing.into_segment(tensor, self.installed.anchor)
             segment.here[key] = entered
             segment.uses[key] = Use(storage, tensor._version, entered.grad_fn, entered.grad_fn)
         entered, use = segment.here[key], segment.uses[key]
@@ -401,7 +399,7 @@ class BlockRun:
             return parameter
         if parameter not in segment.here:
             uses.enters(parameter, number)
-            segment.parameters[parameter], entered = Crossing.of(parameter, self.installed.anchor)
+            segment.parameters[parameter], entered = Crossing.into_segment(parameter, self.installed.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad
             segment.here[parameter] = entered
         return segment.here[parameter]

@@ -123,22 +123,18 @@ class CrossingMode(TorchFunctionMode):
     def __init__(
         self,
         entered: Callable[[Tensor], Tensor] | None = None,
-        apart: Callable[[Parameter], object] | None = None,
+        apart: Callable[[Parameter], object] = lambda weight: None,
         lookout: Lookout | None = None,
     ) -> None:
         super().__init__()
         # A compiler looks into whatever a call in its region runs.
         self._entered = None if entered is None else uncompiled(entered)
-        self._apart, self.lookout = apart, lookout
+        self.apart, self.lookout = apart, lookout
 
     def end(self) -> None:
         """Do nothing any more, and let go of the forward."""
-        self.ended, self._entered, self._apart, self.lookout = True, None, None, None
-
-    def queues(self, weight: Parameter) -> None:
-        """Note that a layer leaves the gradient of a weight to a queue."""
-        if self._apart is not None:
-            self._apart(weight)
+        self.ended, self._entered, self.lookout = True, None, None
+        self.apart = lambda weight: None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,7 +232,7 @@ class Asking(OpOverloadPacket):
     """The functional all-to-all, which first asks the mode in force."""
 
     @classmethod
-    def of(cls, operation: OpOverloadPacket) -> Asking:
+    def instead_of(cls, operation: OpOverloadPacket) -> Asking:
         """Return an operation that asks, and is else as it was: compilers look into it."""
         asking = object.__new__(cls)
         asking.__dict__.update(operation.__dict__)
@@ -359,7 +355,7 @@ def _change(crossing: _Crossing) -> None:
             return plain_apply(cls)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if cls in _OWN:  # it queues the gradient of its weight
-                mode.queues(*args[1])
+                mode.apart(*args[1])
                 args = (*mode.replaced(args[:1]), args[1], *mode.replaced(args[2:]))
             else:
                 args, kwargs = mode.replaced(args), mode.replaced_by_name(kwargs)
@@ -387,7 +383,7 @@ def _change(crossing: _Crossing) -> None:
     autograd.grad = uncompiled(grad)
     for namespace, operation in functional_operations():
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
-        namespace.all_to_all_single = Asking.of(operation)
+        namespace.all_to_all_single = Asking.instead_of(operation)
     checkpoints: Any = torch.utils.checkpoint
     name = "_checkpoint_without_reentrant_generator"
     name += "_impl" * hasattr(checkpoints, f"{name}_impl")  # from torch 2.14 on

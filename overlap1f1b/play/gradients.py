@@ -23,7 +23,7 @@ class Root(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Root | None:
+    def at(cls, tensor: Tensor) -> Root | None:
         """Return the root of a tensor; None if it requires no gradient."""
         if not tensor.requires_grad:
             return None

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from overlap1f1b.cut.stage import Stage
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.passage import Given, LossFunction, Passage, Phase, Transfers, tensors
+from overlap1f1b.play.passage import Passage, Phase, Transfers
 
 
 def check_gradients_possible() -> None:
@@ -28,44 +26,15 @@ def check_gradients_possible() -> None:
 
 
 class Microbatch(Passage):
-    """The state of one microbatch on one stage: activations, gradients, exchanges in flight.
+    """The state of one microbatch on one stage: activations, gradients, exchanges in flight, runs of blocks.
 
     Nothing of it is kept on a module, so that several microbatches can be open in one block.
-
-    Args:
-        stage: The blocks that it runs through.
-        inputs: One input of the first block or several; None if the stage before passes them on.
-        target: One target of ``loss_fn`` or several.
-        index: Number of the microbatch; contributions to gradients are added in this order.
-        loss_fn: ``(*outputs of the last block, *targets) → scalar``; without it the outputs are returned.
-        loss_grad: Gradient of its loss, where its backward begins: its share of the step's loss × ``loss_scale``.
-        seed: Seed of its stream of random numbers.
-        grad: Whether a backward follows.
-        return_outputs: Whether to keep the arguments of ``loss_fn`` that the last block returned.
-        installed: The stage in the step that plays it.
-
-    Attributes:
-        runs: The run of each block between its first node and its last.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        inputs: Tensor | Sequence[Tensor] | None = None,
-        target: Tensor | Sequence[Tensor] | None = None,
-        *,
-        index: int = 0,
-        loss_fn: LossFunction | None = None,
-        loss_grad: float = 1.0,
-        seed: int = 0,
-        grad: bool = True,
-        return_outputs: bool = False,
-        installed: Installation | None = None,
-    ) -> None:
-        given = Given(tensors(target), loss_fn, loss_grad, return_outputs)
-        installed, entering = installed or Installation(stage), None if inputs is None else tensors(inputs)
-        super().__init__(installed, entering, given, index=index, seed=seed, grad=grad)
-        self.runs: dict[int, BlockRun] = {}
+    @cached_property
+    def runs(self) -> dict[int, BlockRun]:
+        """The run of each block between its first node and its last."""
+        return {}
 
     def install(self, installed: Installation) -> None:
         """Go on in another step."""
@@ -87,7 +56,7 @@ class Microbatch(Passage):
         With thousands of microbatches in a step, Python's garbage collector would else traverse all of it.
         """
         super().finish()
-        del self.runs
+        vars(self).pop("runs", None)
 
     def stop(self) -> None:
         """Unwind suspended forwards and release everything."""

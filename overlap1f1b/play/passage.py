@@ -110,12 +110,14 @@ class Passage:
     """What passes from node to node while a microbatch passes through a stage.
 
     Args:
-        installed: The stage in the step.
-        inputs: Of the first block; None if the stage before passes them on.
-        given: What it is given besides.
+        stage: The blocks that it runs through.
+        inputs: One input of the first block or several; None if the stage before passes them on.
+        target: One target of ``loss_fn`` or several.
         index: Number of the microbatch; contributions to gradients are added in this order.
+        loss_fn, loss_grad, return_outputs: See :class:`Given`.
         seed: Seed of its stream of random numbers.
         grad: Whether a backward follows.
+        installed: The stage in the step that plays it.
 
     Attributes:
         phase: What is still to come.
@@ -130,17 +132,30 @@ class Passage:
     """
 
     def __init__(
-        self, installed: Installation, inputs: Tensors | None, given: Given, *, index: int, seed: int, grad: bool
+        self,
+        stage: Stage,
+        inputs: Tensor | Sequence[Tensor] | None = None,
+        target: Tensor | Sequence[Tensor] | None = None,
+        *,
+        index: int = 0,
+        loss_fn: LossFunction | None = None,
+        loss_grad: float = 1.0,
+        seed: int = 0,
+        grad: bool = True,
+        return_outputs: bool = False,
+        installed: Installation | None = None,
     ) -> None:
-        self.installed, self.given, self.activations = installed, given, inputs
+        self.installed = installed or Installation(stage)
+        self.given = Given(tensors(target), loss_fn, loss_grad, return_outputs)
         self.index, self.grad = index, grad
+        self.activations: Tensors | None = None if inputs is None else tensors(inputs)
         self.phase = Phase.FORWARD
         self.returned = Returned()
         self.gradients: OptionalTensors | None = None
         self.queues: dict[tuple[Op, int, int], WeightQueue] = {}
         self.tied: Gradients = {}
         self.transfers = Transfers()
-        self.random = RandomStream(seed, installed.stage.generators)
+        self.random = RandomStream(seed, stage.generators)
         self.memo: dict[object, Any] = {}
 
     @property

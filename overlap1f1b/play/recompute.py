@@ -130,7 +130,7 @@ class DroppedPart:
         part = outer.part or recomputation.run_part
         forward.handle(outer._replace(bring=bring, checkpoint=_part_of_another, part=part))
         try:
-            with saved_tensors_hooks(self._drop, self._again), self._inside:
+            with saved_tensors_hooks(self._drop, self._unpack), self._inside:
                 yield
         finally:
             forward.handle(outer)
@@ -155,7 +155,7 @@ class DroppedPart:
         """Return whether a tensor is a weight, which is there anyway, with attributes that backwards look at."""
         return self._hooks is None and storage_of(tensor) in self._of.weights
 
-    def _again(self, saved: Saved | Tensor) -> Tensor:
+    def _unpack(self, saved: Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if not saved.is_there:
@@ -305,19 +305,11 @@ class Recomputation:
 
         return dropped
 
-    def checkpoint(self, *given: Any) -> AbstractContextManager[None]:
-        """Return the context of a checkpoint's first forward."""
-        return DroppedPart(self, *given).first()
-
-    def run_part(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run experts inside a checkpoint, which are a part of their own."""
-        with DroppedPart(self, function, args).first():
-            return function(*args)
-
-    def run_experts(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run experts whose activations are dropped."""
+    def run_part(self, function: Callable[..., Any], args: tuple[Any, ...], *, later: bool = False) -> Any:
+        """Run experts as a part of their own, which its first use in a backward computes, or a node ``later``."""
         part = DroppedPart(self, function, args)
-        self.experts.append(part)
+        if later:
+            self.experts.append(part)
         with part.first():
             return function(*args)
 

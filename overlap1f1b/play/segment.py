@@ -101,7 +101,7 @@ class Layout(NamedTuple):
     rows: tuple[RowKind, ...]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Layout:
+    def of_tensors(cls, tensors: Sequence[Tensor]) -> Layout:
         """Return the layout of some tensors."""
         return cls(tuple([RowKind(tensor.shape[1:], tensor.dtype, tensor.device) for tensor in tensors]))
 
@@ -150,11 +150,11 @@ class Crossing(NamedTuple):
     entry: Entry
 
     @classmethod
-    def of(cls, tensor: Tensor, anchor: Tensor) -> tuple[Crossing, Tensor]:
+    def into_segment(cls, tensor: Tensor, anchor: Tensor) -> tuple[Crossing, Tensor]:
         """Return the crossing of a tensor, and what enters."""
         if torch._C._are_functorch_transforms_active():  # a transform of torch.func uses it from around itself
             with temporarily_clear_interpreter_stack():
-                return cls.of(tensor, anchor)
+                return cls.into_segment(tensor, anchor)
         entry = Entry(tensor)
         entered = entry.enter(tensor, anchor)
         return cls(edge_of(tensor), ref(entered.grad_fn), entry), entered

@@ -436,3 +436,27 @@ def test_buffers_have_the_values_of_the_first_time_and_change_once(mode: Recompu
     held = {name for _, name, _ in engine.stages[0].buffers[1].copies()}
     assert "table" not in held
     assert "mean" in held
+
+
+class Counting(models.Block):
+    """Counts its calls in attributes before the experts and behind them, and in an entry of a dictionary."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.before, self.behind, self.entries = 0, torch.zeros(()), {"calls": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before, self.entries["calls"] = self.before + 1, self.entries["calls"] + 1
+        y = super().forward(x)
+        self.behind = self.behind + 1
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_counters_in_places_that_are_carried_count_a_microbatch_once(mode: Recompute) -> None:
+    model = models.build(block=Counting, expert_calls=2)
+    engine = make(model, build_schedule("combined_1f1b", microbatches=3), recompute=mode, verify=False)
+    block, data = model[1], models.batch(3)
+    for number in range(1, 5):
+        engine.step(data[0], target=data[1])
+        assert (block.before, block.behind.item(), block.entries["calls"]) == (3 * number,) * 3

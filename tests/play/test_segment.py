@@ -22,7 +22,7 @@ SEVERAL: dict[str, tuple[Tensor, ...]] = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_several_tensors_of_any_strides_and_shapes_are_packed(name: str) -> None:
-    layout = Layout.of(SEVERAL[name])
+    layout = Layout.of_tensors(SEVERAL[name])
     for given, back in zip(SEVERAL[name], layout.unpack(layout.pack(SEVERAL[name])), strict=True):
         assert back.dtype == given.dtype
         assert torch.equal(back, given)
