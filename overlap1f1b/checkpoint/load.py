@@ -18,7 +18,7 @@ import torch
 
 from overlap1f1b.checkpoint.folder import checkpoint_in
 from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, fill, first_difference
-from overlap1f1b.checkpoint.shards import Shards
+from overlap1f1b.checkpoint.shards import Shards, parts_of
 from overlap1f1b.checkpoint.state import States, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
@@ -67,7 +67,8 @@ def load_checkpoint(
         together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
         together.each(lambda: check_tensors(checkpoint, together.rank, together.size))
         facts = together.first(lambda: _facts(checkpoint, config or {}))
-        fill = together.own(lambda: _prepared(engine, optimizer, checkpoint, facts, with_random(state)))
+        parts = together.each(lambda: parts_of(engine))
+        fill = together.own(lambda: _prepared(Shards(engine, optimizer, parts), checkpoint, facts, with_random(state)))
         together.each(fill)
         return facts["step"]
 
@@ -82,12 +83,10 @@ def _facts(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _prepared(
-    engine: Engine, optimizer: torch.optim.Optimizer, checkpoint: Path, facts: Mapping[str, Any], states: States
-) -> Callable[[], None]:
+def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states: States) -> Callable[[], None]:
     """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it."""
     # 1. What this rank reads.
-    index, shards = read_index(checkpoint), Shards(engine, optimizer)
+    index, optimizer = read_index(checkpoint), shards.optimizer
     table = OptimizerTable(**{"classes": {}, **facts["optimizer"]})  # which older checkpoints do not have
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
@@ -99,13 +98,12 @@ def _prepared(
             if stored_name not in entries:
                 entries[stored_name], large = shards.zeros(table, name)
                 tensors |= large
-        keys = keys_of(states, facts["states"], engine.mesh, facts["layout"])
+        keys = keys_of(states, facts["states"], shards.mesh, facts["layout"])
     except ValueError as error:
         raise ValueError(f"checkpoint {checkpoint}: {error}") from None
     # 2. Whether it fits. Beside this rank's there are those of other blocks, and of stages that it was not given.
-    elsewhere = [name for name in shards.model._modules if not shards.holds(name)]
-    left = tuple(f"{kind}.{name}." for kind in ("model", "optimizer") for name in elsewhere)
-    is_whole = not isinstance(engine.model, Mapping)
+    left = tuple(f"{kind}.{name}." for kind in ("model", "optimizer") for name in shards.elsewhere or ())
+    is_whole = shards.elsewhere is not None
     there = {
         key: f"{meta.properties.dtype}{list(meta.size)}"
         for key, meta in index.items()

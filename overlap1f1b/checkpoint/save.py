@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
 from overlap1f1b.checkpoint.optimizer import OptimizerTable, first_difference
-from overlap1f1b.checkpoint.shards import Shards, Stored
+from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
 from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, encoded
 from overlap1f1b.engine.engine import Engine
@@ -59,8 +59,7 @@ def save_checkpoint(
 
     The checkpoint has the model, the optimizer's state, every rank's random numbers (Python's, NumPy's, torch's), and
     ``state``. All ranks must call this. A mesh with other numbers of ranks, along any dimension, can resume from the
-    checkpoint. Stages that are given as plain lists have their stage numbers in the parameters' names, so only a run
-    with the same stages can read them.
+    checkpoint. Parameters of stages that are given have the numbers of their blocks in the whole model in their names.
 
     Args:
         engine: Engine of the model.
@@ -153,8 +152,10 @@ def _tensors_to_write(
 ) -> dict[str, Tensor]:
     """Return the tensors that this rank could write, by name. They share the memory of the run's."""
 
+    parts = together.each(lambda: parts_of(engine))
+
     def collect() -> tuple[Shards, OptimizerTable, dict[str, Tensor], dict[str, Tensor]]:
-        shards = Shards(engine, optimizer)
+        shards = Shards(engine, optimizer, parts)
         table, large = shards.of_optimizer()
         return shards, table, shards.of_model(facts["model"]) | large, pack(with_random(states))
 

@@ -10,9 +10,10 @@ is equal on all ranks that hold it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, class_of, is_large, numbers_of, plain
 from overlap1f1b.checkpoint.tensors import Whole
-from overlap1f1b.cut.blocks import marked_as_slice, tensor_dimension
+from overlap1f1b.cut.blocks import blocks_of, marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
 from overlap1f1b.reduce.ties import ties_in
@@ -29,12 +30,36 @@ Stored = Literal["all", "trained", "none"]
 """Tensors of the model that a checkpoint stores."""
 
 
+class Part(NamedTuple):
+    """What all ranks need to know of a stage that was given, to name parameters as the whole model does.
+
+    Args:
+        blocks: Number of its blocks.
+        ties: Names of its tied parameters among these blocks, such as ``1.weight``, by the names that all stages use.
+    """
+
+    blocks: int
+    ties: dict[str, str]
+
+
+def parts_of(engine: Engine) -> dict[int, Part]:
+    """Return the stages that were given to this rank, by their numbers, but those that know the model's names."""
+    parts = {}
+    for number, stage in engine.model.items() if isinstance(engine.model, Mapping) else ():
+        if not hasattr(stage, "hang"):
+            blocks = engine.stages[number].blocks
+            names = {p: name for name, p in nn.ModuleList(blocks).named_parameters()}
+            ties = {name: names[p] for name, p in ties_in(stage).items() if p in names}
+            parts[number] = Part(len(blocks), ties)
+    return parts
+
+
 class Shards:
     """Tensors of the model and the optimizer that this rank holds, with their names in the whole model.
 
     Attributes:
-        model: The engine's model, or a module of the stages that this rank was given.
-        blocks: Children of the model that this rank trains; None for all.
+        model: The engine's model, or a module of the blocks that this rank was given, by their numbers in the model.
+        elsewhere: Names of the model's blocks that other ranks store; None if this rank does not know them.
         slice: Number of this rank among those that share the experts, and how many these are.
         sliced: Names of parameters that these ranks slice, without a DTensor that says so.
         columns: Number of this rank's experts in parameters whose columns, in equal parts, are sorted by expert.
@@ -43,24 +68,25 @@ class Shards:
         stored_names: Names under which the optimizer's state of these is stored; copies on other stages share one.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.mesh, given = optimizer, engine.mesh, engine.model
-        self.blocks: Collection[str] | None = None
+    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[int, Part]]) -> None:
+        """Find the tensors and their names; ``parts`` are those of :func:`parts_of` on all ranks."""
+        self.optimizer, self.mesh = optimizer, engine.mesh
+        self.model: nn.Module = nn.Module()
+        self.elsewhere: set[str] | None = None
         self.columns: dict[str, int] = {}
         ties: dict[nn.Parameter, str] = {}
-        if isinstance(given, Mapping):
-            self.model = nn.Module()
-            for number, stage in given.items():
-                if (hang := getattr(stage, "hang", None)) is not None:
-                    hang(self.model)
-                else:
-                    self.model.add_module(str(number), stage if isinstance(stage, nn.Module) else nn.ModuleList(stage))
-                ties |= {p: name for name, p in ties_in(stage).items()}
-                self.columns |= getattr(stage, "__dict__", {}).get("columns", {})
-        else:
-            self.model = given if isinstance(given, nn.Module) else nn.ModuleList(given)
+        given: Any = engine.model
+        if not isinstance(given, Mapping):
+            self.model = given if isinstance(given, nn.Sequential) else nn.ModuleList(blocks_of(given))
             own = {block for stage in engine.stages.values() for block in stage.blocks}
-            self.blocks = {name for name, child in self.model._modules.items() if child in own}
+            self.elsewhere = {name for name, child in self.model._modules.items() if child not in own}
+        elif any(parts):
+            self.model, self.elsewhere, ties = _numbered(engine, {n: part for own in parts for n, part in own.items()})
+        else:
+            for stage in given.values():
+                stage.hang(self.model)
+                ties |= {p: name for name, p in ties_in(stage).items()}
+                self.columns |= stage.columns
         self.slice = self.mesh.expert_slice
         self.sliced = {
             f"{path}.{label}".lstrip(".")
@@ -89,7 +115,7 @@ class Shards:
 
     def holds(self, name: str) -> bool:
         """Return whether this rank stores a tensor of the model."""
-        return self.blocks is None or name.partition(".")[0] in self.blocks
+        return not self.elsewhere or name.partition(".")[0] not in self.elsewhere
 
     def of_model(self, stored: Stored) -> dict[str, Tensor]:
         """Return the model's tensors as they are stored, by name."""
@@ -181,6 +207,28 @@ class Shards:
                 f"{f'{of[0]} rows' if by_row else 'the same'}, or a single number"
             )
         return True
+
+
+def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set[str], dict[nn.Parameter, str]]:
+    """Return a module of the blocks in this rank's stages, by their numbers in the whole model.
+
+    Also return the numbers of all other blocks, and of each tied parameter its name in the first stage that has it.
+    """
+    numbers = sorted(parts)
+    first = dict(zip(numbers, accumulate((parts[n].blocks for n in numbers), initial=0), strict=False))
+    homes: dict[str, str] = {}
+    for number in numbers:
+        for tie, name in parts[number].ties.items():
+            block, _, label = name.partition(".")
+            homes.setdefault(tie, f"{first[number] + int(block)}.{label}")
+    given: Any = engine.model
+    model, ties = nn.Module(), dict[nn.Parameter, str]()
+    for number, stage in engine.stages.items():
+        for position, module in enumerate(stage.blocks, first[number]):
+            model.add_module(str(position), module)
+        ties |= {p: homes[tie] for tie, p in ties_in(given[number]).items() if tie in homes}
+    every = range(sum(part.blocks for part in parts.values()))
+    return model, set(map(str, every)) - model._modules.keys(), ties
 
 
 def _small(value: object, what: str) -> Any:

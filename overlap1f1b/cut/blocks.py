@@ -72,6 +72,8 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
                 f"{quoted(strange[0])} as a model or a block of it; allowed: an nn.Sequential or a list of blocks"
             )
         return given
+    if isinstance(model, nn.ModuleList) and type(model).forward is nn.Module.forward:
+        return list(model)
     if isinstance(blocks := model.__dict__.get("blocks"), list):
         return list(blocks)
     if type(model).forward is not nn.Sequential.forward:
@@ -83,6 +85,30 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
         )
     # Not children(), which leaves out a module's second place.
     return [block for block in model._modules.values() if block is not None]
+
+
+def blocks_of_stage(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of a stage that is given: as of a model, or of a module with an ``nn.ModuleList`` ``blocks``.
+
+    The module's own forward is not called, so all that it has must be in its blocks or tied.
+
+    Raises:
+        ValueError: As for a model; or a module that has something beside its blocks, or hooks.
+    """
+    blocks = stage._modules.get("blocks") if isinstance(stage, nn.Module) else None
+    if not isinstance(stage, nn.Module) or not isinstance(blocks, nn.ModuleList):
+        return blocks_of(stage)
+    tied = stage._modules.get("tied")
+    inside = {*blocks.modules(), *blocks.parameters(), *blocks.buffers(), *(tied.parameters() if tied else ()), tied}
+    members = {**stage._modules, **stage._parameters, **stage._buffers}
+    beside = [name for name, member in members.items() if member is not None and member not in inside]
+    what = f"{beside[0]} beside its blocks" if beside else own_call(stage)
+    if what:
+        raise ValueError(
+            f"a stage of type {type(stage).__name__} with {what}, which no step would call; "
+            "allowed: all of it in its blocks"
+        )
+    return list(blocks)
 
 
 def device_of(blocks: Iterable[nn.Module]) -> torch.device | None:

@@ -68,9 +68,9 @@ class Engine:
 
     Args:
         model: The whole model as an ``nn.Sequential`` or a list of blocks, which is split into stages of equal weight;
-            or the stages of this rank by their number, each a list of blocks, or a module with a list ``blocks`` and
-            perhaps parameters ``tied`` over stages. A block maps one tensor or several to one or a tuple; it may hold
-            Experts.
+            or the stages of this rank by their number, each a list of blocks, or a module with ``blocks`` (a list or an
+            ``nn.ModuleList``) and perhaps parameters ``tied`` over stages. A block maps one tensor or several to one
+            or a tuple; it may hold Experts.
         program: Schedule of the step over the mesh's pipeline ranks; ``auto`` to find an order for the measured costs.
         mesh: Any of the dimensions "pp" (stages), "dp" (data), "ep" (data, sharing the experts), "cp" (each rank has a
             part of every sequence) and "tp" (each rank has the same data; DTensors over "tp" say which part of a

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.cut.blocks import blocks_of, device_of
+from overlap1f1b.cut.blocks import blocks_of, blocks_of_stage, device_of
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.kernels.choice import choose_nothing
@@ -114,7 +114,7 @@ def stages_of(
             raise ValueError("block_weights of stages that are given; allowed: of the blocks of a whole model")
         if sorted(model) != sorted(held):
             raise ValueError(f"stages {sorted(model)} on pipeline rank {rank}; allowed: {sorted(held)}")
-        held_blocks = {stage: blocks_of(model[stage]) for stage in held}
+        held_blocks = {stage: blocks_of_stage(model[stage]) for stage in held}
         ties = [ties_in(model[stage]) for stage in held]
         # In the order of numbers, so that ranks with the same stages gather them in the same order.
         tops = [model[stage] for stage in sorted(held)]

@@ -137,12 +137,12 @@ class _Room:
     def fits(self, stage: int, microbatch: int) -> bool:
         """Return whether a forward may begin."""
         alive = self.held.alive
-        if len(alive) >= self.limit or len(self.held.left) >= self.limit + self.deferred:
+        if sum(1 for other, _ in alive if other == stage) >= self.caps[stage]:
             return False
-        if sum([other == stage for other, _ in alive]) >= self.caps[stage]:
+        younger = sum(1 for _, other in alive if other > self.oldest)
+        if microbatch != self.oldest and self.stages + younger >= self.limit:
             return False
-        younger = sum([other > self.oldest for _, other in alive])
-        return microbatch == self.oldest or self.stages + younger < self.limit
+        return len(alive) < self.limit and len(self.held.left) < self.limit + self.deferred
 
     def begin(self, stage: int, microbatch: int) -> bool:
         """Let a forward begin; return whether another microbatch is now the oldest, for which others may have room."""
@@ -207,14 +207,12 @@ class PriorityScheduler(RankScheduler):
                 self._make_ready(job)
         chosen = self._choose()
         until = pending[0][0] if pending else _FOREVER
-        if chosen is not None:
-            cost = self._cost(chosen.tasks[chosen.done].node)
-            latest = time + self.priorities.lookahead * cost
-            if not (until < latest and any(at < latest and job.priority < chosen.priority for at, _, job in pending)):
-                self._launch(time + cost)
-                self._advance(chosen)
-                return None
+        if chosen is not None and self._smaller_key_comes(chosen, time):
             self._make_ready(chosen)
+        elif chosen is not None:
+            self._launch(time + self._cost(chosen.tasks[chosen.done].node))
+            self._advance(chosen)
+            return None
         if self.weights:
             cost = self._cost(self.weights[0][2])
             if until - time >= self.priorities.patience * cost:
@@ -262,6 +260,13 @@ class PriorityScheduler(RankScheduler):
                 return job
         return None
 
+    def _smaller_key_comes(self, job: _Job, time: float) -> bool:
+        """Return whether a job of a smaller key can start so soon that it is worth the wait."""
+        if not self.priorities.lookahead:
+            return False
+        latest = time + self.priorities.lookahead * self._cost(job.tasks[job.done].node)
+        return any(at < latest and other.priority < job.priority for at, _, other in self.pending)
+
     def _launch(self, until: float) -> None:
         """Launch exchanges, the smallest key first, until their links have work up to a time."""
         free = self.clock.free[_EXCHANGE]
@@ -291,12 +296,7 @@ class PriorityScheduler(RankScheduler):
             heappush(self.weights, (microbatch, next(self.number), weight))
             self.room.held.owe((stage, microbatch))
         if exchanges:
-            job.launches = max(job.launches, job.priority)
-            if kind is _I and job.before is not None:  # in the order of microbatches
-                job.launches = max(job.launches, job.before.launches)
-            job.queue.extend(exchanges)
-            for _ in exchanges:
-                heappush(self.launches, (job.launches, next(self.number), job))
+            self._queue(job, exchanges)
         if job.done == len(job.tasks):
             self._end(job, sent=bool(at_once) and at_once[-1].op is _SEND)
         elif job.launched >= job.tasks[job.done].needs:
@@ -309,6 +309,15 @@ class PriorityScheduler(RankScheduler):
         _, start, end = self._issue(node)
         self.worked += end - start
         self.given_up |= end - self.worked > self.may_idle
+
+    def _queue(self, job: _Job, exchanges: tuple[Node, ...]) -> None:
+        """Let exchanges wait for their launch; those of backwards in the order of microbatches."""
+        job.launches = max(job.launches, job.priority)
+        if job.key[3] is _I and job.before is not None:
+            job.launches = max(job.launches, job.before.launches)
+        job.queue.extend(exchanges)
+        for _ in exchanges:
+            heappush(self.launches, (job.launches, next(self.number), job))
 
     def _begin(self, stage: int, microbatch: int) -> None:
         """Take the room of a forward; in the first stage the next microbatch follows."""

@@ -65,27 +65,27 @@ class Activations:
         self.alive: set[tuple[int, ...]] = set()
         self.left: dict[tuple[int, ...], int] = {}
 
-    def begin(self, key: tuple[int, ...]) -> None:
+    def begin(self, place: tuple[int, ...]) -> None:
         """A forward begins."""
-        self.alive.add(key)
-        self.owe(key)
+        self.alive.add(place)
+        self.owe(place)
 
-    def owe(self, key: tuple[int, ...]) -> None:
+    def owe(self, place: tuple[int, ...]) -> None:
         """A weight gradient has become possible."""
-        self.left[key] = self.left.get(key, 0) + 1
+        self.left[place] = self.left.get(place, 0) + 1
 
-    def end(self, key: tuple[int, ...]) -> None:
+    def end(self, place: tuple[int, ...]) -> None:
         """An input gradient has ended; its forward may have run before this order."""
-        if key in self.alive:
-            self.alive.remove(key)
-            self.settle(key)
+        if place in self.alive:
+            self.alive.remove(place)
+            self.settle(place)
 
-    def settle(self, key: tuple[int, ...]) -> bool:
+    def settle(self, place: tuple[int, ...]) -> bool:
         """A weight gradient has ended; return whether nothing holds activations any more."""
-        self.left[key] -= 1
-        if not self.left[key]:
-            del self.left[key]
-        return key not in self.left
+        self.left[place] -= 1
+        if not self.left[place]:
+            del self.left[place]
+        return place not in self.left
 
 
 class _Sums:
@@ -102,17 +102,24 @@ class _Sums:
         self.weight_turn = _turns(actions, (Kind.B, Kind.W))
         self.passed: dict[tuple[object, ...], int] = {}  # microbatches that have passed a node
 
-    def in_turn(self, node: Node, turn: int) -> bool:
-        """Return whether so many microbatches, all earlier ones, have passed a node."""
+    def _place(self, node: Node) -> tuple[object, ...]:
         if self.parts and node.op is _EXPERTS:
             node = node._replace(part=0)
-        return self.passed.get(node[:2] + node[3:], 0) == turn
+        return node[:2] + node[3:]
+
+    def in_turn(self, node: Node, turn: int) -> bool:
+        """Return whether so many microbatches, all earlier ones, have passed a node."""
+        return self.passed.get(self._place(node), 0) == turn
+
+    def weight_in_turn(self, node: Node) -> bool:
+        """Return whether all earlier microbatches have passed a weight gradient."""
+        return self.in_turn(node, self.weight_turn[microbatch_of(node)])
 
     def passes(self, node: Node) -> None:
         """A microbatch passes a node."""
         if node.op is not _EXPERTS or not node.part:
-            key = node[:2] + node[3:]
-            self.passed[key] = self.passed.get(key, 0) + 1
+            place = self._place(node)
+            self.passed[place] = self.passed.get(place, 0) + 1
 
 
 class Policy(NamedTuple):
@@ -305,7 +312,9 @@ class ListScheduler(RankScheduler):
 
     def _has_room(self, older_inputs: int) -> bool:
         """Return whether another input gradient may end and leave its weight gradient waiting."""
-        late = sum(key in self.split and key not in self.held.alive for key in self.held.left)
+        if self.peak_weights == _FOREVER:
+            return True
+        late = sum(place in self.split and place not in self.held.alive for place in self.held.left)
         return late + older_inputs < self.peak_weights
 
     def _advance(self, entry: _Open) -> None:
@@ -338,8 +347,7 @@ class ListScheduler(RankScheduler):
 
     def _fill(self, until: float) -> bool:
         """Issue the oldest weight gradient in turn, if there is one and the wait is long enough."""
-        turns = self.sums.weight_turn
-        node = next((node for node in self.weights if self.sums.in_turn(node, turns[microbatch_of(node)])), None)
+        node = next(filter(self.sums.weight_in_turn, self.weights), None)
         if node is None or until - self.clock.now < self.policy.patience * self.clock.costs(node):
             return False
         self._issue_weight(node)

@@ -86,5 +86,5 @@ class TiedReduction(Reduction):
 
 def ties_in(stage: object) -> Mapping[str, nn.Parameter]:
     """Return the tied parameters of a stage that is given, by the name that all their stages use."""
-    tied: Mapping[str, nn.Parameter] = getattr(stage, "__dict__", {}).get("tied", {})
-    return tied
+    tied = getattr(stage, "tied", None)  # a module that a model calls so is none
+    return dict(tied.items()) if isinstance(tied, dict | nn.ParameterDict) else {}

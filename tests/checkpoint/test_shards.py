@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint.tensors import empty, read_index, read_tensors
 from overlap1f1b.engine import Engine
 from overlap1f1b.schedule import build_schedule
+from tests import models
 from tests.checkpoint.runs import EXPERTS, Tiny, ep, equal
 from tests.checkpoint.test_load_resuming import Run
+from tests.engines import COSTS, make
 from tests.ranks import Ranks, over
+from tests.reduce.test_ties import Stage, build
 from tests.tiers import wide
 
 
@@ -28,6 +34,14 @@ def stored(path: Path) -> dict[str, tuple[list[int], int]]:
         for key, meta in index.items()
         if isinstance(meta, TensorStorageMetadata) and key.startswith(("model.", "optimizer."))
     }
+
+
+def content(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the model and the optimizer."""
+    index = read_index(path)
+    tensors = {key: empty(index[key]) for key in stored(path)}
+    read_tensors(path, tensors)
+    return tensors
 
 
 def small(model: nn.Module) -> tuple[Engine, torch.optim.Optimizer]:
@@ -71,6 +85,63 @@ def test_what_is_not_stored_stays_as_it_is(which: str, tmp_path: Path) -> None:
     left = {"dense.frozen"} if which == "trained" else before.keys() & model.state_dict().keys()
     assert equal(other.state(), wanted | {name: before[name] for name in left})
     assert not equal(other.state(), wanted)
+
+
+class Listed(nn.Module):
+    """A stage of plain lists, with the blocks of another."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.blocks, self.tied = list(stage.blocks), nn.ParameterDict(stage.tied)
+
+
+FORMS: dict[str, Callable[[Stage], Any]] = {"module": lambda stage: stage, "list": Listed}
+"""In which a stage is given."""
+
+
+def _handed_on(stages: Any, mesh: DeviceMesh | None, ranks: int, source: Path | None, folder: Path) -> Path:
+    """Train two steps, or load what another layout has saved; then save."""
+    chunks = 1 if ranks > 1 or not isinstance(stages, dict) else len(stages)
+    name = "1f1b" if chunks == 1 else "interleaved_1f1b"
+    engine = make(stages, build_schedule(name, ranks=ranks, microbatches=2, chunks=chunks), mesh=mesh, costs=COSTS)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.05)
+    inputs, target = models.batch(2)
+    for _ in range(2 if source is None else 0):
+        engine.step(inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+    if source is not None:
+        with torch.no_grad():
+            for parameter in engine.parameters():
+                parameter.zero_()
+        assert load_checkpoint(engine, source, optimizer) == 2
+    return save_checkpoint(engine, folder, 2, optimizer).result()
+
+
+def _stage_a_rank(rank: int, size: int, form: str, source: Path | None, folder: Path) -> Path:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    stages = {number: FORMS[form](stage) for number, stage in build([rank], size).items()}
+    return _handed_on(stages, mesh, size, source, folder)
+
+
+@pytest.mark.parametrize("form", ["module", *wide("list")])
+def test_stages_that_are_given_have_the_names_of_the_whole_model(ranks2: Ranks, tmp_path: Path, form: str) -> None:
+    """From stages on two ranks to the model, to four stages on a rank, and back."""
+    path, *_ = ranks2.run(_stage_a_rank, form, None, tmp_path / "first")
+    first = content(path)
+    assert {"model.0.weight", "model.4.weight", "optimizer.0.weight.exp_avg"} < first.keys()
+    assert "optimizer.4.weight.exp_avg" not in first
+    layouts = {
+        "model": models.build(tied=True),
+        "modules": nn.ModuleList(models.build(tied=True)),
+        "stages": {number: FORMS[form](stage) for number, stage in build([0, 1, 2, 3], 4).items()},
+        "one object": {number: FORMS[form](stage) for number, stage in build([0, 1], 2, copy=False).items()},
+    }
+    for name, layout in layouts.items():
+        path = _handed_on(layout, None, 1, path, tmp_path / name)
+        assert equal(content(path), first), name
+    path, *_ = ranks2.run(_stage_a_rank, form, path, tmp_path / "last")
+    assert equal(content(path), first)
 
 
 class Counts(nn.Linear):

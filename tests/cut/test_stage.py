@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from overlap1f1b.cut.blocks import refuse_wrappers
+from overlap1f1b.cut.blocks import blocks_of_stage, refuse_wrappers
 from overlap1f1b.engine import Stage, blocks_of
 from overlap1f1b.play.install import Installation
 from tests import models
@@ -53,6 +55,33 @@ def test_blocks_of_a_model() -> None:
         blocks_of(a)
     with pytest.raises(ValueError, match="a stage without blocks"):
         Stage([])
+
+
+class Part(nn.Module):
+    """A stage in the form that comes to mind first."""
+
+    def __init__(self, *blocks: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.tied = nn.ParameterDict({"weight": blocks[0].weight})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_blocks_of_a_stage() -> None:
+    a, b = nn.Linear(2, 2), nn.Tanh()
+    assert blocks_of_stage(Part(a, b)) == blocks_of(nn.ModuleList([a, b])) == blocks_of_stage([a, b]) == [a, b]
+    shifted, hooked = Part(a, b), Part(a, b)
+    shifted.register_buffer("shift", torch.zeros(2))
+    hooked.register_forward_hook(lambda *_: None)
+    for stage, what in ((shifted, "shift beside its blocks"), (hooked, "forward hooks of its own")):
+        with pytest.raises(ValueError, match=f"^a stage of type Part with {what}, which no step would call; allowed:"):
+            blocks_of_stage(stage)
+    with pytest.raises(ValueError, match=r"a model of type Part; allowed: an nn\.Sequential or a list"):
+        blocks_of(Part(a, b))
 
 
 def test_wrappers_that_sum_gradients_are_refused() -> None:

@@ -23,8 +23,7 @@ class Stage(nn.Module):
 
     def __init__(self, blocks: list[nn.Module], tied: dict[str, nn.Parameter]) -> None:
         super().__init__()
-        self.held = nn.ModuleList(blocks)
-        self.__dict__ |= {"blocks": blocks, "tied": tied}
+        self.blocks, self.tied = nn.ModuleList(blocks), tied
 
 
 def build(held: list[int], stages: int, name: str = "weight", *, copy: bool = True) -> dict[int, Stage]:
