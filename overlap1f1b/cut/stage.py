@@ -28,6 +28,7 @@ from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.places import KnownPlaces
 from overlap1f1b.cut.random import Draws, generators_of
 from overlap1f1b.cut.uses import ParameterUses
+from overlap1f1b.kernels.grouped_mm import has_own_products
 from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
@@ -141,7 +142,9 @@ class Stage:
                 recompute=parse_recompute("none" if options_of(block).keeps else recompute),
                 parts=parts if self.experts_of(index) else 1,
                 experts_split=not self.experts_of(index)
-                or any(p.requires_grad for m in self.experts_of(index) for p in m.weights()),
+                or any(
+                    p.requires_grad and not has_own_products(p) for m in self.experts_of(index) for p in m.weights()
+                ),
                 gathered=index in gathered,
             )
             for index, block in enumerate(self.blocks)
@@ -279,13 +282,17 @@ class Stage:
 
 
 def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a plain ``nn.Linear`` with a trained real weight (no parametrization, no subclass)."""
+    """Return whether a module is a plain ``nn.Linear`` with a trained real weight.
+
+    Not so a subclass or a parametrization; nor parameters whose classes have products of their own.
+    """
     return (
         type(module).forward is nn.Linear.forward
         and "forward" not in module.__dict__
         and (weight := module._parameters.get("weight")) is not None
         and weight.requires_grad
         and not weight.is_complex()
+        and not any(has_own_products(parameter) for parameter in module.parameters())
     )
 
 

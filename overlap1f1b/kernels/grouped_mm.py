@@ -231,6 +231,54 @@ class GroupedMM(torch.autograd.Function):
         return of_rows.to(ctx.rows_dtype), grad_weight, None, None
 
 
+def multiplied(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None) -> Tensor:
+    """Return :func:`grouped_mm` with its gradients, by :class:`GroupedMM` or by the weight's own class.
+
+    A weight with products of its own gets its gradient by them too, in the backward of the rows.
+
+    Raises:
+        ValueError: The weight's class has products of its own, but not this one, or ``eight`` is given.
+    """
+    if not has_own_products(weight):
+        product: Tensor = GroupedMM.apply(rows, weight, counts, eight)
+        return product
+    kind = type(weight).__name__
+    if eight is not None:
+        raise ValueError(f"a weight of {kind} in products of eight bits; allowed: precision=None, or a plain parameter")
+    dtype, total = product_dtype(weight), sum(counts)
+    right = weight.to(dtype).transpose(1, 2)
+    if type(right) is not type(weight):
+        raise ValueError(
+            f"a weight of {kind}, which loses its class when it is cast or transposed; allowed: a class that keeps it, "
+            "or a plain parameter"
+        )
+    try:  # without rows that belong to no expert: their values are undefined, and a class may look at them
+        result = F.grouped_mm(rows[:total].to(dtype), right, offs=offsets(counts, rows))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"a weight of {kind}, for which torch.nn.functional.grouped_mm fails ({error}); allowed: a class that "
+            "multiplies these rows, or a plain parameter"
+        ) from error
+    return F.pad(result, (0, 0, 0, len(rows) - total)) if total < len(rows) else result
+
+
+def has_own_products(weight: Tensor) -> bool:
+    """Return whether a weight's class may multiply in a way of its own, as low-precision training of torchao does.
+
+    Only such a product has the right gradients then. The class of a DTensor is that of its local part.
+    """
+    kind: Any = type(weight)
+    if kind is Parameter or kind is Tensor:
+        return False
+    if (local := getattr(weight, "_local_tensor", None)) is not None:
+        return has_own_products(local)
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or function not in _ORDINARY
+
+
+_ORDINARY: tuple[Any, ...] = (Parameter.__torch_function__, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
+
+
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """Add ``grad[e].T @ rows[e]`` to ``main[e]`` for each expert.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.fp8 import FITS, Precision, check_device
-from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, GroupedMM, KnownRows
+from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, KnownRows, multiplied
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
 from overlap1f1b.schedule.values import check_size
@@ -65,8 +65,7 @@ class Experts(nn.Module):
     def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the grouped matrix product for :meth:`compute`; the engine replaces it with its own."""
         eight = EightBits(self.kernels, self.precision) if self.precision else None
-        product: Tensor = GroupedMM.apply(rows, weight, counts, eight)
-        return product
+        return multiplied(rows, weight, counts, eight)
 
     @property
     def reads_counts_late(self) -> bool:

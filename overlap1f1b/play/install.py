@@ -18,7 +18,7 @@ from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.cut.weights import split_grouped_mm, split_linear
-from overlap1f1b.kernels.grouped_mm import EightBits
+from overlap1f1b.kernels.grouped_mm import EightBits, has_own_products
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.plan import StageShape
 from overlap1f1b.play.crossing import functions_cross
@@ -128,10 +128,10 @@ class Installation:
 
         def forward(input: Tensor) -> Tensor:
             weight, bias = linear.weight, linear.bias
-            # It was frozen since. Or torch.func has put a tensor in its place, or transforms a call and knows no
-            # Function.
-            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad
-            if plain or torch._C._are_functorch_transforms_active():
+            # It was frozen since, or has a class with products of its own. Or torch.func has put a tensor in its place,
+            # or transforms a call and knows no Function.
+            plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad or has_own_products(weight)
+            if plain or (bias is not None and has_own_products(bias)) or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
             return split_linear(input, (weight,), bias, self.queue.put, self.anchor)
 
@@ -140,10 +140,12 @@ class Installation:
     def _split_product(self, experts: Experts) -> GroupedProduct:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
         kernels = experts.kernels if self._adds_to_main else None
-        precision = experts.precision
+        plain, precision = experts.product, experts.precision
         eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+            if has_own_products(weight):
+                return plain(rows, weight, counts)
             anchor = self.anchor if weight.requires_grad else None
             return split_grouped_mm(rows, (weight,), counts, self.queue.put, kernels, anchor, eight)
 

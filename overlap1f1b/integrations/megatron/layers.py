@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.cut.weights import added_to_main, split_linear
 from overlap1f1b.integrations.megatron.config import KERNELS, attribute_of, class_names
+from overlap1f1b.kernels.grouped_mm import has_own_products
 from overlap1f1b.play.install import Installation
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import exchange, exchange_by
@@ -156,6 +157,7 @@ def linears_of(model: nn.Module) -> list[Any]:
         and hasattr(module, PRODUCT)
         and isinstance(module.weight, nn.Parameter)
         and module.weight.requires_grad
+        and not has_own_products(module.weight)
     ]
 
 
@@ -166,7 +168,7 @@ def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
     def product(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Collectives along "tp" must not wait for a weight gradient, which may be computed at any time. A bias is
         # rarely added here, and its gradient would be summed in another order.
-        given = args or weight is not layer.weight or kwargs.get("bias") is not None
+        given = args or weight is not layer.weight or has_own_products(weight) or kwargs.get("bias") is not None
         if given or kwargs.get("sequence_parallel") or kwargs.get("allreduce_dgrad") or not torch.is_grad_enabled():
             return plain(input, weight, *args, **kwargs)
         blocks, parameter = stage(), layer.weight

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.integrations.transformers import adapters
 from overlap1f1b.integrations.transformers.parameters import in_place_of
-from overlap1f1b.kernels.grouped_mm import GroupedMM, KnownRows
+from overlap1f1b.kernels.grouped_mm import KnownRows, multiplied
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe import Experts
 
@@ -211,8 +211,8 @@ class OwnExperts(Experts):
     ) -> Tensor:
         result = self.product(rows, weight, counts)
         for one in added:  # never the weights' sum, which is as large as the weights, and its gradient
-            inner = GroupedMM.apply(rows, one.down, counts) * one.scaling
-            result = result + GroupedMM.apply(inner, one.up, counts)
+            inner = multiplied(rows, one.down, counts) * one.scaling
+            result = result + multiplied(inner, one.up, counts)
         return result
 
 

@@ -45,7 +45,7 @@ def in_place_of(old: nn.Parameter, value: Tensor, name: str, *, both: bool = Fal
             "allowed: a hook on the part, registered after split_model"
         )
     new = nn.Parameter(value, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))
+    vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})  # a class's own stay
     if any(hooks):
         new._backward_hooks, new._post_accumulate_grad_hooks = hooks
     if not both:

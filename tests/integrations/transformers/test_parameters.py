@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 from overlap1f1b.integrations.transformers import split_model
 from overlap1f1b.schedule import build_schedule
+from tests import products
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.test_adapters import adapted
 from tests.integrations.transformers.test_split import _OneOf, problems_of
@@ -69,6 +70,27 @@ def test_a_copy_of_a_tied_weight_has_its_marks_and_hooks(rank: int, size: int, d
     marked = [name for name, p in stages.named_parameters() if hasattr(p, "lr_scale")]
     assert marked == ["lm_head.weight" if rank else "model.embed_tokens.weight"]
     problems = problems_of(stages, expected, 1e-6)
+    assert not problems, problems
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+@over(2)
+def test_a_rank_part_of_a_weight_has_its_class(rank: int, size: int, kind: str) -> None:
+    """And so its products, and no values of the whole weight."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+
+    def model() -> Any:
+        made = tiny.build("mixtral", double=True, num_hidden_layers=2)
+        products.convert(made.model.layers, products.KINDS[kind])
+        made.set_experts_implementation("grouped_mm")
+        return made
+
+    batches = [tiny.batch(4, seed=r) for r in range(size)]
+    tokens, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    _, expected = tiny.own_gradients(model(), {"input_ids": tokens}, labels, 4)
+    stages = split_model(model(), EXPERTS, mesh)
+    tiny.engine(stages, EXPERTS, mesh).step(batches[rank][0], target=batches[rank][1])
+    problems = problems_of(stages, expected, 1e-12)
     assert not problems, problems
 
 
