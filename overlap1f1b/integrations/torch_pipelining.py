@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.microbatch import merge_chunks, split_args_kwargs_into_chunks
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
 from torch.utils._pytree import tree_leaves
 
 from overlap1f1b.cut.replacement import replaced
@@ -20,6 +22,18 @@ from overlap1f1b.schedule.program import program_of
 from overlap1f1b.transport.exchange import Exchange
 
 __all__ = ["Schedule", "overlapped"]
+
+_FOLLOWED = (
+    "_loss_fn", "_args_chunk_spec", "_kwargs_chunk_spec", "_output_merge_spec", "_has_backward", "_n_microbatches",
+    "scale_grads",
+)  # fmt: skip
+"""What a loop may read and set of torch's schedule, between two steps."""
+_READ = ("_stage", "_stages", "_num_stages", "pp_group_size", "rank", "stage_index_to_group_rank", "pipeline_order")
+"""What it may read."""
+_SIZES = [f"_{stage}_{way}_initialized" for stage in ("stage", "stages") for way in ("forward", "backward")]
+"""What says that tensors between stages have a size. False lets them have another one from the next step on."""
+_PLAYS = ("step", "eval", "_step_microbatches", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses")
+"""Methods of torch's that the engine plays in place of."""
 
 
 def overlapped(
@@ -58,24 +72,31 @@ def overlapped(
         exchange: See :class:`~overlap1f1b.engine.Engine`.
 
     Raises:
-        ValueError: A stage is no plain ``PipelineStage`` or has a ``dw_builder``; no table of actions. The first step
-            refuses a table that breaks a rule of programs, and what the Engine refuses.
+        ValueError: A stage is no plain ``PipelineStage`` or has a ``dw_builder``; no table of actions; a schedule that
+            plays in a way of its own. The first step refuses a table that breaks a rule of programs, and what the
+            Engine refuses.
     """
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     for stage in stages:
         if not isinstance(stage, PipelineStage) or stage.dw_builder is not None:
             what = "a dw_builder" if isinstance(stage, PipelineStage) else f"a stage of type {type(stage).__name__}"
             raise ValueError(f"a {type(schedule).__name__} with {what}; allowed: a PipelineStage without a dw_builder")
-    program = _program_of(schedule, len(stages))
+    program = _program_of(schedule, stages)
+    own = [name for name in _PLAYS if getattr(schedule, name).__module__ != torch_schedules.__name__]
+    own += ["register_custom_function"] if getattr(schedule, "_comp_type_to_function_map", None) else []
+    if own:
+        raise ValueError(
+            f"a {type(schedule).__name__} with {own[0]} of its own; allowed: torch's, which the engine plays"
+        )
     given = replace(options or EngineOptions(), reduce=False)
     make_engine = partial(Engine, program=program, mesh=mesh, options=given, exchange=exchange)
     parts = {stage.stage_index: stage.submod for stage in stages}
     return Schedule(parts, program, schedule._loss_fn, make_engine, schedule)
 
 
-def _program_of(schedule: Any, chunks: int) -> Program:
-    """Return the program of the table of a schedule with ``chunks`` stages a rank."""
-    name, count = type(schedule).__name__, schedule._n_microbatches
+def _program_of(schedule: Any, stages: Sequence[PipelineStage]) -> Program:
+    """Return the program of the table of a schedule with these stages on a rank."""
+    name, count, chunks = type(schedule).__name__, schedule._n_microbatches, len(stages)
     # torch's table of 1F1B, which it does not play, has wrong numbers. That of LoopedBFS takes the last microbatch's
     # backwards first, but the engine adds gradients in the order of microbatches.
     played = {"Schedule1F1B": "1f1b", "ScheduleLoopedBFS": "afab"}
@@ -86,7 +107,17 @@ def _program_of(schedule: Any, chunks: int) -> Program:
         raise ValueError(f"a {name} without a table of actions; allowed: a schedule of torch that trains")
     rows = [[parse_slot(str(act)) for act in row if act and act.is_compute_op] for _, row in sorted(table.items())]
     ranks = {action.stage: rank for rank, row in enumerate(rows) for slot in row for action in actions_of(slot)}
-    return program_of(name, count, Placement((tuple(ranks[stage] for stage in sorted(ranks)),)), rows)
+    program = program_of(name, count, Placement((tuple(ranks[stage] for stage in sorted(ranks)),)), rows)
+    if type(schedule) is torch_schedules._PipelineScheduleRuntime:  # its table is of a file
+        return program
+    return replace(program, build=partial(_rebuilt, type(schedule), schedule._num_stages, chunks))
+
+
+def _rebuilt(kind: type[Any], count: int, chunks: int, microbatches: int) -> Program:
+    """Return the program of one of torch's schedules with ``count`` stages for a number of microbatches."""
+    stage = SimpleNamespace(num_stages=count, group_size=count // chunks, group_rank=0, submod=None)
+    stages: list[Any] = [stage] * chunks
+    return _program_of(kind(stages, microbatches), stages)
 
 
 class Schedule:
@@ -94,14 +125,21 @@ class Schedule:
 
     ``make_engine`` is called at the first call, when the ``parts``, the modules of this rank's stages, have weights.
 
+    A loop may read and set, between steps: the loss ``_loss_fn``, ``_args_chunk_spec``, ``_kwargs_chunk_spec``,
+    ``_output_merge_spec``, ``_n_microbatches``, ``_has_backward`` and ``scale_grads``, here or at torch's schedule. On
+    all ranks alike, ``_stages_forward_initialized = False`` lets tensors between stages have another size from then on.
+    Anything else of torch's raises AttributeError, except what says where the stages are.
+
     Args:
         loss_fn: ``(output, target, **loss_kwargs) → scalar`` of one microbatch; None plays forwards alone.
-        like: torch's schedule, which says how batches are split, outputs joined and gradients scaled; None for its
-            defaults, without a scale.
+        like: torch's schedule, which splits batches, calls its loss and joins outputs; None for its defaults, without a
+            scale.
 
     Attributes:
         result: Result of the last call; ``result.overlap.hidden_fraction`` says how much of the exchange was hidden.
     """
+
+    result: StepResult | None
 
     def __init__(
         self,
@@ -111,11 +149,36 @@ class Schedule:
         make_engine: Callable[[Mapping[int, list[nn.Module]]], Engine],
         like: Any = None,
     ) -> None:
-        self.program, self.loss_fn = program, loss_fn
-        self.result: StepResult | None = None
-        self._parts = {number: StageBlock(module) for number, module in parts.items()}
-        self._last = program.placement.stages - 1
-        self._make_engine, self._like, self._trains = make_engine, like, loss_fn is not None
+        like = _Settings(program.microbatches, loss_fn, scale_grads=False) if like is None else like
+        own = vars(self)  # nothing else can be set
+        own["_like"], own["_program"], own["_make_engine"], own["result"] = like, program, make_engine, None
+        own["_parts"] = {number: StageBlock(module) for number, module in parts.items()}
+        own["_last"] = program.placement.stages - 1
+
+    def __getattr__(self, name: str) -> Any:
+        like = vars(self).get("_like")
+        if name in _SIZES and hasattr(like, name):
+            return True  # no step asks for sizes by a forward of its own
+        if hasattr(like, name) and name not in (*_FOLLOWED, *_READ):
+            raise AttributeError(f"{name} of a {type(like).__name__} that the engine plays; allowed: {_allowed()}")
+        return getattr(like, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FOLLOWED:
+            setattr(self._like, name, value)
+        elif name in _SIZES and not value:
+            if "engine" in vars(self):
+                self.engine.forget_sizes()
+        elif name in vars(self):
+            super().__setattr__(name, value)
+        else:
+            kind = type(self._like).__name__
+            raise AttributeError(f"{name} is set on a {kind} that the engine plays; allowed: {_allowed()}")
+
+    @property
+    def program(self) -> Program:
+        """The program of the present number of microbatches."""
+        return self._program.of(self._n_microbatches)
 
     @cached_property
     def engine(self) -> Engine:
@@ -156,7 +219,7 @@ class Schedule:
             ValueError: Another number of microbatches than the program has, or something that a stage needs is missing.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
-        count, like = self.program.microbatches, self._like
+        count, like = self._n_microbatches, self._like
 
         def feed() -> Feed:
             # 1. An entry for each microbatch.
@@ -165,14 +228,13 @@ class Schedule:
             if lists and (args or kwargs or target is not None):
                 raise ValueError("a whole batch, and lists of microbatches; allowed: one of them")
             if args or kwargs:
-                specs = () if like is None else (like._args_chunk_spec, like._kwargs_chunk_spec)
-                inputs, named = split_args_kwargs_into_chunks(args, kwargs, count, *specs)
+                inputs, named = like._split_inputs(args, kwargs)
             if target is not None:
                 targets, _ = split_args_kwargs_into_chunks((target,), {}, count)
             # 2. All that the stages of this rank need.
             needed: dict[str, Sequence[Any] | None] = {} if named is None else {"kwarg_mbs": named}
             needed |= {"arg_mbs": inputs} if 0 in self._parts else {}
-            needed |= {"target_mbs": targets} if self._last in self._parts and self.loss_fn else {}
+            needed |= {"target_mbs": targets} if self._last in self._parts and like._loss_fn else {}
             for name, entries in needed.items():
                 if entries is None:
                     raise ValueError(f"no {name} on a rank that needs them; allowed: a list of {count}")
@@ -197,11 +259,11 @@ class Schedule:
             return Feed(given, dict.fromkeys(range(count), 1.0), aux_scale=None)
 
         try:
-            self.result = self.engine.play(feed, grad=self._trains).result
+            self.result = self.engine.play(feed, grad=like._has_backward, microbatches=count).result
         finally:
             for part in self._parts.values():
                 part.arguments = ()
-        if like is not None and like.scale_grads and self._trains:
+        if like.scale_grads and like._has_backward:
             for parameter in self.engine.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(count)
@@ -209,20 +271,32 @@ class Schedule:
             losses[:] = self.result.losses
         if not self.result.outputs:
             return None
-        return merge_chunks(list(self.result.outputs), None if like is None else like._output_merge_spec)
+        return like._merge_outputs(list(self.result.outputs))
 
     def eval(self, *args: Any, **given: Any) -> Any:
         """Run the forwards alone, without gradients; with the arguments of :meth:`step`."""
-        with replaced([(vars(self), "_trains", False)]):
+        with replaced([(vars(self._like), "_has_backward", False)]):
             return self.step(*args, **given)
 
     def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
         """Return the loss of a microbatch, whose stage was called with ``kwargs``."""
-        if self.loss_fn is None:
+        if self._loss_fn is None:
             return given[0].new_zeros(())
         *outputs, target = given
-        loss: Tensor = self.loss_fn(outputs[0] if len(outputs) == 1 else outputs, target, **loss_kwargs)
+        options = (loss_kwargs,) if loss_kwargs else ()
+        loss: Tensor = self._like._compute_loss(outputs[0] if len(outputs) == 1 else outputs, target, *options)
         return loss
+
+
+class _Settings(torch_schedules._PipelineSchedule):
+    """What a loop reads and sets of a schedule, where torch has none."""
+
+    step: Any = None
+    _step_microbatches: Any = None
+
+
+def _allowed() -> str:
+    return f"to read and set {', '.join(_FOLLOWED)}, to read {', '.join(_READ)}"
 
 
 class StageBlock(MicrobatchBlock):

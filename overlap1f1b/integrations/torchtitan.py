@@ -192,7 +192,7 @@ class Schedule(torch_pipelining.Schedule):
         """Play the microbatches, as of torch; outputs are returned only where they are asked for."""
         # Keep the head's weights gathered, and the norm's: the loss of one open microbatch would free them for all.
         head = self._head  # what replaces it is no FSDPModule
-        with replaced([(vars(self.loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
+        with replaced([(vars(self._loss_fn), "lm_head", head.__call__)] if isinstance(head, FSDPModule) else []):
             return super().step(*args, return_outputs=return_outputs, **given)
 
     def _blocks(self) -> dict[int, list[nn.Module]]:
@@ -203,7 +203,7 @@ class Schedule(torch_pipelining.Schedule):
         return stages
 
     def _loss(self, loss_kwargs: Mapping[str, Any], kwargs: Mapping[str, Any], *given: Tensor) -> Tensor:
-        if "positions" in kwargs and self._trains and self._last == 0:
+        if "positions" in kwargs and self._has_backward and self._last == 0:
             # On one pipeline rank torchtitan's trainer gives them to the loss.
             loss_kwargs = {"positions": kwargs["positions"], **loss_kwargs}
         return super()._loss(loss_kwargs, kwargs, *given)[0]
@@ -211,7 +211,7 @@ class Schedule(torch_pipelining.Schedule):
     @cached_property
     def _head(self) -> nn.Module | None:
         """The head that the loss calls by itself, and whose backward it runs, as torchtitan's chunked loss."""
-        head = getattr(self.loss_fn, "lm_head", None)
+        head = getattr(self._loss_fn, "lm_head", None)
         return head if isinstance(head, nn.Module) else None
 
 

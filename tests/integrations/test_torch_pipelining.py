@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.nn.parallel import DistributedDataParallel
 
 import overlap1f1b as o1
@@ -204,6 +205,48 @@ def test_options_of_a_step(rank: int, size: int) -> None:
 test_options_of_a_step_over_experts = SINCE_2_13(pytest.mark.wide(over(4)(test_options_of_a_step.body)))
 
 
+def other_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.square().mean() + 0.3 * models.loss_fn(logits, target)
+
+
+@SINCE_2_13
+@pytest.mark.parametrize(
+    "name", ["ScheduleDualPipeV", *wide("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")]
+)
+@over(2)
+def test_what_a_loop_sets_between_steps(rank: int, size: int, name: str) -> None:
+    """Loss, chunk specs, scale and number of microbatches, here or at torch's schedule; sizes between stages."""
+    mesh, model, kind = mesh_of(size, 1)[0], models.build(layers=LAYERS), getattr(torch_schedules, name)
+    single = name == "Schedule1F1B"
+    parts = [model[:3], model[3:]] if single else cut(model)
+    stages = stages_of(mesh, list(map(Whole, parts)), ONE if single else LOOP if "Interleaved" in name else V)
+    given = stages[0] if single else stages
+    torchs = kind(given, 4, models.loss_fn)
+    ours, data, factor = overlapped(torchs, mesh=mesh), models.batch(4), torch.rand(8)
+    Step(ours, stages, data, factor=factor)
+    for place, changed in (
+        (ours, {"_loss_fn": other_loss}),
+        (torchs, {"_loss_fn": models.loss_fn, "_kwargs_chunk_spec": {"factor": TensorChunkSpec(1)}}),
+        (
+            ours,
+            {"_n_microbatches": 6, "_stage_forward_initialized" if single else "_stages_forward_initialized": False},
+        ),
+        (ours, {"scale_grads": False, "_args_chunk_spec": (TensorChunkSpec(0),)}),
+        (ours, {"_n_microbatches": 4, "_loss_fn": other_loss}),
+    ):
+        for key, value in changed.items():
+            setattr(place, key, value)
+        count, by_row = ours._n_microbatches, ours._kwargs_chunk_spec is None
+        (inputs, target), factor = models.batch(count), torch.rand(2 * count) if by_row else torch.rand(3, 2 * count)
+        cut_off = 3 if count == 6 else inputs.shape[1]
+        data = inputs[:, :cut_off], target[:, :cut_off]
+        specs = ours._args_chunk_spec, ours._kwargs_chunk_spec
+        fresh = kind(given, count, ours._loss_fn, *specs, scale_grads=ours.scale_grads)
+        for _ in range(2):
+            problems = Step(ours, stages, data, factor=factor).differs(Step(fresh, stages, data, factor=factor))
+            assert not problems, (changed, problems)
+
+
 @over(2)
 def test_looped_bfs(rank: int, size: int) -> None:
     """torch adds the gradients of the last microbatch first, the engine and a plain loop in their order."""
@@ -306,6 +349,46 @@ def test_what_is_refused(alone: None) -> None:
     sharded = fully_shard(models.build()[:2], mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: "):
         overlapped(built(sharded, model[2:])).step(inputs, target=target)
+
+
+class OwnLoss(ScheduleDualPipeV):
+    """A schedule whose loss is a method."""
+
+    def _compute_loss(self, output: Any, target: Any, *more: Any) -> Any:
+        return other_loss(output, target)
+
+
+class OwnSteps(ScheduleDualPipeV):
+    """A schedule that plays otherwise."""
+
+    def _step_microbatches(self, *given: Any, **more: Any) -> Any:
+        return super()._step_microbatches(*given, **more)
+
+
+def test_what_a_loop_reads_and_sets(alone: None) -> None:
+    """Methods that torch's schedule calls are the schedule's own; what is not followed is refused by name."""
+    model, data = models.build(), models.batch(4)
+    stages = [PipelineStage(part, i, 2, CPU) for i, part in enumerate((model[:2], model[2:]))]
+    schedule = OwnLoss(stages, 4, models.loss_fn)
+    expected, ours = Step(schedule, stages, data), overlapped(schedule)
+    assert not Step(ours, stages, data).differs(expected)
+    for name in ("_loss_fn", "_n_microbatches", "_stages", "_num_stages", "rank", "pipeline_order", "scale_grads"):
+        assert getattr(ours, name) == getattr(schedule, name), name
+    assert ours._stages_forward_initialized
+    assert not hasattr(ours, "_stage_forward_initialized")  # torch's of one stage a rank
+    for name in ("_load_csv", "register_custom_function", "_step_microbatches", "_internal_losses"):
+        with pytest.raises(AttributeError, match=f"^{name} of a OwnLoss that the engine plays; allowed: to read and "):
+            getattr(ours, name)
+    for name in ("_stages", "pipeline_order", "_step_microbatches", "loss_fn", "step"):
+        with pytest.raises(AttributeError, match=f"^{name} is set on a OwnLoss that the engine plays; allowed: to "):
+            setattr(ours, name, None)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ours.nothing
+    custom = built()
+    custom.register_custom_function(torch_schedules.FORWARD, lambda action, context: None)
+    for refused, what in ((OwnSteps(stages, 4), "_step_microbatches"), (custom, "register_custom_function")):
+        with pytest.raises(ValueError, match=f" with {what} of its own; allowed: torch's, which the engine plays"):
+            overlapped(refused)
 
 
 def test_the_example_runs() -> None:
