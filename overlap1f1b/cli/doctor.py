@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from overlap1f1b.running.launch import STORE, end_with, run_ranks
-from overlap1f1b.terminal.arguments import Range, by_default, check_ranges
+from overlap1f1b.terminal.arguments import Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files, console, print_lines, write_json
 from overlap1f1b.terminal.status import showing
 from overlap1f1b.transport.limits import DOCTOR_LIMIT_S
@@ -27,16 +27,16 @@ TESTED = {"torch": TORCH, "greenlet": ("3.1", "4"), "triton": ("3.6", "3.10")}
 SERIAL = {"connections": "CUDA_DEVICE_MAX_CONNECTIONS", "streams": "CUDA_LAUNCH_BLOCKING"}
 """Variables of the environment that, set to 1, let a GPU's streams wait for each other."""
 SIZE = 2**24  # bytes each way over the link
+PROBE_S = 0.2  # in which two ranks do nothing but need a processor
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class DoctorOptions:
     """Look for problems that keep exchanges from being hidden on this machine; print one line a finding, with advice.
 
     The exit status is 1 if a check fails, 0 otherwise. For example
-
       overlap1f1b doctor
-
       overlap1f1b doctor --json -                          # for scripts
     """
 
@@ -109,7 +109,7 @@ def _measure(file: Path, timeout: float) -> int:
     import torch
     import torch.distributed as dist
 
-    from overlap1f1b.running.ranks import joined, lost, one_line
+    from overlap1f1b.running.ranks import SHARED, joined, lost, one_line, waited_s
     from overlap1f1b.transport import devices
 
     try:
@@ -122,8 +122,13 @@ def _measure(file: Path, timeout: float) -> int:
                     dist.all_to_all_single(torch.empty_like(rows), rows)
                 devices.settle(rank.device)
             rate = 5 * 8e-9 * SIZE / (time.perf_counter() - start)
+            waited, start = waited_s(), time.perf_counter()
+            while (spun := time.perf_counter() - start) < PROBE_S:
+                pass
+            shared = (waited_s() - waited) / spun
             if rank.rank == 0:
-                slow = ["other processes take the processors: measure on a quieter machine"] * (rate < 1)
+                busy = f"processors are shared: a rank waits for one in {shared:.0%} of the time; use a quieter machine"
+                slow = [busy] * (rate < 1 or shared > SHARED)
                 found = ["warn" if slow else "ok", f"{dist.get_backend()}: {rate:.1f} Gbit/s each way", *slow]
                 file.write_text(json.dumps(found))
         return 0

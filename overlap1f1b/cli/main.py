@@ -153,5 +153,12 @@ def as_options(text: str, options: Any) -> str:
             return found[0]
         return f"--{found[1].replace('_', '-')} {found[2]}"
 
-    first, *others = (re.sub(r"^(\w+)='?([^'\s;]+)'?", named, part) for part in text.split(" with "))
-    return " with ".join([first, *others]) if first.startswith("--") else text
+    first, *others = (re.sub(r"^(\w+)='?([^'\s;:]+)'?", named, part) for part in text.split(" with "))
+    if not first.startswith("--"):
+        return text
+
+    def advised(found: re.Match[str]) -> str:
+        known = any(hasattr(group, found[1]) for group in groups)
+        return f"--{found[1].replace('_', '-')} {found[2]}" if known else found[0]
+
+    return re.sub(r"(?<= )(\w+)='(\w+)'", advised, " with ".join([first, *others]))

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_overlap, parse_parts, parse_recompute
-from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.schedule.values import check_kind, check_size, naming_nearest, quoted
 from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -190,6 +190,9 @@ class EngineOptions(UserOptions):
             "count_tokens": None if self.count_tokens is None else "a function",
             "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
         }
+
+
+EngineOptions.__init__ = naming_nearest(EngineOptions.__init__)  # type: ignore[method-assign]
 
 
 def check_switches(options: object, *names: str) -> None:

@@ -31,7 +31,7 @@ from overlap1f1b.learn.memory import NodeBytes
 from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
-from overlap1f1b.play.feed import Batch, Feed, feed_batch
+from overlap1f1b.play.feed import Batch, Feed, check_scale, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.passage import LossFunction
@@ -40,7 +40,7 @@ from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.schedule.values import check_kind, check_size, naming_nearest, quoted
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
 
@@ -95,6 +95,7 @@ class Engine:
             evaluations only those look on that do so at rehearsals.
     """
 
+    @naming_nearest
     def __init__(
         self,
         model: Model,
@@ -139,11 +140,12 @@ class Engine:
         self._played = 0  # microbatches of the last step or evaluation
         self._settle: Callable[[], None] | None = None
 
+    @naming_nearest
     def step(
         self,
         inputs: Batch | None = None,
-        *,
         target: Batch | None = None,
+        *,
         loss_scale: float = 1.0,
         return_outputs: bool = False,
         microbatches: int | None = None,
@@ -186,11 +188,12 @@ class Engine:
         make_feed = self._feed_of(inputs, target, self.program, loss_scale, return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
+    @naming_nearest
     def evaluate(
         self,
         inputs: Batch | None = None,
-        *,
         target: Batch | None = None,
+        *,
         return_outputs: bool = False,
         microbatches: int | None = None,
     ) -> StepResult:
@@ -244,6 +247,7 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
+        check_scale(loss_scale)
         if microbatches is not None:
             check_size("microbatches", microbatches)
         if grad and microbatches is not None:
@@ -428,6 +432,7 @@ class Engine:
 
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
+        check_kind("result", result, StepResult)
         with self.guarded("mean_loss"):
             losses = (
                 torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []

@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 import torch
 
+from overlap1f1b.cut.bits import local_part
 from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.options import EngineOptions, parse_memory
-from overlap1f1b.cut.stage import Stage, all_shapes
+from overlap1f1b.cut.stage import Stage, all_shapes, parameters_of
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
@@ -117,6 +118,12 @@ class Tuner:
         self.counted = Counted()
         if options.memory == "auto" and not self._on_gpu:
             raise ValueError(f"memory='auto' on {self._device}; allowed: on a GPU, else bytes such as 70GB")
+        if isinstance(limit := parse_memory(options.memory), int):
+            parameters = {parameter for _, _, parameter, _ in parameters_of(stages)}
+            least = sum((1 + p.requires_grad) * local_part(p).nbytes for p in parameters)
+            if limit < least:
+                what = f"{megabytes(least)} of parameters and gradients on this rank, before any activations"
+                raise ValueError(f"memory={options.memory!r} for {what}; allowed: more, or a smaller model")
         if options.memory is not None and options.costs is not None:  # no step counts what there is already
             with ByteCount(self._device) as count:
                 pass

@@ -15,6 +15,7 @@ from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import quoted
 from overlap1f1b.transport.mesh import Mesh
 
 MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
@@ -125,6 +126,12 @@ class Feed(NamedTuple):
     aux_scale: float | None
 
 
+def check_scale(loss_scale: object) -> None:
+    """Raise ``ValueError`` for a factor of gradients that is no finite number."""
+    if not isinstance(loss_scale, Real) or not isfinite(loss_scale):
+        raise ValueError(f"loss_scale={quoted(loss_scale)}; allowed: a finite number")
+
+
 def feed_batch(
     stages: Mapping[int, Stage],
     program: Program,
@@ -148,8 +155,7 @@ def feed_batch(
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
-    if not isinstance(loss_scale, Real) or not isfinite(loss_scale):
-        raise ValueError(f"loss_scale={loss_scale!r}; allowed: a finite number")
+    check_scale(loss_scale)
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing

@@ -6,22 +6,26 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from overlap1f1b.cut.options import UserOptions
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
-from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
+from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files, check_folder
 from overlap1f1b.transport.limits import COMMAND_LINE_LIMIT_S
 from overlap1f1b.transport.versions import check_torch
 
+T = TypeVar("T")
+Unasked = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""A field that a verb inherits and does not take."""
 DEFAULT_LINK = 0.03
 """GB/s at which the default model exchanges about as long as it computes on two cores."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class ModelOptions:
     """Sizes of the byte-level MoE transformer."""
@@ -45,13 +49,14 @@ class ModelOptions:
     """Dropout probability of a block's output, before it is added to the residual."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class RunOptions(UserOptions):
     """Options of train and bench: of the engine, of its ranks, of the model and its text."""
 
-    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes")] = None
+    capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), Range(1)] = None
     memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
-    timeout: float = COMMAND_LINE_LIMIT_S
+    timeout: Annotated[float, Range(1)] = COMMAND_LINE_LIMIT_S
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2
     """Expert-parallel ranks. All pp × dp × ep ranks are started here; under torchrun its ranks are used instead."""
@@ -146,20 +151,16 @@ class RunOptions(UserOptions):
             )
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class TrainOptions(RunOptions):
     """Train a byte-level MoE language model, its expert all-to-all hidden behind compute.
 
     For example
-
       overlap1f1b train                                    # two local ranks, an imitated link, sequential beside it
-
       overlap1f1b train --text my/notes --steps 500 --checkpoint runs/notes
-
       overlap1f1b train --pp 2 --ep 2 --schedule dualpipev --microbatches 8
-
       overlap1f1b train --hf-config path/to/config.json    # any mixture of experts of transformers
-
       torchrun --nproc-per-node 4 -m overlap1f1b train --ep 4 --experts 16
     """
 
@@ -188,7 +189,7 @@ class TrainOptions(RunOptions):
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
     compare: Annotated[
         tyro.conf.DisallowNone[bool | None],
-        by_default(default="on where rows are exchanged, without --checkpoint and --link"),
+        by_default(default="on where rows are exchanged, without --checkpoint, --link, sequential"),
     ] = None
     """Train the same steps with the schedule sequential too, and show both."""
 
@@ -201,22 +202,17 @@ class TrainOptions(RunOptions):
                 check_folder(folder, f"--{name}")
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class BenchOptions(RunOptions):
     """Measure the throughput of every program on one workload, rows interleaved in one process.
 
     For example
-
       overlap1f1b bench                                    # loopback, real compute
-
       overlap1f1b bench --wire balanced --compute timed    # a real link as slow as compute (root)
-
       overlap1f1b bench --wire 500mbit --rounds 7 --json bench.json
-
       overlap1f1b bench --ranks 1 --exchange loopback:20    # one rank, through host memory at 20 GB/s
-
       overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --peers    # beside torch's own schedules
-
       overlap1f1b bench --pp 2 --ep 2 --wire balanced --compute timed --schedule auto --chunks 2 --parts 2
     """
 
@@ -263,6 +259,7 @@ class BenchOptions(RunOptions):
             raise ValueError(f"--peers on torch {torch}, whose V schedules cannot run on gloo; allowed: 2.12 or newer")
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class ProfileOptions:
     """Profile train or bench, to see where the exchange overlaps with compute and where it does not.
@@ -270,13 +267,9 @@ class ProfileOptions:
     Runs a warm-up and a few steps under a profiler, and writes a trace and a record for each rank.
 
     For example
-
       overlap1f1b profile train                            # then: overlap1f1b report profile/rank*.trace.json.gz
-
       overlap1f1b profile bench --wire balanced --compute timed --overlap pairs --out pairs
-
       overlap1f1b profile train --nsys                     # kernels and NVTX ranges by NVIDIA Nsight Systems
-
       overlap1f1b profile train --help                     # all options
     """
 
@@ -293,28 +286,33 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class ProfileTrainOptions(ProfileOptions, TrainOptions):
-    """Profile the steps of a training, which is not saved. --compare, --steps and --eval-every have no effect.
+    """Profile the steps of a training, which is not saved.
 
     For example
-
       overlap1f1b profile train
-
       overlap1f1b profile train --ep 4 --experts 16 --overlap pairs --out pairs
-
       torchrun --nproc-per-node 4 -m overlap1f1b profile train --ep 4
     """
+
+    # what a profile does not do
+    steps: Unasked[int] = 18
+    eval_every: Unasked[int] = 50
+    checkpoint_every: Unasked[int] = 50
+    tensorboard: Unasked[Path | None] = None
+    compare: Unasked[bool | None] = False
 
 
 @dataclass(frozen=True)
 class ProfileBenchOptions(ProfileOptions, BenchOptions):
-    """Profile one row of a benchmark, given by --schedule and --overlap. --rounds and --peers have no effect.
+    """Profile one row of a benchmark, given by --schedule and --overlap.
 
     For example
-
       overlap1f1b profile bench --wire balanced --compute timed
-
       overlap1f1b profile bench --pp 2 --ep 2 --schedule dualpipev --microbatches 8
     """
+
+    rounds: Unasked[int] = 5
+    peers: Unasked[bool] = False
 
 
 PROFILED = {"train": ProfileTrainOptions, "bench": ProfileBenchOptions}

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,6 +127,18 @@ def ranks_with_gpu(store: Any, size: int, gpu: str | None) -> int:
     if store.add("ranks that came", 1) == size:  # the last one knows
         store.set("all ranks", str(store.add("ranks with a GPU", 0)))
     return int(store.get("all ranks"))
+
+
+SHARED = 0.05
+"""Share of the time without a free processor from which figures are said to be of shared ones."""
+
+
+def waited_s() -> float:
+    """Return the seconds in which this process's main thread was ready, and all processors were taken; 0 off Linux."""
+    try:
+        return 1e-9 * int(Path("/proc/self/schedstat").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0
 
 
 LOST = re.compile(

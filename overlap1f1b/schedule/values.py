@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from reprlib import Repr
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MOST = 80
 """Characters of a value that are shown."""
@@ -63,6 +70,29 @@ def some(names: Sequence[str], most: int) -> str:
     'a, b and 1 more'
     """
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def naming_nearest(call: Callable[P, R]) -> Callable[P, R]:
+    """Let a function name the nearest of its arguments in the ``TypeError`` for a name that it does not have.
+
+    >>> @naming_nearest
+    ... def run(*, overlap=3, parts=1): ...
+    >>> run(overlp=2)
+    Traceback (most recent call last):
+    TypeError: run has no overlp; allowed: overlap, parts; nearest: overlap
+    """
+    allowed = [name for name in inspect.signature(call).parameters if name != "self"]
+
+    @functools.wraps(call)
+    def checked(*args: P.args, **given: P.kwargs) -> R:
+        for name in given:
+            if name not in allowed:
+                nearest = "".join(f"; nearest: {found}" for found in get_close_matches(name, allowed, 1))
+                where = call.__qualname__.removesuffix(".__init__")
+                raise TypeError(f"{where} has no {name}; allowed: {', '.join(allowed)}{nearest}")
+        return call(*args, **given)
+
+    return checked
 
 
 def check_size(name: str, value: object, least: int = 1) -> None:

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from math import inf
-from typing import Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
+import docstring_parser
 import tyro
+
+T = TypeVar("T")
 
 _MESSAGES = {
     r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
@@ -23,7 +26,7 @@ _MESSAGES = {
     r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": r"\2 \1; allowed: \3",
     r" \(applied to [\w ]+\)": "",
     r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
-    r"allowed: INT\|\{([\w,]+)\}$": r"allowed: a whole number, or \1",
+    r"allowed: (?:INT\|)?\{([\w,]+)\}(?:\|INT)?$": r"allowed: a whole number, or \1",
     r"allowed: INT$": "allowed: a whole number",
     r"allowed: FLOAT$": "allowed: a number",
 }
@@ -33,6 +36,16 @@ _MESSAGES = {
 def by_default(metavar: str | None = None, default: object = "none") -> Any:
     """Return the help note of an option that is None unless it is given: its value and its default in ``--help``."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+def texts_in_a_line(options: type[T]) -> type[T]:
+    """Let ``--help`` wrap the docstrings behind a dataclass's fields once: tyro 1.0 keeps the line breaks of these."""
+    hints = get_type_hints(options, include_extras=True)
+    for text in docstring_parser.parse_from_object(options).params:
+        if text.arg_name in options.__annotations__:
+            words = " ".join((text.description or "").split())
+            options.__annotations__[text.arg_name] = Annotated[hints[text.arg_name], tyro.conf.arg(help=words)]
+    return options
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ OneOrSeveral = TypeVar("OneOrSeveral", Tensor, tuple[Tensor, ...])
 
 
 def exchange(
-    tensors: OneOrSeveral, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup
+    tensors: OneOrSeveral, send: Sequence[int] | None, receive: Sequence[int] | None, group: dist.ProcessGroup | None
 ) -> OneOrSeveral:
     """Exchange rows between ranks, differentiably; inside an engine's step the exchange is hidden behind compute.
 
@@ -167,7 +167,7 @@ def exchange(
         tensors: One tensor ``[R, …]`` or several, which travel together.
         send: Rows to each rank; None for equal parts.
         receive: Rows from each rank; None for equal parts.
-        group: Ranks of the exchange; inside an engine's step the engine's ranks along "ep".
+        group: Ranks of the exchange; inside an engine's step the engine's ranks along "ep". None: this rank alone.
 
     Raises:
         ValueError: Sizes of another number than ranks, negative, or with another sum than there are rows.
@@ -176,7 +176,9 @@ def exchange(
     rows = len(given[0]) if given else 0
     if not given or any(len(tensor) != rows for tensor in given):
         raise ValueError(f"tensors of {[len(tensor) for tensor in given]} rows; allowed: as many in each")
-    splits = splits_of(rows, send, receive, group.size())
+    splits = splits_of(rows, send, receive, 1 if group is None else group.size())
+    if group is None:
+        return tensors
     forward = Forward.running()
 
     def exchanged() -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.engine import Engine, Feed
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.plan import Overlap, compile
@@ -365,6 +366,15 @@ def test_bad_input_is_named() -> None:
         Engine(model, programs(1)[0], loss_fn=lambda out, target: None).step(data[0], target=data[1])  # type: ignore
     with pytest.raises(ValueError, match="a model without blocks"):
         make([], program)
+    with pytest.raises(TypeError, match=r"^Engine has no los_fn; allowed: model, .*; nearest: loss_fn$"):
+        Engine(model, program, los_fn=models.loss_fn)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^EngineOptions has no overlp; allowed: .*; nearest: overlap$"):
+        EngineOptions(overlp=2)  # type: ignore[call-arg]
+    engine = make(model, program)
+    with pytest.raises(ValueError, match=r"^loss_scale='x'; allowed: a finite number$"):
+        engine.step(data[0], data[1], loss_scale="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^result=tensor.*; allowed: StepResult$"):
+        engine.mean_loss(engine.step(data[0], data[1]).loss)  # type: ignore[arg-type]
     message = r"^weight of block 0 \(Embedding\) is on the meta device in a step; allowed: parameters with values"
     with pytest.raises(ValueError, match=message):
         step(models.build().to("meta"), program, 1, data)

@@ -43,6 +43,13 @@ def test_sizes_that_cannot_be_are_named(send: list[int], receive: list[int], sai
         splits_of(3, None, receive, 2)
 
 
+def test_a_rank_alone_exchanges_with_itself() -> None:
+    rows = torch.ones(3, requires_grad=True)
+    assert exchange(rows, [3], [3], None) is rows
+    with pytest.raises(ValueError, match=r"^send=\[2\]"):
+        exchange(rows, [2], [3], None)
+
+
 def test_tensors_of_other_lengths_do_not_travel_together() -> None:
     with pytest.raises(ValueError, match=r"^tensors of \[2, 3\] rows; allowed: as many in each$"):
-        exchange((torch.ones(2), torch.ones(3)), None, None, None)  # type: ignore[arg-type]
+        exchange((torch.ones(2), torch.ones(3)), None, None, None)

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from overlap1f1b.schedule import AUTO, DEFAULT_CHUNKS, DEFAULT_PROGRAM, SCHEDULES
-from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges
+from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files
 
 COST = Range(most=1e100, above=True)
@@ -21,6 +21,7 @@ PROGRAM = ("search", "schedule", "ranks", "microbatches", "chunks", "extra_warmu
 """Options that describe the program."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class ActionCosts:
     """Costs of whole actions, in one unit of time, for a rank's share of the model and one microbatch."""
@@ -35,6 +36,7 @@ class ActionCosts:
     """Time of a fused pair, as a fraction of the sum of its members."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class SubOpCosts:
     """Costs of sub-ops in every block, in one unit of time. With --layers these replace the costs of actions."""
@@ -66,6 +68,7 @@ class SubOpCosts:
     its chunks together. The comparison with the fixed schedules comes on top: 5 to 20 s for large steps."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class OutputOptions:
     """Outputs of the plan."""
@@ -86,6 +89,7 @@ class OutputOptions:
     """Columns to draw in."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class PlanOptions:
     """Draw a schedule, simulate its time, compare it with others, or search for the fastest.
@@ -93,17 +97,11 @@ class PlanOptions:
     Nothing is trained and torch is not loaded. Times have the unit of the costs.
 
     For example
-
       overlap1f1b plan --schedule zb_h1 --ranks 4 --microbatches 8
-
       overlap1f1b plan --compare 1f1b combined_1f1b:chunks=2 dualpipe --pair 0.8
-
       overlap1f1b plan --layers 4 --attention 3 --experts 4 --dispatch 5 --overlap pairs --svg plan.svg
-
       overlap1f1b plan --layers 4 --ranks 1 --attention 1 --experts 1.3 --dispatch 1.7 --launch 0.1
-
       overlap1f1b plan --search --ranks 8 --microbatches 32 --peak-activations 8
-
       overlap1f1b plan --csv plan.csv && overlap1f1b plan --from-csv plan.csv --trace plan.json
     """
 

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import tyro
 
-from overlap1f1b.terminal.arguments import by_default
+from overlap1f1b.terminal.arguments import by_default, texts_in_a_line
 from overlap1f1b.terminal.output import check_files
 
 PICTURES = ("png", "svg", "html", "trace")
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class OutputOptions:
     """Outputs of the report, beside the terminal."""
@@ -34,6 +35,7 @@ class OutputOptions:
     """File for the results as JSON, or - for standard output."""
 
 
+@texts_in_a_line
 @dataclass(frozen=True)
 class ReportOptions:
     """Report how much of the exchange was hidden behind compute, where it was not, and what to try next.
@@ -42,13 +44,9 @@ class ReportOptions:
     export, one a rank; torch is not loaded. Times are milliseconds of a step.
 
     For example
-
       overlap1f1b report profile/
-
       overlap1f1b report rank0.json rank1.json.gz --html report.html
-
       overlap1f1b report --compare sequential/ overlap3/
-
       nsys export --type sqlite profile.nsys-rep && overlap1f1b report profile.sqlite --trace perfetto.json
     """
 

@@ -46,7 +46,8 @@ class _Run:
         self.corpus = Corpus.load(options.text, sequence=options.sequence)
         self.trainer = Trainer(options, self.rank, self.corpus, options.program(), overlap=options.overlap)
         self.reference: Trainer | None = None
-        by_default = options.ep > 1 and options.checkpoint is None and options.link is None
+        overlapped = options.ep > 1 and options.schedule != "sequential"
+        by_default = overlapped and options.checkpoint is None and options.link is None
         if by_default if options.compare is None else options.compare:
             sequential = build_schedule("sequential", ranks=options.pp, microbatches=options.microbatches)
             self.reference = Trainer(options, self.rank, self.corpus, sequential, overlap="serial")

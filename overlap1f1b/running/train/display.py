@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from overlap1f1b.learn.purpose import Purpose
+from overlap1f1b.running.ranks import SHARED
 from overlap1f1b.running.train.trainer import StepFigures
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
@@ -88,8 +89,9 @@ def speed_of(steps: Sequence[StepFigures], tokens: int) -> dict[str, Any]:
     """
     by_purpose = ([step for step in steps if step.purpose is purpose] for purpose in (Purpose.SETTLED, Purpose.TRY))
     planned = next(filter(None, by_purpose), steps)
+    names = ("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "waited_fraction", "timed_steps")
     if not planned:
-        return dict.fromkeys(("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "timed_steps"))
+        return dict.fromkeys(names)
     seconds = median(step.seconds for step in planned)
     shares = [step.hidden for step in planned if step.hidden is not None]
     return {
@@ -97,6 +99,7 @@ def speed_of(steps: Sequence[StepFigures], tokens: int) -> dict[str, Any]:
         "tokens_per_s": tokens / seconds,
         "exposed_ms": 1e3 * median(step.exposed for step in planned),
         "hidden_fraction": median(shares) if shares else None,
+        "waited_fraction": sum(step.waited for step in planned) / sum(step.seconds for step in planned),
         "timed_steps": len(planned),
     }
 
@@ -147,6 +150,8 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
         others = result["steps"] - result["resumed_from"] - timed
         why = f", without {others} that measured nodes or tried plans" if others else ""
         table.add_row("", f"medians of {timed} steps{why}")
+    if (waited := result["waited_fraction"] or 0.0) > SHARED:
+        table.add_row("processors", f"shared: a rank waited for one in {waited:.0%} of the time, so figures are lower")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))
     screen.print(table, highlight=False)
     if compare:

@@ -20,7 +20,7 @@ from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.link import PacedExchange
 from overlap1f1b.running.options import DEFAULT_LINK, TrainOptions
-from overlap1f1b.running.ranks import Rank
+from overlap1f1b.running.ranks import Rank, waited_s
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.workload import build, fed
 from overlap1f1b.schedule import Program
@@ -40,6 +40,7 @@ class StepFigures:
     seconds: float  # from the batch to the updated weights
     exposed: float  # seconds in which an exchange had no compute beside it, on the rank with most of them
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
+    waited: float  # seconds without a free processor, on the rank with most of them
     purpose: Purpose  # what the engine used it for
     by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
 
@@ -77,7 +78,7 @@ class Trainer:
         Raises:
             ValueError: The loss or the gradient is not finite; the weights have not changed.
         """
-        options, rank, start = self.options, self.rank, time.perf_counter()
+        options, rank, start, waited = self.options, self.rank, time.perf_counter(), waited_s()
         purpose = self.engine.tuner.coming.purpose
         batch = self.corpus.batch(
             index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
@@ -95,7 +96,7 @@ class Trainer:
         norm = float(self.engine.clip_gradients(options.clip))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise ValueError(
-                f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr}; "
+                f"step {index + 1} has loss {loss} and a gradient of norm {norm} with --lr {options.lr:g}; "
                 "allowed: finite ones (use a smaller --lr or --clip)"
             )
         for group in self.optimizer.param_groups:
@@ -104,7 +105,7 @@ class Trainer:
         self.optimizer.zero_grad()
         # A single rank sends rows only to itself.
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
-        every = self.engine.mesh.every(overlap).values()
+        every, waits = zip(*self.engine.mesh.every((overlap, waited_s() - waited)).values(), strict=True)
         metrics = result.metrics() if rank.group is not None else {}
         return StepFigures(
             loss=loss,
@@ -112,6 +113,7 @@ class Trainer:
             seconds=time.perf_counter() - start,
             exposed=max(of.exposed for of in every),
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
+            waited=max(waits),
             purpose=purpose,
             by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
         )

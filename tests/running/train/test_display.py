@@ -24,7 +24,9 @@ def scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def step(loss: float, hidden: float | None) -> StepFigures:
-    return StepFigures(loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, hidden=hidden, purpose=Purpose.SETTLED)
+    return StepFigures(
+        loss=loss, grad_norm=0.5, seconds=0.25, exposed=0.125, waited=0.0, hidden=hidden, purpose=Purpose.SETTLED
+    )
 
 
 def test_every_figure_and_a_resumed_run_replaces_what_came_after(tmp_path: Path) -> None:
