@@ -14,7 +14,7 @@ from overlap1f1b.schedule import Placement, build_schedule
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # options, and constants of the script
-    "engine_walk": ("--microbatches 10 --rounds 1", {}),
+    "engine_walk": ("--microbatches 4 --rounds 1", {}),
     "launch_cost": ("", {"SIZES": ((1, 1, 2, 4, 3),)}),
     "limits": (
         "",
