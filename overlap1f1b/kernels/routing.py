@@ -72,9 +72,9 @@ class WideProduct(torch.autograd.Function):
 
 
 def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
-    """Add to ``load [E]`` int64 how often each expert occurs; ``bincount`` would wait for a CUDA device."""
+    """Add to ``load [E]`` int64 how often each expert occurs, but not −1; ``bincount`` would wait for a CUDA device."""
     flat = indices.reshape(-1)
-    return load.scatter_add_(0, flat, flat.new_ones(1).expand(len(flat)))
+    return load.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(flat.dtype))
 
 
 def route_tokens(
@@ -97,14 +97,17 @@ def route_tokens(
     return indices, _weigh(scores, indices, rule).to(dtype or logits.dtype), scores
 
 
-def route_in_turn(logits: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def route_in_turn(logits: Tensor, rule: Rule, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Give each token the next K experts in turn, whatever its scores, so that the load of experts is even.
 
-    Results are as of :func:`route_tokens`, with experts listed in turn. The groups of ``rule`` are ignored.
+    Results are as of :func:`route_tokens`, with experts listed in turn. The groups of ``rule`` are ignored. Tokens
+    outside ``mask [T]`` take no turn.
     """
     tokens, experts = logits.shape
     scores = _score(logits, rule)
-    indices = torch.arange(tokens * rule.top_k, device=logits.device).remainder(experts).view(tokens, rule.top_k)
+    turn = torch.arange(tokens, device=logits.device) if mask is None else mask.cumsum(0) - 1
+    choice = torch.arange(rule.top_k, device=logits.device)
+    indices = (turn.unsqueeze(1) * rule.top_k + choice).remainder(experts)
     return indices, _weigh(scores, indices, rule), scores
 
 

@@ -35,7 +35,9 @@ class _Attach(torch.autograd.Function):
         return grads[0], grads[0].new_full((), ctx.scale, dtype=ctx.loss_dtype), None
 
 
-def attach_balance(weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float) -> Tensor:
+def attach_balance(
+    weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float, mask: Tensor | None = None
+) -> Tensor:
     """:func:`attach` the load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4), ``E · Σ_e f_e · P_e``.
 
     ``f_e`` is the fraction of all choices that chose expert ``e``, so balanced routing gives 1 for every K; ``P_e`` is
@@ -47,25 +49,45 @@ def attach_balance(weights: Tensor, probabilities: Tensor, counts: Tensor, scale
         probabilities: ``[T, E]``, summing to one for each token.
         counts: ``[E]`` int64, choices of each expert, summing to T·K.
         scale: Gradient of the loss.
+        mask: ``[T]`` bool, True for real tokens, which alone count as T; None for all.
     """
-    return _AttachBalance.apply(weights, probabilities, counts, scale)
+    return _AttachBalance.apply(weights, probabilities, counts, scale, mask)
 
 
 class _AttachBalance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(counts)
+    def forward(
+        ctx: Any, weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float, mask: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(counts, mask)
         ctx.scale, ctx.shape, ctx.dtype = scale, probabilities.shape, probabilities.dtype
         return weights.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (counts,), (T, E) = ctx.saved_tensors, ctx.shape
-        factor = ctx.scale * E / (max(grads[0].numel(), 1) * max(T, 1))
-        # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
-        return grads[0], (counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")).expand(T, E), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (counts, mask), (T, E) = ctx.saved_tensors, ctx.shape
+        if mask is None:
+            factor = ctx.scale * E / (max(grads[0].numel(), 1) * max(T, 1))
+            # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
+            grad = (counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")).expand(T, E)
+        else:
+            tokens = _number_of(mask).double()
+            each = counts * (ctx.scale * E / (tokens * grads[0].shape[1] * tokens)).to(ctx.dtype)
+            grad = each * mask.unsqueeze(1)
+        return grads[0], grad, None, None, None
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the z-loss of ST-MoE (Zoph et al. 2022, eq. 5): the mean over T of ``logsumexp(logits [T, E])²``, or 0."""
-    return logits.logsumexp(-1).square().sum() / max(logits.shape[0], 1)
+def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the z-loss of ST-MoE (Zoph et al. 2022, eq. 5): the mean over T of ``logsumexp(logits [T, E])²``, or 0.
+
+    With ``mask [T]``, True for real tokens, it is the mean over these.
+    """
+    squares = logits.logsumexp(-1).square()
+    if mask is None:
+        return squares.sum() / max(logits.shape[0], 1)
+    return squares.masked_fill(~mask, 0).sum() / _number_of(mask)
+
+
+def _number_of(mask: Tensor) -> Tensor:
+    """Return how many tokens are real, at least 1, without a wait for the device."""
+    return mask.sum().clamp(min=1)

@@ -12,7 +12,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
-from overlap1f1b.moe.router import Router, RouterConfig
+from overlap1f1b.moe.router import Router, RouterConfig, blanked, flat_mask
 from overlap1f1b.schedule.values import check_kind, check_size
 
 
@@ -46,6 +46,7 @@ class MoE(nn.Module):
 
     >>> moe = MoE(64, 128, RouterConfig(experts=8, top_k=2))
     >>> y = moe(x)  # [B, S, H] or [T, H], as x
+    >>> y = moe(x, mask)  # bool [B, S] or [T], True for real tokens: others go nowhere, count nowhere, and give 0
 
     ``self.experts`` is called in one place: ``(tokens [T, H], indices [T, K] int64, weights [T, K]) →
     [T, H]``. The engine suspends the forward at the exchanges inside.
@@ -88,10 +89,11 @@ class MoE(nn.Module):
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
         use_kernels(self, "auto")  # one choice for all
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         tokens, shape = x.flatten(0, -2), x.shape
-        indices, weights = self.router(tokens)
+        masks = () if mask is None else (flat_mask(mask, x),)
+        indices, weights = self.router(tokens, *masks)
         y = self.experts(tokens, indices, weights)
-        if self.shared is not None:
-            y = y + self.shared(tokens)  # after the experts: the dispatch must not wait for it
+        if self.shared is not None:  # after the experts: the dispatch must not wait for it
+            y = y + self.shared(blanked(tokens, *masks) if masks else tokens)
         return y.reshape(shape)

@@ -34,7 +34,7 @@ class Route(Splits):
     tokens' first, and counted in :attr:`dropped`.
 
     Args:
-        indices: ``[T, K]`` int64.
+        indices: ``[T, K]`` int64; −1 for no expert: nothing is sent for it, and a token without any gets 0.
         experts: E.
         ranks: Ranks that share the experts.
         kernels: Choice between Triton and torch.
@@ -53,8 +53,8 @@ class Route(Splits):
         partial: Whether rows to send may be without a token: padding, or room that a device has made for more rows.
 
     Raises:
-        ValueError: ``indices`` name an unknown expert. On a GPU, where nothing looks, it is raised when the counts
-            arrive, or a device-side assertion fails instead.
+        ValueError: ``indices`` name an unknown expert. On a GPU, where the host does not look, a device-side assertion
+            fails instead.
     """
 
     counts: Tensor
@@ -80,15 +80,15 @@ class Route(Splits):
         self.dropped: Tensor | None = None
         self.padded = capacity is not None
         self.partial = self.padded or not indices.is_cpu
-        self._gaps = self.padded or ranks > 1  # whether a row may have fewer choices than it has room for
+        self._gaps = self.partial or ranks > 1  # whether a row may have fewer choices than it has room for
         self.order: Tensor | None = None
         self.spots: Tensor | None = None
         self._slots: Slots | None = None
         self._counted: list[list[int]] | None = None  # what has arrived, on the host, if the host must know
-        if indices.is_cpu:
-            _check(indices, experts)
+        self.choices = indices.numel()
+        if indices.is_cpu and (none := _missing(indices, experts)):
+            self.choices, self._gaps = self.choices - none, True
         if capacity is None and ranks == 1:
-            self.choices = indices.numel()
             self.counts = indices.reshape(-1)[:1]  # nobody reads it
             return
         rows: int | None = None
@@ -102,7 +102,8 @@ class Route(Splits):
         self.order, self.spots, self.inverse, self.counts = places
         if self.padded:
             left_out = (self.spots < 0).long().view(-1)
-            self.dropped = left_out.new_zeros(experts).scatter_add_(0, indices.reshape(-1), left_out)
+            every = left_out.new_zeros(1 + experts).scatter_add_(0, (indices + 1).view(-1), left_out)
+            self.dropped = every[1:]  # behind those that are none
         elif indices.is_cpu:
             self.order = self.order[: int(self.counts[:, 0].sum())]
 
@@ -117,7 +118,7 @@ class Route(Splits):
         """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
 
         Raises:
-            ValueError: Under a capacity, ranks have other numbers of tokens; or ``indices`` name an unknown expert.
+            ValueError: Under a capacity, ranks have other numbers of tokens.
         """
         if self.padded:
             if counts.is_cpu:
@@ -131,8 +132,13 @@ class Route(Splits):
         of_ranks, self._counted = sent.tolist(), received.view(self.ranks, -1).tolist()
         self.send, self.receive = ([rows for rows, *_ in every] for every in (of_ranks, self._counted))
         self.choices = sum(sum(of_experts) for _, *of_experts in self._counted)
-        if sum(map(sum, of_ranks)) - sum(self.send) != self.tokens * self.top_k:  # it would be lost silently
-            raise ValueError(f"indices name an expert that is none; allowed: 0 to {self.experts - 1}")
+        if sum(map(sum, of_ranks)) - sum(self.send) != self.indices.numel():  # others would be lost silently
+            self._look()
+
+    def _look(self) -> None:
+        """Let the device look for an index that names no expert, without a wait of the host."""
+        known = (self.indices >= -1) & (self.indices < self.experts)
+        torch._assert_async(known.all(), f"indices name an expert that is none; allowed: -1 to {self.experts - 1}")
 
     def check_tokens(self, every: Sequence[int]) -> None:
         """Raise ValueError if ranks have other numbers of tokens: they would wait for rows that nobody sends."""
@@ -184,9 +190,10 @@ class Route(Splits):
         if self._slots is None:
             chosen = self._layout.opened(packed)[2][:, : self._layout.choices]
             self._slots = self.kernels(place_slots, chosen, self.local, self.choices)
-            if self.ranks == 1 and self.choices and not (self.padded or packed.is_cpu):
-                # The device looks if the last choice has a row: no wait of the host.
-                torch._assert_async(self._slots.order[-1] >= 0, "indices name an expert that is none")
+            if self.ranks == 1 and not (self.padded or packed.is_cpu):
+                # The host does not know how many choices there are: the last rows may be without one, as any other's.
+                self._look()
+                self._slots = self._slots._replace(order=self._slots.order.clamp(min=0))
         return self.kernels(expand_rows, packed, *self._slots[:2], self._layout, self.padded)
 
     def expand_backward(self, grad_rows: Tensor, grad_weights: Tensor) -> Tensor:
@@ -218,7 +225,10 @@ class Route(Splits):
         return self.kernels(take_rows, grad, self.order[: sum(self.send)], self.padded)
 
 
-def _check(indices: Tensor, experts: int) -> None:
-    if indices.numel() and not ((lowest := int(indices.amin())) >= 0 and (highest := int(indices.amax())) < experts):
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}")
+def _missing(indices: Tensor, experts: int) -> int:
+    """Return how many indices on a CPU are −1; raise ValueError for one that names no expert otherwise."""
+    lowest, highest = map(int, indices.aminmax()) if indices.numel() else (0, 0)
+    if lowest < -1 or highest >= experts:
+        wrong = lowest if lowest < -1 else highest
+        raise ValueError(f"indices name expert {wrong}; allowed: 0 to {experts - 1}, or -1 for none")
+    return int((indices < 0).sum()) if lowest < 0 else 0

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
 from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_size, quoted
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -88,6 +88,11 @@ class Router(nn.Module):
     Scores and the gate's product are computed in float32 (float64 for float64 tokens), under autocast too. A token's
     experts are listed best first. Among equal scores every device takes the first, so all ranks make the same choice.
 
+    >>> indices, weights = router(tokens, mask)  # bool [T], or [B, S] of B · S = T tokens: True for real tokens
+
+    All other tokens, as of padding, get expert −1, which is none, with weights of 0. They have no gradient, and count
+    neither in ``load`` nor in a loss, whatever their values are.
+
     In training mode choices are counted in ``load``, if gradients are on, and auxiliary losses are attached to the
     weights, times ``aux_scale``. One forward sees one microbatch on one rank: for the mean over all microbatches and
     ranks, the scale is 1 / (microbatches · ranks with different tokens), times the factor of a gradient scaler. The
@@ -128,28 +133,35 @@ class Router(nn.Module):
         load = torch.zeros(config.experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rule, dtype = self.config.rule, tokens.dtype
+        if mask is not None:
+            mask = flat_mask(mask, tokens)
+            tokens = blanked(tokens, mask)
         logits = gate_logits(tokens, self.gate.weight)
         if self.config.force_load_balance:
-            indices, weights, scores = route_in_turn(logits, rule)
+            indices, weights, scores = route_in_turn(logits, rule, mask)
             weights = weights.to(dtype)
         else:
             indices, weights, scores = route(logits, self.correction_bias, rule, self.kernels, dtype)
+        if mask is not None:
+            indices, weights = indices.masked_fill(~mask.unsqueeze(1), -1), blanked(weights, mask)
         if self.training and torch.is_grad_enabled():  # an evaluation of a model in training mode counts nothing
             self.kernels(count_choices_, self.load, indices)
-            weights = self._attach_losses(weights, logits, scores, indices)
+            weights = self._attach_losses(weights, logits, scores, indices, mask)
         return indices, weights
 
-    def _attach_losses(self, weights: Tensor, logits: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
+    def _attach_losses(
+        self, weights: Tensor, logits: Tensor, scores: Tensor, indices: Tensor, mask: Tensor | None
+    ) -> Tensor:
         aux, z = self.config.aux_coefficient, self.config.z_coefficient
         if aux:
             counts = self.kernels(count_choices_, torch.zeros_like(self.load), indices)
             softmax = self.config.score == "softmax"
             probabilities = scores if softmax else scores / (scores.sum(-1, keepdim=True) + TINY)
-            weights = attach_balance(weights, probabilities, counts, aux * self.aux_scale)
+            weights = attach_balance(weights, probabilities, counts, aux * self.aux_scale, mask)
         if z:
-            weights = attach(weights, z_loss(logits), z * self.aux_scale)
+            weights = attach(weights, z_loss(logits, mask), z * self.aux_scale)
         return weights
 
     @torch.no_grad()
@@ -174,6 +186,30 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return str(self.config)
+
+
+def flat_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """Return the mask ``[T]`` of ``x [T, H]`` or ``[B, S, H]``, from ``[T]`` or ``[B, S]``.
+
+    Raises:
+        ValueError: Its shape, dtype or device is another.
+    """
+    shape, tokens = x.shape[:-1], x.shape[:-1].numel()
+    given, other = quoted(mask), f"{list(shape)}" if len(shape) > 1 else f"[B, S] with B · S = {tokens}"
+    if isinstance(mask, Tensor):
+        fits = mask.shape in (shape, (tokens,)) or (len(shape) == 1 and mask.dim() == 2 and mask.numel() == tokens)
+        if fits and mask.dtype == torch.bool and mask.device == x.device:
+            return mask.reshape(tokens)
+        given = f"{mask.dtype} {list(mask.shape)} on {str(mask.device)!r}"
+    raise ValueError(
+        f"mask {given} of tokens {list(x.shape)}; allowed: torch.bool [{tokens}] or {other} on {str(x.device)!r}, True "
+        "for real tokens"
+    )
+
+
+def blanked(tokens: Tensor, mask: Tensor) -> Tensor:
+    """Return ``tokens [T, …]`` with zeros outside ``mask [T]``, through which no gradient flows."""
+    return tokens.masked_fill(~mask.unsqueeze(1), 0)
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:

@@ -17,6 +17,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
+from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from tests import models
 from tests.engines import COSTS, make
@@ -222,8 +223,27 @@ def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
 
     if DEVICE == "cpu":  # a GPU checks by itself, and this process could not use it any more
         bad = torch.tensor([[0], [6]])
-        with pytest.raises(ValueError, match="indices name expert 6; allowed: 0 to 5"):
+        with pytest.raises(ValueError, match="indices name expert 6; allowed: 0 to 5, or -1 for none"):
             model[1].mlp.experts(torch.ones(2, 32), bad, torch.ones(2, 1))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("real", ["some", "none"])
+def test_a_mask_by_triton_is_one_by_torch(real: str) -> None:
+    x, cotangent = torch.randn(2, 9, 16, 32, device=DEVICE).unbind()
+    mask = torch.rand(9, 16, device=DEVICE) < (0.6 if real == "some" else 0.0)
+    results = {}
+    for kernels in ("torch", "triton"):
+        torch.manual_seed(0)
+        config = RouterConfig(6, 2, score="sigmoid", aux_coefficient=0.1, z_coefficient=0.1)
+        moe = MoE(32, 12, config, shared_intermediate=5, device=DEVICE)
+        use_kernels(moe, kernels)
+        given = x.clone().requires_grad_()
+        y = moe(given, mask)
+        y.backward(cotangent)
+        assert not y[~mask].any()
+        results[kernels] = (y, given.grad, moe.router.load, [p.grad for p in moe.parameters()])
+    torch.testing.assert_close(results["triton"], results["torch"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.triton

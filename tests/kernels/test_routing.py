@@ -70,8 +70,8 @@ def test_triton(E: int, rule: Rule, T: int) -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(("T", "K", "E"), [(0, 2, 3), (1, 1, 1), (5, 3, 300), (3000, 8, 65)])
 def test_choices_are_counted(T: int, K: int, E: int) -> None:
-    indices, before = torch.randint(E, (T, K), device=DEVICE), torch.randint(2**40, (E,), device=DEVICE)
-    expected = before + torch.bincount(indices.flatten(), minlength=E)
+    indices, before = torch.randint(-1, E, (T, K), device=DEVICE), torch.randint(2**40, (E,), device=DEVICE)
+    expected = before + torch.bincount(indices.flatten() + 1, minlength=1 + E)[1:]  # −1 is none
     for choice in ("torch", "triton", "triton"):
         load, version = before.clone(), before.clone()._version
         assert Kernels(choice)(count_choices_, load, indices) is load

@@ -63,6 +63,23 @@ def test_z_loss_is_that_of_the_loops() -> None:
     assert z_loss(torch.empty(0, 4)).item() == 0
 
 
+@pytest.mark.parametrize("real", [0, 1, 5, 9])
+def test_of_a_mask_only_real_tokens_count(real: int) -> None:
+    mask = torch.arange(9).roll(3) < real
+    weights, logits = draw(9, 2), draw(9, 5, seed=1)
+    counts = count(logits[mask].topk(2).indices, 5)
+    every = []
+    for rows, given in ((slice(None), mask), (mask, None)):
+        leaf = logits[rows].clone().requires_grad_()
+        carried = attach_balance(weights[rows].clone().requires_grad_(), leaf.softmax(-1), counts, 0.3, given)
+        carried = attach(carried, z_loss(leaf, given), 0.1)
+        (found,) = torch.autograd.grad(carried, leaf, torch.zeros_like(carried))
+        every.append(found)
+    assert torch.equal(every[0][mask], every[1])
+    assert not every[0][~mask].any()
+    assert z_loss(logits, mask).item() == pytest.approx(z_loss(logits[mask]).item(), rel=1e-14)
+
+
 # In the router.
 
 

@@ -73,10 +73,36 @@ def test_shapes_are_seen_before_whatever_stands_in_for_the_forward(experts: Grou
         experts(TOKENS[:4], INDICES, WEIGHTS)
 
 
-@pytest.mark.parametrize(("shift", "expert"), [(1, 4), (9, 12), (-1, -1), (-7, -7)])
+@pytest.mark.parametrize(("shift", "expert"), [(1, 4), (9, 12), (-2, -2), (-7, -7)])
 def test_an_expert_that_is_none(experts: GroupedExperts, shift: int, expert: int) -> None:
-    with pytest.raises(ValueError, match=f"^indices name expert {expert}; allowed: 0 to 3$"):
+    with pytest.raises(ValueError, match=f"^indices name expert {expert}; allowed: 0 to 3, or -1 for none$"):
         experts(TOKENS, INDICES + shift, WEIGHTS)
+
+
+@over(2)
+def test_a_token_without_an_expert_goes_nowhere(rank: int, size: int) -> None:
+    """To the bit what is left without these tokens; on the last rank there are none but these, in some calls."""
+    for real in (torch.tensor([True, False, True, True, False]), torch.zeros(5, dtype=torch.bool)):
+        here = real if rank else ~real
+        tokens, cotangent = torch.randn(2, 5, H)
+        tokens[~here] = torch.nan
+        weights, indices = torch.rand(5, E).topk(3)
+        indices[0, 1] = -1  # of a token that has other experts
+        found = []
+        for rows, given in ((slice(None), indices.where(here[:, None], -1)), (here, indices[here])):
+            for group in (dist.group.WORLD, None):
+                experts = GroupedExperts(E, H, 3, group=group)
+                experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
+                leaves = [t[rows].clone().requires_grad_() for t in (tokens, weights)]
+                y = experts(leaves[0], given, leaves[1])
+                y.backward(cotangent[rows])
+                every = (y, *(leaf.grad for leaf in leaves))
+                if rows is not here:
+                    assert not any(t[~here].any() for t in every)
+                    every = tuple(t[here] for t in every)
+                found.append((*every, *(p.grad for p in experts.parameters())))
+        for padded, alone in zip(found[:2], found[2:], strict=True):
+            assert all(map(torch.equal, padded, alone))
 
 
 @over(2, timeout=60)

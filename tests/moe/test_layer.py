@@ -68,6 +68,35 @@ def test_no_tokens(shape: tuple[int, ...]) -> None:
     assert moe.router.correction_bias.isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(12, H), (3, 4, H)])
+def test_a_mask_leaves_the_real_tokens(shape: tuple[int, ...]) -> None:
+    """A product of another number of rows may round otherwise, hence the tolerance."""
+    mask = torch.rand(shape[:-1]) < 0.6
+    x, cotangent = torch.randn(2, *shape, dtype=torch.float64)
+    found = []
+    for rows, masks in ((..., (mask,)), (mask, ())):
+        moe = make(shared=3, aux_coefficient=0.1, z_coefficient=0.1)
+        leaf = x[rows].clone().requires_grad_()
+        y = moe(leaf, *masks)
+        y.backward(cotangent[rows])
+        if masks:
+            assert not y[~mask].any()
+            assert not leaf.grad[~mask].any()
+            y = y[mask]
+        of_tokens = leaf.grad[mask] if masks else leaf.grad
+        found.append((moe.router.load, y, of_tokens, [p.grad for p in moe.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-13)
+
+
+def test_a_mask_of_another_shape_is_one_line() -> None:
+    with pytest.raises(ValueError, match="allowed") as raised:
+        make()(torch.zeros(3, 4, H, dtype=torch.float64), torch.ones(4, 3, dtype=torch.bool))
+    assert str(raised.value) == (
+        "mask torch.bool [4, 3] on 'cpu' of tokens [3, 4, 6]; allowed: torch.bool [12] or [3, 4] on 'cpu', True for "
+        "real tokens"
+    )
+
+
 def test_tokens_in_any_layout() -> None:
     moe = make(shared=3)
     x = torch.randn(5, 2, H, dtype=torch.float64)

@@ -160,6 +160,58 @@ def test_underflowed_scores_give_finite_weights_and_gradients() -> None:
     assert tokens.grad.isfinite().all()
 
 
+# Padding.
+
+RULES = [
+    {},
+    {"score": "sigmoid", "groups": 4, "top_groups": 2},
+    {"force_load_balance": True},
+]
+
+
+@pytest.mark.parametrize("options", RULES)
+@pytest.mark.parametrize("real", ["some", "all", "none"])
+def test_a_mask_leaves_the_real_tokens(options: dict, real: str) -> None:
+    """A product of another number of rows may round otherwise, hence the tolerance."""
+    mask = torch.rand(3, 7, generator=torch.Generator().manual_seed(4)) < {"some": 0.6, "all": 2.0, "none": -1.0}[real]
+    flat, found = mask.flatten(), []
+    tokens, cotangent = draw(21, H), draw(21, 3, seed=5)
+    tokens[~flat] = math.nan
+    for padded in (True, False):
+        router = make(RouterConfig(8, 3, aux_coefficient=0.3, z_coefficient=0.2, **options))
+        leaf = (tokens if padded else tokens[flat]).clone().requires_grad_()
+        indices, weights = router(leaf, mask) if padded else router(leaf)
+        if padded:
+            assert torch.equal(indices[~flat], torch.full_like(indices[~flat], -1))
+            assert not weights[~flat].any()
+            weights.backward(cotangent)
+            assert not leaf.grad[~flat].any()
+            found.append((indices[flat], weights[flat], router.load, leaf.grad[flat], router.gate.weight.grad))
+        else:
+            weights.backward(cotangent[flat])
+            found.append((indices, weights, router.load, leaf.grad, router.gate.weight.grad))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+    assert router.load.sum() == 3 * flat.sum()
+
+
+MASKS = [
+    (torch.ones(6, dtype=torch.int64), "torch.int64 [6] on 'cpu'"),
+    (torch.ones(5, dtype=torch.bool), "torch.bool [5] on 'cpu'"),
+    (torch.ones(6, 1, 1, dtype=torch.bool), "torch.bool [6, 1, 1] on 'cpu'"),
+    (torch.ones(6, dtype=torch.bool, device="meta"), "torch.bool [6] on 'meta'"),
+    ([True] * 6, str([True] * 6)),
+]
+
+
+@pytest.mark.parametrize(("mask", "said"), MASKS)
+def test_a_wrong_mask_is_one_line(mask: Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match="allowed") as raised:
+        make(RouterConfig(4, 1))(draw(6, H), mask)
+    assert str(raised.value) == (
+        f"mask {said} of tokens [6, 5]; allowed: torch.bool [6] or [B, S] with B · S = 6 on 'cpu', True for real tokens"
+    )
+
+
 # The load and the bias update.
 
 
