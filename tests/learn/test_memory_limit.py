@@ -120,8 +120,12 @@ def test_the_plan_keeps_within_every_limit() -> None:
 
 def test_a_limit_that_nothing_keeps_says_what_would_do() -> None:
     costs, _ = measured()
-    engine = make(transformer(), PROGRAM, costs=costs, memory="1KB")
-    with pytest.raises(ValueError, match=r"memory='1KB': one microbatch after another .* allowed: .*MB or more"):
+    with pytest.raises(
+        ValueError, match=r"memory='1KB' for 1MB of parameters and gradients on this rank, .* allowed: mo"
+    ):
+        make(transformer(), PROGRAM, costs=costs, memory="1KB")
+    engine = make(transformer(), PROGRAM, costs=costs, memory="1.5MB")
+    with pytest.raises(ValueError, match=r"memory='1.5MB': one microbatch after another .* allowed: .*MB or more"):
         _ = engine.plan
     with pytest.raises(ValueError, match="memory with costs that have no bytes"):
         _ = make(transformer(), PROGRAM, costs=COSTS, memory="1GB").plan
