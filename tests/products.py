@@ -103,6 +103,13 @@ class Wrapped(Tensor):
     def __init__(self, held: Tensor) -> None:
         self.held = held
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["held"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Any:
+        return cls(inner["held"])
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Wrapped({self.held})"
 

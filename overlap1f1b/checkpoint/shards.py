@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, class_of, is_large, numbers_of, plain
-from overlap1f1b.checkpoint.tensors import Whole
+from overlap1f1b.checkpoint.tensors import Whole, plain_values
 from overlap1f1b.cut.blocks import blocks_of, marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import Experts
@@ -153,7 +153,7 @@ class Shards:
                     continue
                 if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
                     raise ValueError(f"{what} has placements {value.placements}; allowed: shards or copies")
-                whole = value.detach()
+                whole = plain_values(value.detach(), what)
                 if self._is_shared(name, what, value.shape, parameter.shape):
                     whole = self._whole(value, name)
                 large[f"optimizer.{stored_name}.{entry}"] = whole
@@ -186,7 +186,7 @@ class Shards:
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory."""
-        tensor = tensor.detach()
+        tensor = plain_values(tensor.detach(), name)
         if (along := self.tensor_sliced.get(name)) is not None:
             assert self.mesh.devices is not None
             tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)

@@ -18,7 +18,7 @@ from typing import Any, cast
 from zipfile import BadZipFile, ZipFile
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from overlap1f1b.transport.failures import headline
 
@@ -107,6 +108,35 @@ def encoded(value: Any) -> Tensor:
 def decoded(content: Tensor) -> Any:
     """Return the value of :func:`encoded`: tensors on the CPU, numbers, texts, and containers of these."""
     return torch.load(BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
+
+
+def plain_values(tensor: Tensor, what: str) -> Tensor:
+    """Return a tensor of torch's own class that shares the memory of one of another class, or of its only part.
+
+    A file would else hold an object of that class, which cannot be read. Of a DTensor it is so for the local part.
+
+    Raises:
+        ValueError: Nothing says where the class has its values.
+    """
+    if isinstance(tensor, DTensor):
+        local, mesh = tensor.to_local(), tensor.device_mesh
+        if (values := plain_values(local, what)) is local:
+            return tensor
+        shape = {"shape": tensor.shape, "stride": tensor.stride()}
+        return DTensor.from_local(values, mesh, tensor.placements, run_check=False, **shape)
+    kind: Any = type(tensor)
+    if kind is Tensor or kind is nn.Parameter:
+        return tensor
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # its functions are its own, its memory is not
+        return tensor.as_subclass(Tensor)
+    names = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+    inside = [getattr(tensor, name) for name in names]
+    if len(inside) != 1 or (inside[0].shape, inside[0].dtype) != (tensor.shape, tensor.dtype):
+        raise ValueError(
+            f"{what} is a {kind.__name__} in a checkpoint; allowed: a plain tensor, or a class whose "
+            "__tensor_flatten__ names one tensor, of its shape and dtype"
+        )
+    return plain_values(inside[0], what)
 
 
 class Whole(Tensor):

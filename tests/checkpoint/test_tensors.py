@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from overlap1f1b.checkpoint.tensors import Whole, check_tensors, decoded, encoded
-from tests.checkpoint.runs import Tiny
+from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
+from overlap1f1b.checkpoint.tensors import Whole, check_tensors, decoded, encoded, plain_values
+from overlap1f1b.schedule import build_schedule
+from tests import models, products
+from tests.checkpoint.runs import Tiny, ep
+from tests.engines import COSTS, make
+from tests.ranks import Ranks
 from tests.tiers import wide
 
 
@@ -28,6 +33,42 @@ def test_a_whole_has_the_shape_of_all_slices_and_the_memory_of_one() -> None:
         assert all(part.untyped_storage().data_ptr() == slice_.untyped_storage().data_ptr() for part in parts)
     with pytest.raises(NotImplementedError, match="of a whole"):
         rows + 1
+
+
+def _losses(rank: int, size: int, kind: str, folder: Path, load: bool) -> list[float]:
+    """Losses of four steps, of which the last two follow the checkpoint; all ranks have the same data."""
+    mesh = ep(size) if size > 1 else None
+    model = models.build(mesh and mesh.get_group("ep")).double()
+    products.convert(model, products.KINDS[kind])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = make(model, build_schedule("combined_1f1b", microbatches=2), mesh=mesh, costs=COSTS, timeout=30.0)
+    losses = []
+    for step in range(load_checkpoint(engine, folder, optimizer) if load else 0, 4):
+        x, target = models.batch(2, seed=step)
+        losses.append(engine.mean_loss(engine.step(x, target=target)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and not load:
+            save_checkpoint(engine, folder, 2, optimizer)
+    assert {type(p).__name__.lower() for p in model.parameters() if p.dim() == 3} == {kind}
+    return losses
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+def test_weights_of_another_class_go_on(ranks2: Ranks, kind: str, tmp_path: Path) -> None:
+    """A file has their values, and the run that reads it has the classes."""
+    expected = ranks2.run(_losses, kind, tmp_path, False)
+    assert ranks2.run(_losses, kind, tmp_path, True) == [losses[2:] for losses in expected]
+    assert _losses(0, 1, kind, tmp_path, True) == pytest.approx(expected[0][2:], rel=1e-9)
+
+
+def test_a_class_whose_values_are_in_no_one_tensor_is_refused() -> None:
+    class Two(products.Wrapped):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["held", "held"], None
+
+    with pytest.raises(ValueError, match=r"^x is a Two in a checkpoint; allowed: a plain tensor, or a class whose"):
+        plain_values(Two(torch.ones(2)), "x")
 
 
 def test_values_are_bytes() -> None:
