@@ -99,7 +99,7 @@ def profile(options: Options, rank: Rank) -> None:
 def remove_others(folder: Path, ranks: int) -> None:
     """Remove the files of an earlier run that had more ranks: a report would mix the two."""
     for path in folder.iterdir():
-        named = re.fullmatch(r"rank(\d+)\.(json|trace\.json\.gz|sqlite|nsys-rep)", path.name)
+        named = re.fullmatch(r"rank(\d+)\.(record|json|trace\.json\.gz|sqlite|nsys-rep)", path.name)
         if named is not None and int(named[1]) >= ranks:
             path.unlink()
 

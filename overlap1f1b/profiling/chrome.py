@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -12,7 +13,8 @@ from overlap1f1b.plan.ranges import PREFIX
 from overlap1f1b.profiling.recording import Capture
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver", "hip_runtime", "privateuse1_runtime")
+_LAUNCHES = ("_runtime", "_driver")
+"""Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
 _DEVICE_RANGES = "gpu_user_annotation"
 
 
@@ -23,15 +25,16 @@ class _Event(Struct):
 
 
 class _Call(Struct, frozen=True):
-    correlation: int = -1
-    stream: int = 0
+    correlation: Any = None
+    stream: Any = None  # of a call on ROCm a text
+    device: Any = None
 
 
 class _Timed(Struct):
     ts: float
     dur: float = 0.0
-    pid: int | str = 0
-    tid: int | str = 0
+    pid: Any = 0
+    tid: Any = 0
     args: _Call = _Call()
 
 
@@ -49,22 +52,35 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
         OverflowError: A time or a number does not fit into 64 bits.
     """
     event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed).decode
-    threads: dict[tuple[int | str, int | str], int] = {}
+    threads: dict[tuple[str, str], int] = {}
+    texts: dict[str, int] = {}
+
+    def number_of(value: Any) -> int:
+        """Return a stream or a correlation as a number; texts that are none get numbers below -1."""
+        if isinstance(value, int):
+            return value
+        with suppress(ValueError):
+            return int(str(value), 0)
+        return texts.setdefault(str(value), -2 - len(texts))
+
     for number, text in enumerate(events):
         if not number % (1 << 16):
             seen(number / len(events))
         event = event_of(text)
         category, name = event.cat, event.name if isinstance(event.name, str) else ""
-        kernel, launch = category in _KERNELS, category in _LAUNCHES
+        kernel, launch = category in _KERNELS, isinstance(category, str) and category.endswith(_LAUNCHES)
         ours = category != _DEVICE_RANGES and name.startswith(PREFIX)
         if event.ph != "X" or not (kernel or launch or ours):
             continue
         timed = timed_of(text)
-        correlation, start, duration = timed.args.correlation, round(timed.ts * 1000), round(timed.dur * 1000)
+        args, start, duration = timed.args, round(timed.ts * 1000), round(timed.dur * 1000)
+        correlation = -1 if args.correlation is None else number_of(args.correlation)
         if kernel:
-            capture.kernels.extend((correlation, timed.args.stream, start, start + duration))
+            copy = category != "kernel" and not name.startswith("Mem")
+            stream = number_of(timed.tid if args.stream is None else args.stream)
+            capture.add_kernel("Memcpy" if copy else name, args.device, correlation, stream, start, start + duration)
             continue
-        thread = threads.setdefault((timed.pid, timed.tid), len(threads))
+        thread = threads.setdefault((str(timed.pid), str(timed.tid)), len(threads))
         if not launch:
             capture.add_range(name, thread, start, start + duration)
         elif correlation != -1:

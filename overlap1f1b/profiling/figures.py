@@ -40,6 +40,7 @@ class Figures:
         device: Whether compute means the kernels of a device.
         late: Exposed time in which ranks waited for a late peer; None if no file shows it, see
             :func:`~overlap1f1b.profiling.clocks.late_peers`.
+        measured: Whether every file shows what was exchanged.
     """
 
     steps: int
@@ -54,6 +55,7 @@ class Figures:
     starved: float
     device: bool
     late: float | None = None
+    measured: bool = True
 
     @classmethod
     def sum(cls, parts: Iterable[Figures]) -> Figures:
@@ -70,6 +72,7 @@ class Figures:
             open_actions=max(part.open_actions for part in parts),
             device=any(part.device for part in parts),
             late=sum(late) if late else None,
+            measured=all(part.measured for part in parts),
         )
 
     def per_step_ms(self, time: float) -> float:
@@ -89,7 +92,8 @@ def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFig
 def figures_of(recording: Recording, late: Mapping[StepRecord, Intervals] | None = None) -> Figures:
     """Return the figures of a rank over its steps; ``late`` has their waits for late peers, where files show them."""
     waits = {step: length(waits) for step, waits in (late or {}).items()}
-    return Figures.sum(replace(Lanes(recording, step).figures, late=waits.get(step)) for step in recording.steps)
+    steps = [replace(Lanes(recording, step).figures, late=waits.get(step)) for step in recording.steps]
+    return replace(Figures.sum(steps), measured=recording.measured)
 
 
 class Lanes:
@@ -131,7 +135,7 @@ class Lanes:
         Empty without ranges; the whole step is steady if it has no forwards or no backwards. Recomputation belongs to
         no phase.
         """
-        if self.recording.by == "stream":
+        if self.recording.by != "range":
             return {}
         names = self.recording.names
         kind = [n.kind.value if isinstance(n, Node) and n.op not in RECOMPUTES else "" for n in names]
@@ -216,7 +220,7 @@ class Lanes:
         It can start once it is launched and the earlier compute of its own chain has ended.
         """
         recording, step = self.recording, self.step
-        if not recording.device or recording.by == "stream":
+        if not recording.device or recording.by != "range":
             return 0
         done: dict[object, list[int]] = {}
         for what, _, end in step.compute.whole:

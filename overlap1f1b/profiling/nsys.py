@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from overlap1f1b.plan.ranges import PREFIX
 from overlap1f1b.profiling.recording import Capture
@@ -14,8 +15,10 @@ from overlap1f1b.schedule.values import shortened
 MAGIC = b"SQLite format 3\0"
 _PUSH_POP, _START_END = 59, 60
 """Types of NVTX events that are ranges."""
-_DEVICE_TABLES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
-_RUNTIME = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_NAMES = {"KERNEL": "", "MEMCPY": "CASE t.copyKind WHEN 10 THEN 'Memcpy PtoP' ELSE 'Memcpy' END", "MEMSET": "'Memset'"}
+"""Tables of what runs on a device, with the name of a row; kernels have theirs among the strings."""
+_KIND = "CUPTI_ACTIVITY_KIND_"
+_RUNTIME, _GRAPHS = f"{_KIND}RUNTIME", f"{_KIND}GRAPH_TRACE"
 _PROCESS = 1 << 24  # the lower 24 bits of a global thread number the thread within its process
 
 
@@ -39,25 +42,34 @@ def read_nsys(path: Path) -> list[Capture]:
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
-    devices = [name for name in _DEVICE_TABLES if name in tables]
+    devices = {kind: name for kind, name in _NAMES.items() if f"{_KIND}{kind}" in tables}
     if "NVTX_EVENTS" not in tables and not devices:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
 
     def capture_of(process: int) -> Capture:
-        return captures.setdefault(process, Capture(path, "nsys"))
+        return captures.setdefault(process // _PROCESS, Capture(path, "nsys"))
 
+    named = "StringIds" in tables
     if "NVTX_EVENTS" in tables:
-        for text, thread, start, end in _ranges(database, named="StringIds" in tables):
-            capture_of(thread // _PROCESS).add_range(text, thread, start, end)
-    for name in devices:
-        for process, *kernel in _rows(database, name, ("globalPid", "correlationId", "streamId", "start", "end")):
-            capture_of(process // _PROCESS).kernels.extend(kernel)
+        for text, thread, start, end in _ranges(database, named=named):
+            capture_of(thread).add_range(text, thread, start, end)
+    for kind, name in devices.items():
+        for text, device, process, *kernel in _kernels(database, f"{_KIND}{kind}", name, named=named):
+            capture_of(process).add_kernel(text, device, *kernel)
     if _RUNTIME in tables:
         for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
             if (capture := captures.get(thread // _PROCESS)) is not None:
                 capture.launches.extend((number, thread, start))
-    return list(captures.values())
+    if _GRAPHS in tables:
+        for process, count in database.execute(f"SELECT globalPid, COUNT(*) FROM {_GRAPHS} GROUP BY globalPid"):
+            capture_of(process).notes.append(
+                f"{count} launches of graphs are in the file as a whole, and left out; nsys shows their kernels if it "
+                "traces graphs by node"
+            )
+    # A launcher has neither ranges nor kernels.
+    found = [capture for capture in captures.values() if capture.ranges or capture.kernels]
+    return found or [Capture(path, "nsys")]
 
 
 def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str, int, int, int]]:
@@ -76,7 +88,22 @@ def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str,
     )
 
 
-def _rows(database: sqlite3.Connection, table: str, columns: Sequence[str]) -> Iterable[tuple[int, ...]]:
-    named = [f't."{column}"' for column in columns]  # alone, a missing column would be a string
-    given = " AND ".join(f"{column} IS NOT NULL" for column in named)
-    return database.execute(f'SELECT {", ".join(named)} FROM "{table}" AS t WHERE {given}')
+def _kernels(database: sqlite3.Connection, table: str, name: str, *, named: bool) -> Iterable[tuple[Any, ...]]:
+    """Yield name, device, process, correlation, stream, start and end of what ran on a device."""
+    there = {column for _, column, *_ in database.execute(f'PRAGMA table_info("{table}")')}
+    strings, column = "", next((column for column in ("demangledName", "shortName") if column in there), None)
+    if not name and column is not None and named:
+        name, strings = "s.value", f"LEFT JOIN StringIds AS s ON s.id = t.{column}"
+    elif not name or ("copyKind" in name and "copyKind" not in there):
+        name = "''"
+    before = [f"COALESCE({name}, '')", "t.deviceId" if "deviceId" in there else "0"]
+    return _rows(database, table, ("globalPid", "correlationId", "streamId", "start", "end"), before, strings)
+
+
+def _rows(
+    database: sqlite3.Connection, table: str, columns: Sequence[str], before: Sequence[str] = (), strings: str = ""
+) -> Iterable[tuple[Any, ...]]:
+    """Yield rows in which no column is missing, behind the expressions ``before``."""
+    wanted = [f't."{column}"' for column in columns]  # alone, a missing column would be a string
+    given = " AND ".join(f"{column} IS NOT NULL" for column in wanted)
+    return database.execute(f'SELECT {", ".join([*before, *wanted])} FROM "{table}" AS t {strings} WHERE {given}')

@@ -27,7 +27,7 @@ from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import quoted, shortened
 
 _GZIP = b"\x1f\x8b"
-ENDINGS = (".json", ".json.gz", ".sqlite")
+ENDINGS = (".json", ".json.gz", ".sqlite", ".record")
 """Endings of the files that are read from a folder."""
 MOST_RANKS = 1 << 20
 _ALLOWED = (
@@ -107,9 +107,7 @@ def read_file(path: Path, progress: Progress = lambda *_: None) -> list[Recordin
             raise ValueError(f"{path} is empty; {_ALLOWED}")
         progress(path, 0, size)
         if start == MAGIC:
-            captures = read_nsys(path)
-            # A launcher has neither ranges nor kernels.
-            return [recording_of(of) for of in captures if len(captures) == 1 or of.ranges or of.kernels]
+            return [recording_of(capture) for capture in read_nsys(path)]
         with path.open("rb") as raw:
             text: Any = mmap(raw.fileno(), 0, access=ACCESS_READ)
             if start.startswith(_GZIP):

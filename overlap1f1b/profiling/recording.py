@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,8 @@ from overlap1f1b.plan.intervals import Intervals, union
 Column = NDArray[np.int64]
 
 
-class Stream(NamedTuple):
-    """Kernels and copies of one stream that have no range."""
+class Kernels(NamedTuple):
+    """Kernels and copies without a range, of one stream or of one name."""
 
     name: str  # in tables, in place of a sub-op
 
@@ -27,7 +27,7 @@ class Stream(NamedTuple):
         return self.name
 
 
-What = Node | Stream
+What = Node | Kernels
 EXCHANGES = (Resource.EXCHANGE, Resource.CONTROL)
 """Lanes that count as exchange: as in :class:`overlap1f1b.simulation.Timeline`, counts and reductions included."""
 
@@ -120,11 +120,11 @@ class Recording:
         rank: Number of the rank; None if the file does not say.
         mesh: Position and size of each dimension; empty if the file does not say.
         world: Number of ranks; None if the file does not say.
-        names: Node or stream of the spans, by index.
+        names: What the spans are, by index.
         steps: Steps in order.
         source: Kind of file.
         device: Whether compute means a GPU's kernels, not the nodes of the issuing thread.
-        by: Whether ranges or, without ranges, streams tell compute from exchange.
+        by: Whether ranges tell compute from exchange; without ranges names of kernels, or streams.
         notes: Notes for the reader of the figures, one line each.
         about: What the engine said of the run.
     """
@@ -137,12 +137,12 @@ class Recording:
     steps: tuple[StepRecord, ...]
     source: Literal["records", "torch.profiler", "nsys"]
     device: bool = False
-    by: Literal["range", "stream"] = "range"
+    by: Literal["range", "name", "stream"] = "range"
     notes: tuple[str, ...] = ()
     about: About = field(default_factory=About)
 
     def on(self, spans: Spans, *resources: Resource) -> Spans:
-        """Return the spans of some resources; streams without ranges count as exchange."""
+        """Return the spans of some resources; kernels without ranges count as exchange."""
         chosen = [lane_of(what) in resources for what in self.names]
         return spans[np.array(chosen, bool)[spans.what]]
 
@@ -155,6 +155,15 @@ class Recording:
         late = step.flights[~np.isin(step.flights.what, step.issued.what)]
         nodes = (self.names[what] for what, *_ in (step.issued + late).ordered)
         return tuple(dict.fromkeys(node for node in nodes if isinstance(node, Node)))
+
+    @property
+    def measured(self) -> bool:
+        """Whether the file shows what was exchanged: not if exchanges were issued and none was seen in flight."""
+        if any(len(self.exchanges(step)) for step in self.steps):
+            return True
+        issued = any(len(self.on(step.issued, *EXCHANGES)) for step in self.steps)
+        alone = bool(self.mesh) and self.mesh.get("ep", (0, 1))[1] == 1
+        return self.by == "range" and (alone or not issued)
 
     @property
     def peak_bytes(self) -> float | None:
@@ -184,7 +193,10 @@ class Capture:
         names: Names of ranges, by their index.
         ranges: Rows of name, thread, start, end: ranges of our grammar on the host.
         launches: Rows of correlation, thread, start: calls that launch kernels and copies.
-        kernels: Rows of correlation, stream, start, end: kernels and copies on the device.
+        kernels: Rows of name, correlation, stream, start, end: kernels and copies on the device.
+        kernel_names: Names of kernels and copies, by their index.
+        devices: Numbers of the devices on which they ran.
+        notes: Notes for the reader of the figures, one line each.
         rank: Number from the profiler, or None; a label among the ranges has precedence.
         world: Number of ranks from the profiler, or None.
         about: What the engine said of the run.
@@ -196,6 +208,9 @@ class Capture:
     ranges: array[int] = field(default_factory=_integers)
     launches: array[int] = field(default_factory=_integers)
     kernels: array[int] = field(default_factory=_integers)
+    kernel_names: dict[str, int] = field(default_factory=dict)
+    devices: set[Any] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
     rank: int | None = None
     world: int | None = None
     about: About = field(default_factory=About)
@@ -203,3 +218,9 @@ class Capture:
     def add_range(self, name: str, thread: int, start: int, end: int) -> None:
         """Note a range."""
         self.ranges.extend((self.names.setdefault(name, len(self.names)), thread, start, end))
+
+    def add_kernel(self, name: str, device: Any, correlation: int, stream: int, start: int, end: int) -> None:
+        """Note a kernel or a copy."""
+        number = self.kernel_names.setdefault(name, len(self.kernel_names))
+        self.kernels.extend((number, correlation, stream, start, end))
+        self.devices.add(device)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from overlap1f1b.plan import Resource
 from overlap1f1b.plan.intervals import clipped, difference, length
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
-from overlap1f1b.profiling.recording import Capture, Column, Recording, Spans, StepRecord, Stream, What, lane_of
+from overlap1f1b.profiling.names import Role, role_of, shortened
+from overlap1f1b.profiling.recording import Capture, Column, Kernels, Recording, Spans, StepRecord, What, lane_of
+from overlap1f1b.schedule.values import some
 
 _KINDS = ("node", "flight", "wait")
 _NEVER = np.iinfo(np.int64).min
@@ -26,6 +28,10 @@ def recording_of(capture: Capture) -> Recording:
     transfer are its flight, except on the compute stream, where they pack and unpack; if all of them are there, they
     are the flight. Kernels launched outside all ranges are compute if they are on the compute stream. Without kernels,
     the ranges of nodes are the compute and the ``flight`` ranges are the exchange.
+
+    If no kernel has a range, its name tells what it does: known exchanges are exchange, all other kernels are compute
+    on any stream, and copies within a device or with its host are neither. If no name is known for an exchange, the
+    kernels of unknown names that are not on the stream with most compute are exchange, with the copies beside them.
     """
     return _Builder(capture).recording()
 
@@ -33,7 +39,7 @@ def recording_of(capture: Capture) -> Recording:
 class _Builder:
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
-        self.notes: dict[str, None] = {}
+        self.notes: dict[str, None] = dict.fromkeys(capture.notes)
         self.labels: list[Label] = []
         self.index: dict[What, int] = {}
         self.ranges = self._ranges()
@@ -43,20 +49,22 @@ class _Builder:
                 f"{capture.path} has no ranges of overlap1f1b and no kernels; allowed: a file of overlap1f1b profile"
             )
         self.device = bool(capture.kernels)
-        self.kernels = self._kernels()
-        self.by_range = bool((self.kernels.what >= 0).any()) if self.device else True
+        self.kernels, name = self._kernels()
+        roles = np.array([role_of(text) for text in capture.kernel_names], np.int64)
+        self.role = roles[name]  # of each kernel
         on_compute = [lane_of(what) is Resource.COMPUTE for what in self.index]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.ran = np.maximum.accumulate(self.kernels.end)  # end of everything that was launched so far
         of_compute = self.on_compute[self.kernels.what]
+        of_compute = of_compute if of_compute.any() else self.role == Role.COMPUTE
         self.main = _most(self.kernels.place[of_compute] if of_compute.any() else self.kernels.place)
-        """The stream with most kernels of compute nodes; with most kernels if none has a range."""
-        if not self.by_range:
-            why = "no kernel was launched in a range" if len(nodes) else "no ranges"
-            self.notes[
-                f"{why} of overlap1f1b: stream {self.main}, which has most kernels, counts as compute and all "
-                "others as exchange"
-            ] = None
+        """The stream with most kernels of compute nodes; without ranges with most kernels."""
+        self.by: Literal["range", "name", "stream"] = "range"
+        if self.device and not (self.kernels.what >= 0).any():
+            self._judge(name, "no kernel was launched in a range" if len(nodes) else "no ranges")
+        if len(capture.devices) > 1:
+            devices = ", ".join(sorted(map(str, capture.devices)))
+            self.notes[f"one process with kernels on devices {devices}: the figures take them for one device"] = None
 
     def _ranges(self) -> dict[str, Spans]:
         """Return the ranges of each kind; those of steps have their numbers in place of names."""
@@ -80,13 +88,13 @@ class _Builder:
         kinds = np.array(kind, "U6")[name]
         return {kind: every[kinds == kind].ordered for kind in (*_KINDS, "step")}
 
-    def _kernels(self) -> Spans:
-        """Return every kernel with the node for which it was launched, or -1, ordered by launch.
+    def _kernels(self) -> tuple[Spans, Column]:
+        """Return every kernel with the node for which it was launched, or -1, ordered by launch; and their names.
 
         The node is the innermost range around the launch on the launching thread. If that thread has no range, as
         autograd's has none, it is the range that is open on the issuing thread.
         """
-        correlation, stream, start, end = _columns(self.capture.kernels, 4)
+        name, correlation, stream, start, end = _columns(self.capture.kernels, 5)
         number, thread, at = _columns(self.capture.launches or (_NEVER, -1, 0), 3)
         order = np.argsort(number, kind="stable")
         number, thread, at = number[order], thread[order], at[order]
@@ -104,7 +112,44 @@ class _Builder:
         owner[lost] = _innermost(around[around.place == issuer], launched[lost])
         if self.index and (missing := int((~found).sum())):
             self.notes[f"{missing} of {len(start)} kernels have no launch in the file, so no range"] = None
-        return Spans(owner, start, np.maximum(start, end), launched, stream)[np.argsort(launched, kind="stable")]
+        order = np.argsort(launched, kind="stable")
+        return Spans(owner, start, np.maximum(start, end), launched, stream)[order], name[order]
+
+    def _judge(self, name: Column, why: str) -> None:
+        """Give every kernel a role and a name of its own, since no range does."""
+        role, stream = self.role, self.kernels.place
+        unknown, exchanges = role == Role.UNKNOWN, role == Role.EXCHANGE
+        self.by = "name"
+        if not exchanges.any() and (away := unknown & (stream != self.main)).any():
+            self.by = "stream"
+            exchanges = np.isin(stream, stream[away]) & (unknown | (role == Role.COPY))
+        role[unknown], role[exchanges] = Role.COMPUTE, Role.EXCHANGE
+        streams, place = np.unique(stream, return_inverse=True)
+        what = self._numbers(f"stream {number}" for number in streams.tolist())[place]
+        texts = [shortened(text) for text in self.capture.kernel_names]
+        if self.by == "name":
+            known, place = np.unique(name[exchanges], return_inverse=True)
+            what[exchanges] = self._numbers(texts[number] for number in known.tolist())[place]
+        self.kernels = replace(self.kernels, what=what)
+
+        how = "names of kernels tell what they do"
+        if self.by == "stream":
+            how = f"stream {self.main}, which has most kernels, counts as compute and all others as exchange"
+        self.notes[f"{why} of overlap1f1b: {how}"] = None
+        said = {"exchange": Role.EXCHANGE, "compute": Role.COMPUTE} if self.by == "name" else {}
+        for title, of in (said | {"left out": Role.COPY}).items():
+            mine = role == of
+            names = list(dict.fromkeys(texts[number] for number in np.unique(name[mine]).tolist()))
+            if names:
+                time = length(self.kernels[mine].covered) / 1e6
+                count = f"{mine.sum()} {'copies' if of is Role.COPY else 'kernels'}"
+                self.notes[f"{title}: {count}, {time:.3f} ms: {some(names, 3)}"] = None
+            elif of is Role.EXCHANGE:
+                self.notes["exchange: no kernel has a name that is known for it"] = None
+
+    def _numbers(self, names: Iterable[str]) -> Column:
+        """Return the indices of kernels without a range."""
+        return np.array([self.index.setdefault(Kernels(name), len(self.index)) for name in names], np.int64)
 
     def recording(self) -> Recording:
         capture = self.capture
@@ -119,7 +164,7 @@ class _Builder:
             steps=steps,
             source=capture.source,
             device=self.device,
-            by="range" if self.by_range else "stream",
+            by=self.by,
             notes=tuple(self.notes),
             about=capture.about,
         )
@@ -140,7 +185,7 @@ class _Builder:
             compute = _without(issued[self.on_compute[issued.what]], waits)
             return StepRecord(number, begin, end, issued, compute, flights, waits)
         first, last = np.searchsorted(self.kernels.launched, (begin, end)).tolist()
-        compute, travelled = self._split(self.kernels[first:last])
+        compute, travelled = self._split(self.kernels[first:last], self.role[first:last])
         flights = travelled + flights[~np.isin(flights.what, travelled.what)]
         if last > first:  # from the end of the earlier launches' kernels to the end of this step's
             begin = max(begin, int(self.ran[first - 1]) if first else begin)
@@ -148,22 +193,23 @@ class _Builder:
             end = int(self.kernels.end[first:last].max())
         return StepRecord(number, begin, end, issued, compute, flights, waits)
 
-    def _split(self, kernels: Spans) -> tuple[Spans, Spans]:
+    def _split(self, kernels: Spans, role: Column) -> tuple[Spans, Spans]:
         """Return the compute kernels of a step, and the kernels of its transfers."""
+        if self.by != "range":
+            return kernels[role == Role.COMPUTE].ordered, kernels[role == Role.EXCHANGE].ordered
         owner, stream = kernels.what, kernels.place
         main, named = stream == self.main, owner >= 0
         travels = named & ~self.on_compute[owner]
         elsewhere = np.isin(owner, owner[travels & ~main])
-        flying = travels & ~(main & elsewhere) if self.by_range else ~main
-        computing = ~flying & (named | main)
+        flying = travels & ~(main & elsewhere)
+        computing = ~flying & (named | (main & (role != Role.EXCHANGE)))
         if len(lost := np.unique(stream[~flying & ~computing])):
             streams = ", ".join(map(str, lost))
             note = f"kernels launched outside all ranges on streams {streams} count neither as compute nor as exchange"
             self.notes[note] = None
         numbers, place = np.unique(stream[~named], return_inverse=True)
-        unnamed = [self.index.setdefault(Stream(f"stream {number}"), len(self.index)) for number in numbers.tolist()]
         what = owner.copy()
-        what[~named] = np.array(unnamed, np.int64)[place]
+        what[~named] = self._numbers(f"stream {number}" for number in numbers.tolist())[place]
         kernels = replace(kernels, what=what)
         return kernels[computing].ordered, kernels[flying].ordered
 

@@ -30,6 +30,8 @@ def verdict(sums: Figures) -> str:
 
 def _of_exchange(sums: Figures) -> str:
     overlap = sums.overlap
+    if not sums.measured:
+        return "Not measured: the files do not show all that was exchanged, so how much was hidden is unknown."
     if not overlap.exchange:
         return "Nothing was exchanged in these steps, so there was nothing to hide."
     hidden, exposed = overlap.hidden_fraction, sums.share(overlap.exposed)
@@ -61,7 +63,8 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
     """
     overlap, idle, late = sums.overlap, sums.idle, sums.share(sums.late or 0)
     exposed = sums.share(overlap.exposed) - late if overlap.hidden_fraction < WELL else 0
-    bubble, host = sums.share(idle["pipeline_bubble"]), sums.share(max(idle["host_late"], sums.starved))
+    bubble = sums.share(idle["pipeline_bubble"])
+    host = sums.share(max(idle["host_late"], sums.starved) if sums.by_phase else sums.starved)
     held = sums.share(sums.queued) if overlap.exposed else 0
     tips = (
         (exposed, _against_exposure(sums, about or About())),

@@ -31,11 +31,12 @@ class Profile:
     ...     for _ in range(3):
     ...         engine.step(inputs, target=labels)
     >>> profile.files
-    (PosixPath('profile/rank0.json'), PosixPath('profile/rank0.trace.json.gz'))
+    (PosixPath('profile/rank0.record'), PosixPath('profile/rank0.trace.json.gz'))
 
-    Each rank writes its record, and with torch.profiler a Chrome trace, which Perfetto opens. The trace has a range for
-    every node on the thread that plays them. Flights and actions have tracks of their own, with times of the engine:
-    torch.profiler has no range that begins on one thread and ends on another.
+    Each rank writes its record, JSON that no other tool takes for a trace. With torch.profiler it writes a Chrome trace
+    as well, which Perfetto and Holistic Trace Analysis open. The trace has a range for every node on the thread that
+    plays them. Flights and actions have tracks of their own, with times of the engine: torch.profiler has no range that
+    begins on one thread and ends on another.
 
     Args:
         engine: An engine that has measured and chosen its plan: ``engine.tuner.settling`` is false.
@@ -45,7 +46,7 @@ class Profile:
 
     Raises:
         ValueError: ``tool`` is unknown, ``first`` is no number, the folder cannot be made, or nsys has no GPU to trace;
-            at the end of the block: the folder has no room for the files.
+            at the end of the block: no step was made in it, or the folder has no room for the files.
     """
 
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
@@ -76,8 +77,10 @@ class Profile:
         self._open.close()
         if kind is not None:
             return
+        if not self.recorder.steps:
+            raise ValueError("a profile without a step; allowed: one engine.step or more inside its block")
         rank = self.recorder.rank
-        self.files = self.folder / f"rank{rank}.json", self.folder / f"rank{rank}.trace.json.gz"
+        self.files = self.folder / f"rank{rank}.record", self.folder / f"rank{rank}.trace.json.gz"
         try:
             self._save(*self.files)
         except OSError as failed:

@@ -88,7 +88,7 @@ class Recorder(Observer):
 
     >>> with Recorder(engine, TorchRanges()) as recorder:
     ...     engine.step(inputs, target=labels)
-    >>> recorder.save("rank0.json")
+    >>> recorder.save("rank0.record")
 
     An engine without a recorder writes nothing, and looks for one once a step and once a wait.
 

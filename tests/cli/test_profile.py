@@ -36,7 +36,7 @@ def disagreements(folder: Path, text: Path, names: tuple[str, ...]) -> list[str]
         assert run_ranks([str(folder), str(text), *names], 2, wire=wire, environ=environ, command=command) == 0
     found, shares = [], {}
     for name in names:
-        for pattern in ("rank*.trace.json.gz", "rank?.json"):
+        for pattern in ("rank*.trace.json.gz", "rank?.record"):
             for recording in read(*sorted((folder / name).glob(pattern))).ranks:
                 own = json.loads((folder / f"{name}-{recording.rank}.json").read_text())
                 seen = [figures_of(replace(recording, steps=(step,))).overlap for step in recording.steps]
@@ -79,7 +79,7 @@ def test_profile_of_a_training_and_what_it_says_to_run_next(text: Path, tmp_path
     run = Run("profile train", *sizes, "--text", text, "--out", out, "--json", "-")
     status, shown, err = run.wait()
     assert status == 0, err
-    names = [f"rank{rank}{kind}" for rank in (0, 1) for kind in (".json", ".trace.json.gz")]
+    names = [f"rank{rank}{kind}" for rank in (0, 1) for kind in (".record", ".trace.json.gz")]
     assert sorted(path.name for path in out.iterdir()) == names
     result = json.loads(shown)
     traces = [str(out / name) for name in names if name.endswith("gz")]
@@ -159,7 +159,15 @@ def test_nsys_runs_every_rank_with_a_file_of_its_own(text: Path, tmp_path: Path,
 
 
 def test_files_of_ranks_that_the_run_lacks_go(tmp_path: Path) -> None:
-    for name in ("rank0.json", "rank1.json", "rank1.trace.json.gz", "rank12.sqlite", "rank1.txt", "notes.json"):
+    for name in (
+        "rank0.record",
+        "rank1.record",
+        "rank1.json",
+        "rank1.trace.json.gz",
+        "rank12.sqlite",
+        "rank1.txt",
+        "notes.json",
+    ):
         (tmp_path / name).write_text("")
     remove_others(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.json", "rank0.json", "rank1.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.json", "rank0.record", "rank1.txt"]

@@ -141,7 +141,8 @@ def _insert(database: sqlite3.Connection, process: int, events: Events) -> None:
         if kernel.copy:
             insert("CUPTI_ACTIVITY_KIND_MEMCPY", **row, bytes=1, copyKind=1)
         else:
-            insert("CUPTI_ACTIVITY_KIND_KERNEL", **row, demangledName=string("k"), shortName=string(kernel.name))
+            short = string(kernel.name.split("(")[0])
+            insert("CUPTI_ACTIVITY_KIND_KERNEL", **row, demangledName=string(kernel.name), shortName=short)
         if kernel.launched is not None:
             call = {"start": kernel.launched, "end": kernel.launched + 1, "globalTid": process + kernel.thread}
             insert("CUPTI_ACTIVITY_KIND_RUNTIME", **call, correlationId=number, eventClass=0, nameId=0, returnValue=0)

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from overlap1f1b.profiling import read, read_file
-from tests.profiling.cases import device, refusal
-from tests.profiling.synthetic import write_chrome
+from tests.profiling.cases import DEVICE, device, refusal, summed
+from tests.profiling.synthetic import Events, write_chrome
 
 
 def test_numbers_that_are_none_leave_the_other_files(tmp_path: Path) -> None:
@@ -28,3 +28,32 @@ def test_a_trace_that_is_an_array(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text())["traceEvents"]))
     (recording,) = read_file(path)
     assert recording.rank == 0
+
+
+def test_texts_for_streams_and_correlations(tmp_path: Path) -> None:
+    """As calls on ROCm have them, and traces that other tools have rewritten."""
+    content = json.loads(write_chrome(tmp_path / "a.json", device()).read_text())
+    for event in content["traceEvents"]:
+        if event.get("cat") == "cuda_runtime":
+            event["cat"] = "hip_runtime"
+            event["args"] |= {"stream": "0x0", "correlation": f"{event['args']['correlation']}"}
+    (path := tmp_path / "b.json").write_text(json.dumps(content))
+    (recording,) = read_file(path)
+    assert summed(recording) == DEVICE
+    for event in content["traceEvents"]:
+        if event.get("cat") in ("kernel", "gpu_memcpy"):
+            event["args"]["stream"] = f"queue {event['args']['stream']}"
+    path.write_text(json.dumps(content))
+    (recording,) = read_file(path)
+    assert summed(recording) == DEVICE
+
+
+def test_kernels_without_arguments(tmp_path: Path) -> None:
+    """Their track is their stream; nothing leads to their launch."""
+    content = json.loads(write_chrome(tmp_path / "a.json", Events([], device().kernels)).read_text())
+    for event in content["traceEvents"]:
+        event.pop("args", None)
+    (path := tmp_path / "b.json").write_text(json.dumps(content))
+    (recording,) = read_file(path)
+    assert recording.by == "stream"
+    assert "stream 7, which has most kernels" in recording.notes[0]

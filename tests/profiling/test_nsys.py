@@ -28,6 +28,24 @@ def test_foreign_databases(tmp_path: Path) -> None:
     assert "no such column" in refusal(changed(path, "CREATE TABLE NVTX_EVENTS (start INTEGER)"))
 
 
+def test_an_export_with_ranges_of_others_and_no_kernels(tmp_path: Path) -> None:
+    path = write_nsys(tmp_path / "others.sqlite", {1: Events([Range("forward", 0, 5)])})
+    assert "has no ranges of overlap1f1b and no kernels" in refusal(path)
+    write_nsys(tmp_path / "rank0.sqlite", {1: device(0)})
+    found = read(tmp_path)
+    assert (len(found.ranks), len(found.left_out)) == (1, 1)
+
+
+def test_graphs_as_a_whole_are_said_to_be_left_out(tmp_path: Path) -> None:
+    path = changed(
+        write_nsys(tmp_path / "graphs.sqlite", {1: device()}),
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, globalPid INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (1, 2, {1 << 24})",
+    )
+    (recording,) = read_file(path)
+    assert "1 launches of graphs are in the file as a whole, and left out" in recording.notes[0]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from overlap1f1b.plan import Node
+from overlap1f1b.plan import Label, Node
 from overlap1f1b.profiling import Lanes, Recording, figures_of, read_file
 from overlap1f1b.profiling.figures import longest
 from tests.profiling.cases import DEVICE, DEVICE_IDLE, HOST, HOST_IDLE, OTHER, device, host, summed
 from tests.profiling.synthetic import (
     COMPUTE,
     EXCHANGE,
+    LANE,
     PEER,
     Events,
     Kernel,
@@ -113,6 +114,66 @@ def test_streams_where_launches_are_missing(tmp_path: Path, kind: str) -> None:
         "compute and all others as exchange",
         "no launches: the whole file is taken for one step",
     )
+
+
+SENDRECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+GEMM = "void cutlass::Kernel2<cutlass_80_tensorop_bf16>(Params)"
+
+
+@pytest.mark.parametrize("kind", first(KINDS, "chrome"))
+@pytest.mark.parametrize("ranges", ["none", "of others"])
+def test_names_where_ranges_are_missing(tmp_path: Path, kind: str, ranges: str) -> None:
+    """An exchange on the compute stream, copies and kernels on side streams, more exchanges than compute."""
+    kernels = [
+        Kernel(COMPUTE, 0, 100, 0, name=GEMM),
+        Kernel(COMPUTE, 100, 200, 1, name=SENDRECV),
+        Kernel(EXCHANGE, 210, 230, 2, name=SENDRECV),
+        Kernel(EXCHANGE, 240, 300, 3, name="ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"),
+        Kernel(OTHER, 150, 190, 4, name="my_own_kernel"),  # beside an exchange
+        Kernel(OTHER, 300, 400, 5, copy=True, name="Memcpy DtoH (Device -> Pinned)"),
+        Kernel(PEER, 250, 290, 6, copy=True, name="Memcpy DtoD (Device -> Device)"),
+    ]
+    others = [] if ranges == "none" else [Range("forward", 0, 9), Range("nccl:all_to_all", 1, 3)]
+    recording = written(tmp_path, Events(others, kernels), kind)
+    figures = figures_of(recording)
+    assert (recording.by, recording.measured) == ("name", True)
+    assert (figures.compute, figures.overlap) == (140, (180, 140))
+    assert figures.by_sub_op == {"ncclDevKernel_AllGather_RING_LL": (60, 60), "ncclDevKernel_SendRecv": (120, 80)}
+    copies = "Memcpy" if kind == "nsys" else "Memcpy DtoH, Memcpy DtoD"
+    assert recording.notes == (
+        "no ranges of overlap1f1b: names of kernels tell what they do",
+        "exchange: 3 kernels, 0.000 ms: ncclDevKernel_SendRecv, ncclDevKernel_AllGather_RING_LL",
+        "compute: 2 kernels, 0.000 ms: cutlass::Kernel2, my_own_kernel",
+        f"left out: 2 copies, 0.000 ms: {copies}",
+        "no ranges of steps: the whole file is taken for one step",
+    )
+
+
+def test_no_known_name_of_an_exchange_is_not_measured(tmp_path: Path) -> None:
+    """Kernels that are known to compute do so on any stream; copies beside them are no exchange."""
+    kernels = [
+        Kernel(COMPUTE, 0, 100, 0, name=GEMM),
+        Kernel(OTHER, 50, 150, 1, name="void at::native::elementwise_kernel<128>(int)"),
+        Kernel(PEER, 150, 250, 2, copy=True, name="Memcpy HtoD (Pinned -> Device)"),
+    ]
+    recording = recorded(tmp_path, Events([], kernels))
+    figures = figures_of(recording)
+    assert (recording.by, recording.measured, figures.measured) == ("name", False, False)
+    assert (figures.compute, figures.overlap) == (150, (0, 0))
+    assert recording.notes[1] == "exchange: no kernel has a name that is known for it"
+    unknown = recorded(tmp_path, Events([], [*kernels, Kernel(EXCHANGE, 100, 140, 3, name="my_exchange")]))
+    assert (unknown.by, figures_of(unknown).overlap) == ("stream", (40, 0))
+
+
+@pytest.mark.parametrize("flights", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_exchanges_that_were_issued_and_not_seen_are_not_measured(tmp_path: Path, ranks: int, flights: bool) -> None:
+    """As where the profiler has no access to the device; a rank alone exchanges nothing."""
+    ranges = [Range(str(Label(0, {"ep": (0, ranks)})), 0, 200)]
+    ranges += timed("step 1: 0–100, attention.f[0] m0: 0–10, dispatch.f[0] m0: 10–20")
+    ranges += timed("flight dispatch.f[0] m0: 12–30", LANE) if flights else []
+    figures = figures_of(recorded(tmp_path, Events(ranges)))
+    assert figures.measured == (flights or ranks == 1)
 
 
 @pytest.mark.parametrize("kind", ["chrome", *wide("nsys")])

@@ -41,11 +41,15 @@ def test_a_pipeline_of_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
         for _ in range(2):
             engine.step(inputs, target=target)
     record, trace = profile.files
-    assert (record.name, trace.name) == (f"rank{rank}.json", f"rank{rank}.trace.json.gz")
+    assert (record.name, trace.name) == (f"rank{rank}.record", f"rank{rank}.trace.json.gz")
     assert sorted(path.name for path in record.parent.glob(f"*rank{rank}*")) == [record.name, trace.name]
     saved = json.loads(record.read_text())
     with gzip.open(trace) as file:
         content = json.load(file)
+    # Holistic Trace Analysis takes each file that ends so for a trace of the rank that it names first.
+    assert [path for path in record.parent.glob(f"rank{rank}.*") if path.name.endswith((".gz", ".json"))] == [trace]
+    (named, *_) = re.findall(r'"rank":\s+(\d+)', json.dumps(content))
+    assert int(named) == rank
     events, about = content["traceEvents"], saved["about"]
     assert content["overlap1f1b"] | {"date": ""} == about | {"date": ""}
     assert (about["schedule"], about["overlap"], about["choice"]) == (program.name, "3", engine.tuner.choice)
@@ -114,6 +118,15 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path: Path, monk
     why = f"{tmp_path}: No space left on device; allowed: a folder with room for the files"
     with pytest.raises(ValueError, match=f"^{re.escape(why)}$"), Profile(engine, tmp_path):
         engine.step(inputs, target=target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_profile_without_a_step_writes_nothing(tmp_path: Path) -> None:
+    os.environ["KINETO_LOG_LEVEL"] = "6"
+    engine = Engine(build(), build_schedule("sequential", microbatches=1), loss_fn=loss_fn)
+    why = r"^a profile without a step; allowed: one engine\.step or more"
+    with pytest.raises(ValueError, match=why), Profile(engine, tmp_path):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 

@@ -17,6 +17,7 @@ OF_NODES = ("bytes", "held", "parameters")
 """What a profile says of its nodes and of its rank, not of the run."""
 LONGEST = "Longest times of exposed exchange, milliseconds"
 PARTIAL = "Of some ranks only: "
+NOT_MEASURED = "not measured"
 _OVERLAP = {"exchange": "exchange_ms", "hidden": "hidden_ms", "exposed": "exposed_ms", "share": "hidden_fraction"}
 _COMPARED = {"step": "step_ms", "compute": "compute_ms", "exchange": "exchange_ms", "exposed": "exposed_ms"}
 _COMPARED |= {"hidden": "hidden_fraction"}
@@ -74,12 +75,16 @@ def sentence_of(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequ
     """Return one sentence that compares two runs."""
     a, b = first["all"], second["all"]
     ratio = b["step_ms"] / a["step_ms"] if a["step_ms"] else 1.0
-    shares = [of["hidden_fraction"] for of in (a, b)]
-    one, other = ("nothing" if share is None else f"{share:.0%}" for share in shares)
-    sentence = (
-        f"{names[1]} hides {other} of its exchange and {names[0]} {one}; "
-        f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
-    )
+    if None in (a["exchange_ms"], b["exchange_ms"]):
+        sentence = (
+            f"{names[1]}'s step takes {ratio:.2f} times as long as {names[0]}'s; not both exchanges were measured."
+        )
+    else:
+        one, other = ("nothing" if of["hidden_fraction"] is None else f"{of['hidden_fraction']:.0%}" for of in (a, b))
+        sentence = (
+            f"{names[1]} hides {other} of its exchange and {names[0]} {one}; "
+            f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
+        )
     return f"{PARTIAL}{sentence}" if first["partial"] or second["partial"] else sentence
 
 
@@ -100,20 +105,24 @@ def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
 
 def _json_of(of: Figures) -> dict[str, Any]:
     ms = of.per_step_ms
+    unknown = [] if of.by_phase else ["pipeline_bubble", "host_late"]  # no ranges tell one from the other
+    unknown += [] if of.measured else ["exposed_exchange"]
     return {
         "step_ms": ms(of.time),
         "compute_ms": ms(of.compute),
         **_overlap(of.overlap, of),
         "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
-        "idle_ms": {name: ms(time) for name, time in of.idle.items()},
+        "idle_ms": {name: None if name in unknown else ms(time) for name, time in of.idle.items()},
         "late_peer_ms": None if of.late is None else ms(of.late),
         "starved_ms": ms(of.starved),
     }
 
 
 def _overlap(overlap: OverlapFigures, of: Figures) -> dict[str, float | None]:
-    """Return the JSON of an overlap; its share is None without an exchange."""
+    """Return the JSON of an overlap; its share is None without an exchange, all is None if it was not measured."""
+    if not of.measured:
+        return dict.fromkeys(_OVERLAP.values())
     return {
         "exchange_ms": of.per_step_ms(overlap.exchange),
         "hidden_ms": of.per_step_ms(overlap.hidden),
@@ -160,9 +169,13 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
     """Return a table of two runs side by side, with the change."""
     first, second = (content["all"] for content in contents)
     rows = [_compared(label, key, first[key], second[key]) for label, key in _COMPARED.items()]
+
+    def absent(run: Mapping[str, Any]) -> float | None:
+        return 0.0 if run["by_phase"] else None  # without ranges nobody knows
+
     for group in ("by_phase", "by_sub_op"):
         for name in dict.fromkeys((*first[group], *second[group])):
-            pair = [run[group].get(name, {"exposed_ms": 0.0})["exposed_ms"] for run in (first, second)]
+            pair = [run[group][name]["exposed_ms"] if name in run[group] else absent(run) for run in (first, second)]
             rows.append(_compared(f"exposed, {_PHASES.get(name, name)}", "exposed_ms", *pair))
     for text, name in _IDLE.items():
         rows.append(_compared(f"idle {text}", "idle_ms", first["idle_ms"][name], second["idle_ms"][name]))
@@ -189,7 +202,7 @@ def print_table(table: Table, screen: Console) -> None:
 
 
 def _numeric(text: str) -> bool:
-    return text in ("", number(None, "")) or text[0].isdigit() or text[0] in "+-−"
+    return text in ("", number(None, ""), NOT_MEASURED) or text[0].isdigit() or text[0] in "+-−"
 
 
 def print_verdict(content: Mapping[str, Any], screen: Console) -> None:
@@ -239,6 +252,8 @@ def _longest(spans: Sequence[Mapping[str, Any]]) -> Table:
 
 def figure(key: str, value: float | None) -> str:
     """Return the text of a figure in any table, by its key in the JSON; bytes are shown in MB."""
+    if value is None:  # a share is also missing where nothing was exchanged
+        return number(None, "") if key.endswith("fraction") else NOT_MEASURED
     if key.endswith("bytes"):
-        return number(None if value is None else value / 1e6, ".3f")
-    return number(value, ".1%" if key.endswith("fraction") else ".3f")
+        return f"{value / 1e6:.3f}"
+    return format(value, ".1%" if key.endswith("fraction") else ".3f")

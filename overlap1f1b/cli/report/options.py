@@ -45,7 +45,7 @@ class ReportOptions:
 
     For example
       overlap1f1b report profile/
-      overlap1f1b report rank0.json rank1.json.gz --html report.html
+      overlap1f1b report rank0.record rank1.json.gz --html report.html
       overlap1f1b report --compare sequential/ overlap3/
       nsys export --type sqlite profile.nsys-rep && overlap1f1b report profile.sqlite --trace perfetto.json
     """

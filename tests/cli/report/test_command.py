@@ -275,7 +275,7 @@ def test_the_peak_of_a_step_is_the_plans(capsys: Capture, tmp_path: Path, ranks2
     peaks = ranks2.run(_profiled, str(tmp_path))
     found = report.content(capsys, tmp_path)
     assert [(rank["peak_bytes"], rank["parameter_bytes"]) for rank in found["ranks"]] == peaks
-    assert [recording.peak_bytes for recording in read(*tmp_path.glob("rank?.json")).ranks] == [
+    assert [recording.peak_bytes for recording in read(*tmp_path.glob("rank?.record")).ranks] == [
         peak for peak, _ in peaks
     ]
     assert not {"bytes", "held", "parameters"} & set(found["about"])
