@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -87,10 +88,30 @@ def _run(options: RunOptions, argv: Sequence[str]) -> int:
             f"--pp {options.pp} --dp {options.dp} --ep {options.ep} are {options.ranks} ranks on {cores()} processors; "
             f"allowed: up to {most} on this machine, more under torchrun"
         )
-    if alone:
-        return _run_rank(options)
-    with Wire(options.ranks) if wire else nullcontext() as made:
-        return run_ranks(argv, options.ranks, wire=made, limit_s=options.timeout)
+    with _resumable(options, argv) as ended:
+        if alone:
+            return ended(_run_rank(options))
+        with Wire(options.ranks) if wire else nullcontext() as made:
+            return ended(run_ranks(argv, options.ranks, wire=made, limit_s=options.timeout))
+
+
+@contextmanager
+def _resumable(options: RunOptions, argv: Sequence[str]) -> Iterator[Callable[[int], int]]:
+    """Say how to go on with a training that a signal has ended; yields a function that is told the exit status."""
+    folder = options.checkpoint if type(options) is TrainOptions else None  # a profile saves nothing
+
+    def ended(status: int) -> int:
+        if status > 128 and folder is not None:
+            last = max(folder.glob("step-*"), default=None)  # torch is not loaded here
+            found = f"the last checkpoint is {last}" if last else "no checkpoint was written"
+            print(f"overlap1f1b: ended; {found}; resume: overlap1f1b {shlex.join(argv)}", file=sys.stderr, flush=True)
+        return status
+
+    try:
+        yield ended
+    except KeyboardInterrupt:
+        ended(128 + signal.SIGINT)
+        raise
 
 
 def _run_rank(options: RunOptions) -> int:

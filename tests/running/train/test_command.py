@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -96,7 +97,9 @@ def test_killed_and_resumed_as_if_never_killed(
     ranks[1].kill()
     status, _, err = one.wait(30)
     assert status == 128 + signal.SIGKILL
-    assert err.splitlines()[-1] == (
+    *_, how, resume = err.splitlines()
+    assert resume.startswith(f"overlap1f1b: ended; the last checkpoint is {folder}/step-")
+    assert how == (
         "overlap1f1b: error: rank 1 was killed by signal 9 (SIGKILL), perhaps since memory was full; "
         "the other ranks were stopped"
     )
@@ -146,15 +149,19 @@ def test_compare_and_nothing_but_json_on_standard_output(text: Path) -> None:
     assert "held-out loss" in err
 
 
-def test_interrupt_is_quiet(text: Path, tmp_path: Path) -> None:
-    """So is everything before it, in processes that start as a user starts them."""
+def test_interrupt_says_how_to_resume(text: Path, tmp_path: Path) -> None:
+    """Nothing else is on stderr, in processes that start as a user starts them."""
     saved = ("--layers", 1, "--checkpoint-every", 4, "--checkpoint", tmp_path / "run")
     run = Run("train", "--text", text, "--steps", 100_000, *saved, command=COMMAND)
     run.until(lambda: list(tmp_path.glob("run/step-*")))
     ranks = run.ranks()
     run.process.send_signal(signal.SIGINT)
     status, _, err = run.wait(30)
-    assert (status, err) == (128 + signal.SIGINT, "")
+    last = max(tmp_path.glob("run/step-*"))
+    assert status == 128 + signal.SIGINT
+    resumed = re.fullmatch(rf"overlap1f1b: ended; the last checkpoint is {last}; resume: overlap1f1b (train .*)\n", err)
+    assert resumed is not None, err
+    assert shlex.split(resumed[1])[-1] == str(tmp_path / "run")
     assert not psutil.wait_procs(ranks, 5)[1]
 
 
@@ -202,10 +209,10 @@ def test_a_rank_that_does_not_answer(text: Path, tmp_path: Path, moments: list[t
 
 
 def test_too_small_a_capacity_is_one_line(text: Path) -> None:
-    status, _, err = Run("train", "--text", text, *STEPS, "--capacity", 0.25).wait()
+    status, _, err = Run("train", "--text", text, *STEPS, "--capacity", 1).wait()
     assert status == 2, err
     assert re.fullmatch(
-        r"overlap1f1b: error: \d+ choices of block 1 .* found no room under capacity=0.25: .*; "
+        r"overlap1f1b: error: \d+ choices of block 1 .* found no room under capacity=1: .*; "
         r"allowed: a larger --capacity\n",
         err,
     )
@@ -275,6 +282,6 @@ def test_diverging(text: Path) -> None:
     """In a step that leaves the weights as they were, or after the last one."""
     args = ("--text", text, "--lr", "1e9", "--ranks", 1)
     error = refused("train", *args, "--steps", 9)
-    assert "with --lr 1000000000.0; allowed: finite ones (use a smaller --lr or --clip)" in error
-    expected = "held-out loss nan with --lr 1000000000.0; allowed: a finite one (use a smaller --lr)"
+    assert "with --lr 1e+09; allowed: finite ones (use a smaller --lr or --clip)" in error
+    expected = "held-out loss nan with --lr 1e+09; allowed: a finite one (use a smaller --lr)"
     assert refused("train", *args, "--steps", 1) == expected
