@@ -29,7 +29,10 @@ def name_of(step: int) -> str:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint of the highest step in ``directory``, or None if there is none."""
+    """Return the checkpoint of the highest step in ``directory``, or None if there is none.
+
+    A file, or a folder that is a checkpoint itself, is a ValueError.
+    """
     return next(reversed(_checkpoints(directory)), None)
 
 
@@ -41,16 +44,23 @@ def checkpoint_in(path: Path) -> Path | None:
     is_one = NAME.fullmatch(path.name) is not None or (path / INDEX).exists()
     if is_one or (path.name.startswith("step-") and not path.is_dir()):
         return path
-    found = latest(path)
-    if found is None and any(not other.name.startswith(".") for other in path.glob("*")):
-        warnings.warn(f"{path} has no checkpoint: training begins at step 0", stacklevel=2)
-    return found
+    if said := said_of(path):
+        warnings.warn(said, stacklevel=2)
+    return latest(path)
+
+
+def said_of(directory: Path) -> str | None:
+    """Return a line about a folder in which there is something, but no checkpoint; None for others."""
+    if latest(directory) is None and any(not other.name.startswith(".") for other in directory.glob("*")):
+        return f"{directory} has no checkpoint: training begins at step 0"
+    return None
 
 
 def begin(directory: Path, step: int) -> Path:
     """Remove unfinished checkpoints, and return an empty hidden folder for the files of a new one."""
     if directory.is_file():
         raise NotADirectoryError(f"{directory} is a file; allowed: a folder that can be written")
+    latest(directory)  # it refuses a checkpoint, in which the next load would not look for others
     directory.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(directory)
     unfinished = directory / f".{name_of(step)}.unfinished"
@@ -92,6 +102,8 @@ def _checkpoints(directory: Path) -> list[Path]:
     """Return the checkpoints in ``directory``, lowest step first; for one step the replaced one comes first."""
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file; allowed: a folder of checkpoints, which may be new")
+    if (directory / INDEX).exists():
+        raise ValueError(f"{directory} is a checkpoint; allowed: the folder that holds it")
     found = [(match, path) for path in directory.glob("*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][2]), pair[0][1] is None))]
 

@@ -8,8 +8,10 @@ DCP keeps its index as a pickle: load only checkpoints from people you trust.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 from overlap1f1b.checkpoint.folder import checkpoint_in
 from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, fill, first_difference
 from overlap1f1b.checkpoint.shards import Shards, parts_of
-from overlap1f1b.checkpoint.state import States, keys_of, unpack, with_random
+from overlap1f1b.checkpoint.state import States, described, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, quoted
@@ -69,7 +71,13 @@ def load_checkpoint(
         facts = together.first(lambda: _facts(checkpoint, config or {}))
         parts = together.each(lambda: parts_of(engine))
         fill = together.own(lambda: _prepared(Shards(engine, optimizer, parts), checkpoint, facts, with_random(state)))
-        together.each(fill)
+        names = sorted(chain.from_iterable(together.each(fill)))
+        if names and together.rank == 0:
+            warnings.warn(
+                f"checkpoint {checkpoint} has {names[0]} of each rank of {described(facts['layout'])}; this run, over "
+                f"{described(engine.mesh.layout)}, takes the first rank's for all",
+                stacklevel=2,
+            )
         return facts["step"]
 
 
@@ -83,10 +91,17 @@ def _facts(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states: States) -> Callable[[], None]:
-    """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it."""
-    # 1. What this rank reads.
-    index, optimizer = read_index(checkpoint), shards.optimizer
+def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states: States) -> Callable[[], list[str]]:
+    """Compare a checkpoint with this rank's part of the run, and change nothing; return the function that fills it.
+
+    This function returns the names of buffers that it has taken from another rank.
+    """
+    # 1. What this rank reads: its own buffers, where ranks have others.
+    index, optimizer = dict(read_index(checkpoint)), shards.optimizer
+    differ = shards.buffers(facts.get("buffers", ()))  # which older checkpoints do not have
+    same = shards.mesh.layout == facts["layout"]
+    own = {key: name for key, name in differ.items() if same and name in index}
+    index |= {key: index[name] for key, name in own.items()}
     table = OptimizerTable(**{"classes": {}, **facts["optimizer"]})  # which older checkpoints do not have
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
@@ -116,8 +131,8 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
         _compare(checkpoint, {}, {f"optimizer.{name}": "a state" for name in entries if name not in table.numbers})
     tensors |= {key: empty(index[key]) for key in keys.values()}
 
-    def fill_all() -> None:
-        read_tensors(checkpoint, tensors)
+    def fill_all() -> list[str]:
+        read_tensors(checkpoint, {own.get(key, key): tensor for key, tensor in tensors.items()})
         for key, tensor in tensors.items():
             path, _, last = key.removeprefix("model.").rpartition(".")
             if last == "_extra_state":
@@ -129,6 +144,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
                 filled.add(name)
         fill(optimizer, state, numbers)
         unpack(states, {name: tensors[key] for name, key in keys.items()})
+        return [key.removeprefix("model.") for key in differ.keys() & tensors.keys() - own.keys()]
 
     return fill_all
 

@@ -14,7 +14,6 @@ state, the others are stored as zeros, which is the state of rows that never had
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -27,13 +26,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
 from overlap1f1b.checkpoint.optimizer import OptimizerTable, first_difference
 from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
 from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
-from overlap1f1b.checkpoint.tensors import FACTS, encoded
+from overlap1f1b.checkpoint.tensors import FACTS, checksum, encoded
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
 from overlap1f1b.transport import devices
@@ -140,7 +140,7 @@ class _Description(NamedTuple):
     same: dict[str, Any]  # which all ranks must have
     slice: int  # number of the rank among those that share the experts
     table: OptimizerTable
-    states: dict[str, int]  # checksum of each of the run's states
+    sums: dict[str, int]  # checksum of each of the run's states and of each buffer
 
 
 def _tensors_to_write(
@@ -161,17 +161,28 @@ def _tensors_to_write(
 
     shards, own, tensors, packed = together.own(collect)
     same = facts | {"state": ", ".join(sorted(packed))}
-    sums = {name: zlib.crc32(content.numpy().tobytes()) for name, content in packed.items()}
+    buffers = {key: own for key, own in shards.buffers(tensors).items() if not isinstance(tensors[key], DTensor)}
+    sums = {key: checksum(content) for key, content in (packed | {key: tensors[key] for key in buffers}).items()}
     every = together.each(lambda: _Description(same, shards.slice[0], own, sums))
     for rank, one in enumerate(every):
         if (key := first_difference(every[0].same, one.same)) is not None:
             here, there = (f"{quoted(every[at].same[key], plain=True)} on {engine.mesh.labels[at]}" for at in (0, rank))
             raise ValueError(f"{together.failed}: {key} is {here} and {there}; allowed: the same on all ranks")
-    shared = {name: len({one.states[name] for one in every}) == 1 for name in packed}
+    found = dict[str, dict[int, int]]()  # sums by rank
+    for rank, one in enumerate(every):
+        for key, value in one.sums.items():
+            found.setdefault(key, {})[rank] = value
+    differ = {key: min(ranks) for key, ranks in found.items() if len(set(ranks.values())) > 1}  # with its first rank
+    shared = {name: name not in differ for name in packed}
+    own_buffers = [key for key in differ if key.startswith("model.")]
+    for key in buffers.keys() & differ.keys():
+        tensors[buffers[key]] = tensors[key] if differ[key] == together.rank else tensors.pop(key)
     tensors |= {key_of(name, None if shared[name] else engine.mesh): content for name, content in packed.items()}
     table = OptimizerTable.merged([one.table for one in every])
     if together.rank == 0:
-        tensors[FACTS] = encoded(facts | {"states": shared, "optimizer": table._asdict()})
+        tensors[FACTS] = encoded(
+            facts | {"states": shared, "buffers": sorted(own_buffers), "optimizer": table._asdict()}
+        )
     begun = {(name, one.slice) for one in every for name in one.table.entries}
     for name in shards.sliced & shards.parameters.keys():
         stored_name = shards.stored_names[shards.parameters[name]]

@@ -4,13 +4,14 @@ Tensors are stored once, under the names of the whole model: parameters and buff
 state as ``optimizer.<parameter>.<entry>``. Pipeline ranks store the blocks that they train. A parameter of Experts is
 an equal slice of dimension 0 on each rank that shares the experts, rank 0 first. DCP gets it as a
 :class:`.tensors.Whole` of the full shape, and likewise its optimizer state if that has the same rows. FSDP2 shards and
-tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. Everything else
-is equal on all ranks that hold it.
+tensor-parallel parameters are DTensors, which DCP knows; a plain slice over "tp" is given to it as one. A buffer that
+differs between the ranks that hold it, such as a running mean, is stored once for other layouts, as the first rank has
+it, and for each rank as ``buffer.<name>.<rank>``. Everything else is equal on all ranks that hold it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, class_of, is_large, numbers_of, plain
+from overlap1f1b.checkpoint.state import number_of
 from overlap1f1b.checkpoint.tensors import Whole, plain_values
 from overlap1f1b.cut.blocks import blocks_of, marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
@@ -136,6 +138,15 @@ class Shards:
             frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
         names = [name for name in state if self.holds(name) and name not in frozen]
         return {f"model.{name}": self._whole(state[name], name) for name in names}
+
+    def buffers(self, stored: Iterable[str]) -> dict[str, str]:
+        """Return names under which this rank stores buffers of its own, by those of all ranks, among these names.
+
+        Extra states of modules count as buffers.
+        """
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        names = (name for key in stored if (name := key.removeprefix("model.")) != key and name not in parameters)
+        return {f"model.{name}": f"buffer.{name}.{number_of(self.mesh)}" for name in names}
 
     def of_optimizer(self) -> tuple[OptimizerTable, dict[str, Tensor]]:
         """Return the optimizer's table, and the large tensors of its state as they are stored, by name."""

@@ -89,8 +89,18 @@ def unpack(states: States, packed: Mapping[str, Tensor]) -> None:
 
 
 def key_of(name: str, mesh: Mesh | None) -> str:
-    """Return the name of a state's bytes; of a rank's own, with its number in the order of the mesh's dimensions."""
-    return f"state.{name}" if mesh is None else f"state.{name}.{list(mesh.labels.values()).index(mesh.label):05d}"
+    """Return the name of a state's bytes; of a rank's own with a ``mesh``, which has the rank's number behind it."""
+    return f"state.{name}" if mesh is None else f"state.{name}.{number_of(mesh)}"
+
+
+def described(layout: Mapping[Any, int]) -> str:
+    """Return a layout of ranks in words: pp 2 × dp 1 × ep 4."""
+    return " × ".join(f"{name} {size}" for name, size in layout.items())
+
+
+def number_of(mesh: Mesh) -> str:
+    """Return this rank's number in the order of the mesh's dimensions, as names of its own bytes and buffers have."""
+    return f"{list(mesh.labels.values()).index(mesh.label):05d}"
 
 
 def keys_of(states: States, stored: Mapping[str, bool], mesh: Mesh, layout: Mapping[Any, int]) -> dict[str, str]:
@@ -108,9 +118,8 @@ def keys_of(states: States, stored: Mapping[str, bool], mesh: Mesh, layout: Mapp
         if name not in stored:
             raise ValueError(f"it has no state[{name!r}]; allowed: {', '.join(sorted(stored)) or 'none'}")
         if not stored[name] and mesh.layout != layout:
-            there, here = (" × ".join(f"{name} {size}" for name, size in one.items()) for one in (layout, mesh.layout))
             raise ValueError(
-                f"it has a state[{name!r}] of each rank of {there}, this run has {here}; "
+                f"it has a state[{name!r}] of each rank of {described(layout)}, this run has {described(mesh.layout)}; "
                 "allowed: the same layout, or None to leave the state"
             )
         keys[name] = key_of(name, None if stored[name] else mesh)

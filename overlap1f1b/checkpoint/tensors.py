@@ -11,6 +11,7 @@ slice may itself be a DTensor, over any mesh.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
@@ -137,6 +138,12 @@ def plain_values(tensor: Tensor, what: str) -> Tensor:
             "__tensor_flatten__ names one tensor, of its shape and dtype"
         )
     return plain_values(inside[0], what)
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(content.numpy()))
 
 
 class Whole(Tensor):

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from torch.profiler import profile as torch_profile
 
-from overlap1f1b.checkpoint.folder import latest
 from overlap1f1b.cli.report.figures import content_of, print_table, print_verdict, tables_of
 from overlap1f1b.engine import Engine
 from overlap1f1b.play.observers import Observer
@@ -156,8 +155,7 @@ def subject(options: Options, rank: Rank, say: Say) -> Iterator[tuple[Engine, Ca
     say(f"loading, then {options.profile_steps} steps")
     corpus = Corpus.load(options.text, sequence=options.sequence)
     trainer = Trainer(options, rank, corpus, options.program(), overlap=options.overlap)
-    checkpoint = None if options.checkpoint is None else latest(options.checkpoint)
-    indices = count(0 if checkpoint is None else trainer.load(checkpoint))
+    indices = count(0 if options.checkpoint is None else trainer.load(options.checkpoint))
     say(f"measuring nodes, then {options.profile_steps} steps")
     while trainer.engine.tuner.settling:
         trainer.step(next(indices))

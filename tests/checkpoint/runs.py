@@ -151,12 +151,25 @@ def placed(layout: dict[str, int]) -> tuple[DeviceMesh | None, dist.ProcessGroup
     return mesh, group, at.get("dp", 0) * layout.get("ep", 1) + at.get("ep", 0)
 
 
+class Watching(models.Block):
+    """A block with running statistics: a rank's are those of its own rows."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.watch = nn.BatchNorm1d(models.H)
+        self.most = nn.Buffer(torch.zeros(models.H, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = torch.maximum(self.most, x.detach().flatten(0, 1).amax(0).bfloat16())
+        return self.watch(super().forward(x).flatten(0, 1)).view_as(x)
+
+
 class Run:
     """Training with dropout, a schedule of the learning rate, and numbers of Python and NumPy in every batch."""
 
     def __init__(self, layout: dict[str, int], *, seed: int = 0) -> None:
         mesh, group, shard = placed(layout)
-        model = models.build(group, layers=2, dropout=0.3)
+        model = models.build(group, layers=2, dropout=0.3, block=Watching)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
         self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=30.0)
         self.optimizer = torch.optim.AdamW(self.engine.parameters())
@@ -184,12 +197,19 @@ class Run:
     def whole(self) -> dict[str, Any]:
         """Everything that goes on."""
         found: dict[str, Any] = {"rates": [group["lr"] for group in self.optimizer.param_groups]}
+        found |= self.buffers()
         for n, p in enumerate(self.engine.parameters()):
             found[f"{n}"] = p.detach().clone()
             found |= {
                 f"{n}.{entry}": torch.as_tensor(value).clone() for entry, value in self.optimizer.state[p].items()
             }
         return found
+
+    def buffers(self) -> State:
+        """Those of this rank, by their names in the model."""
+        held = {block for stage in self.engine.stages.values() for block in stage.blocks}
+        blocks = [(n, block) for n, block in enumerate(self.engine.model) if block in held]
+        return {f"{n}.{name}": buffer.clone() for n, block in blocks for name, buffer in block.named_buffers()}
 
     def save(self, folder: Path, step: int = 3, **options: Any) -> Any:
         return save_checkpoint(self.engine, folder, step, self.optimizer, **({"state": self.state} | options))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from overlap1f1b.checkpoint.folder import INDEX, abandon, begin, checkpoint_in, latest, publish
+from overlap1f1b.checkpoint.folder import INDEX, abandon, begin, checkpoint_in, latest, publish, said_of
 
 
 def write(directory: Path, step: int, content: bytes = b"content", keep: int = 2) -> Path:
@@ -70,7 +71,7 @@ def test_a_folder_that_not_all_ranks_see(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
 
 
-def test_a_file_in_place_of_the_folder_is_refused_and_a_folder_of_other_things_is_said(tmp_path: Path) -> None:
+def test_what_is_no_folder_of_checkpoints_is_refused_and_one_of_other_things_is_said(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("")
     with pytest.raises(ValueError, match=r"notes is a file; allowed: a folder of checkpoints"):
         checkpoint_in(tmp_path / "notes")
@@ -78,3 +79,9 @@ def test_a_file_in_place_of_the_folder_is_refused_and_a_folder_of_other_things_i
         begin(tmp_path / "notes", 1)
     with pytest.warns(UserWarning, match="has no checkpoint: training begins at step 0"):
         assert checkpoint_in(tmp_path) is None
+    assert said_of(tmp_path) == f"{tmp_path} has no checkpoint: training begins at step 0"
+    checkpoint = write(tmp_path, 5)
+    for refuse in (latest, partial(begin, step=6)):
+        with pytest.raises(ValueError, match=f"^{checkpoint} is a checkpoint; allowed: the folder that holds it$"):
+            refuse(checkpoint)
+    assert said_of(tmp_path) is said_of(tmp_path / "new") is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 from overlap1f1b.checkpoint import load_checkpoint
-from tests.checkpoint.runs import Tiny, equal
+from tests.checkpoint.runs import Run as WholeRun
+from tests.checkpoint.runs import State, Tiny, equal
 from tests.checkpoint.test_load_resuming import Run
 from tests.ranks import Ranks, over
+from tests.tiers import wide
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
@@ -100,3 +104,47 @@ def test_an_optimizer_of_another_class(ranks2: Ranks, tmp_path: Path) -> None:
         here = "SGD" if here == "momentum" else here
         why = f"the optimizer is a torch.{here}; allowed: torch.{there}, as it was saved with"
         assert re.fullmatch(rf"rank pp 0: checkpoint \S*[^\n]*: {re.escape(why)}", text), text
+
+
+def _in_another_layout(rank: int, size: int, source: Path, layout: dict[str, int]) -> tuple[State, list[str]]:
+    """Buffers after loading, and what was said."""
+    run = WholeRun(layout)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        run.load(source, state={"scheduler": run.scheduler, "loader": None})
+    return run.buffers(), [str(one.message) for one in heard]
+
+
+def _trained(rank: int, size: int, folder: Path, layout: dict[str, int]) -> State:
+    run = WholeRun(layout)
+    run.train(2)
+    run.save(folder)
+    return run.buffers()
+
+
+@pytest.mark.parametrize(
+    ("there", "others"),
+    [({"ep": 2}, [{"dp": 2}]), *wide(({"dp": 2, "ep": 2}, [{"ep": 4}, {"pp": 2, "ep": 2}]))],
+)
+def test_buffers_of_each_rank_in_another_layout(
+    kept: dict[int, Ranks], tmp_path: Path, there: dict[str, int], others: list[dict[str, int]]
+) -> None:
+    """All take the first rank's, and that is said once. For the same layout see test_background.py."""
+    ranks = kept[math.prod(there.values())]
+    saved = ranks.run(_trained, tmp_path, there)
+    assert not equal(saved[0], saved[1])
+    layouts = " × ".join(f"{name} {there.get(name, 1)}" for name in ("pp", "dp", "ep"))
+    said = f"has 1.most of each rank of {layouts}; this run, over "
+    for layout in others:
+        (first, heard), *rest = ranks.run(_in_another_layout, tmp_path, layout)
+        assert len(heard) == 1
+        assert said in heard[0]
+        assert not any(text for _, text in rest)
+        assert all(
+            torch.equal(value, saved[0][name]) for found, _ in [(first, []), *rest] for name, value in found.items()
+        )
+    found, heard = _in_another_layout(0, 1, tmp_path, {})
+    assert equal(found, saved[0])
+    assert [said in text and text.endswith("pp 1 × dp 1 × ep 1, takes the first rank's for all") for text in heard] == [
+        True
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from overlap1f1b.checkpoint import Saving
-from overlap1f1b.checkpoint.folder import latest
+from overlap1f1b.checkpoint.folder import latest, said_of
 from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.running.options import TrainOptions
 from overlap1f1b.running.ranks import Rank
@@ -62,6 +62,8 @@ class _Run:
                 self.reference.load(self.checkpoint)
             ahead = f"going on to {options.steps}" if self.start < options.steps else "nothing left to train"
             print_lines(screen, f"resumed: {self.checkpoint} has {self.start} steps, {ahead}")
+        elif options.checkpoint is not None and (said := said_of(options.checkpoint)):
+            print_lines(screen, said)
         self.say(f"step {self.start}/{options.steps}")
 
     def _introduce(self) -> None:

@@ -32,9 +32,12 @@ STEPS = ["--layers", "1", "--steps", "20", "--eval-every", "10", "--checkpoint-e
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
     """The checkpoints and the results of a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "run").mkdir()
+    (folder / "run" / "notes").touch()  # no checkpoint
     outputs = ("--checkpoint", folder / "run", "--json", folder / "json", "--tensorboard", folder / "board")
     out = Run("train", "--text", text, *STEPS, *outputs).succeeds()
     assert re.search(r"\d tokens/s  hidden \d+%  exposed \d+ ms\n", out)
+    assert f"\n{folder}/run has no checkpoint: training begins at step 0\n" in out
     return folder / "run", json.loads((folder / "json").read_text())
 
 
