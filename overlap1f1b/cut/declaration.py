@@ -193,6 +193,14 @@ def _signature(function: Any) -> str:
     return f"{function.__name__}.apply({', '.join(names)})"
 
 
+def standing(what: str) -> str:
+    """Return what to tell of a collective that moves rows outside of a Function."""
+    return (
+        f"{what} exchanges rows where it stands, and is not hidden; allowed: overlap1f1b.exchange, torch's functional "
+        "all_to_all_single, or a declared Function"
+    )
+
+
 def undeclared(function: type) -> str:
     """Return what to tell of a Function that exchanges rows, and that nobody has declared."""
     return (

@@ -7,7 +7,7 @@ is called; and an ``autograd.Function`` that is declared to be an all-to-all and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,14 @@ def is_over(group: dist.ProcessGroup, ranks: Sequence[int], splits: Splits) -> b
 def takes_gradient(tensors: Sequence[Tensor]) -> bool:
     """Return whether a gradient will come back for any of the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def holds_rows(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a collective of these tensors moves rows ``[R, …]``: not sizes, statistics or flat buckets."""
+    return any(
+        t.requires_grad or (t.ndim > 1 and (t.is_floating_point() or t.dtype in (torch.uint8, torch.int8)))
+        for t in tensors
+    )
 
 
 class OwnExchange(NamedTuple):

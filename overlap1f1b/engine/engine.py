@@ -280,7 +280,7 @@ class Engine:
         # 2. Who looks on because of what the step is for.
         rows = FirstRows()
         extra: list[Observer] = [rows] if first and "tp" in self.mesh.experts_over else []
-        discovery = Discovery(self.mesh) if purpose is Purpose.SHOW else None
+        discovery = Discovery(self.mesh) if first or purpose is Purpose.SHOW else None
         extra += [] if discovery is None else [discovery]
         measuring = self.costs is None and purpose in (Purpose.SHOW, Purpose.WARM, Purpose.MEASURE)
         if measuring and (self._travels or step.links.watch is not None):
@@ -300,14 +300,17 @@ class Engine:
         if first and self._compares:
             check_tensor_group(self.stages, self.mesh, rows.found)
         # 4. What the step has shown decides how the next ones are played.
-        exchanges = None if discovery is None else discovery.found(self.stages)
+        found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
-        tuner.learn(coming, played.result, self.connection.boundary.timed, counted, exchanges)
-        return played
+        tuner.learn(coming, played.result, self.connection.boundary.timed, counted, found)
+        return played._replace(
+            result=replace(played.result, standing=tuner.standing_uncut if first else tuner.standing)
+        )
 
     def _evaluate(self, step: Step) -> PlayedStep:
         with self.connection.sharding.gathered(gathered_in(step.plan.ranks[step.links.rank])):
-            return self._run(step, self.tuner.loop_of(step.plan))
+            played = self._run(step, self.tuner.loop_of(step.plan))
+        return played._replace(result=replace(played.result, standing=self.tuner.standing_uncut))
 
     def _run(self, step: Step, loop: Plan | None) -> PlayedStep:
         if not self.tuner.steps:

@@ -7,7 +7,7 @@ are cut there.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import combinations
 from operator import and_
@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.cut.exchanges import Forms, OwnExchange, OwnExchanges, forms_of, takes_gradient
+from overlap1f1b.cut.declaration import standing
+from overlap1f1b.cut.exchanges import Forms, OwnExchange, OwnExchanges, forms_of, holds_rows, takes_gradient
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Op
 from overlap1f1b.play.crossing import Lookout
@@ -61,6 +62,18 @@ class Shown(NamedTuple):
         return Shown(self.forms | other.forms, self.swapped & other.swapped)
 
 
+class Found(NamedTuple):
+    """What the first step has shown, the same on all ranks.
+
+    Args:
+        exchanges: At which blocks can be cut.
+        standing: Lines about those that run where they stand, as they do in every step; of all ranks.
+    """
+
+    exchanges: dict[BlockKey, OwnExchanges]
+    standing: tuple[str, ...]
+
+
 class Discovery(Observer):
     """Finds, in the step that it looks on at, the exchanges that blocks make by themselves.
 
@@ -73,6 +86,7 @@ class Discovery(Observer):
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._ranks = () if mesh.exchanging is None else tuple(dist.get_process_group_ranks(mesh.exchanging))
+        self._others = [ranks for name in ("cp", "tp") if (ranks := list(mesh.along(name))) != list(self._ranks)]
         self._seen: dict[BlockKey, dict[int, list[Seen]]] = {}  # of each block, by microbatch
         self._standing: set[str] = set()  # lines about exchanges that nothing can hide
         self._without_gradient: set[str] = set()  # blocks that exchange rows by a library without a gradient
@@ -83,21 +97,31 @@ class Discovery(Observer):
             found.clear()
 
     def lookout(self, stage: Stage, block: int, microbatch: int) -> Lookout | None:
-        """Look at a block that calls no experts of ours."""
-        if stage.shape[block].expert_calls:
+        """Look at a block; one that calls experts of ours is not cut at other exchanges."""
+        if not self._ranks:
             return None
         name, seen = stage.names[block], list[Seen]()
-        self._seen.setdefault((stage.number, block), {})[microbatch] = seen
-        return Lookout(self._ranks, name, partial(self._note, seen, name), self._standing.add)
+        if stage.shape[block].expert_calls:
+            note: Callable[..., object] = partial(self._stands, f"an exchange beside Experts, in {name},")
+        else:
+            self._seen.setdefault((stage.number, block), {})[microbatch] = seen
+            note = partial(self._note, seen, name)
+        return Lookout(self._ranks, self._others, name, note, self._standing.add)
 
     def _note(self, seen: list[Seen], name: str, tensors: Sequence[Tensor], splits: Splits) -> None:
         by_library = isinstance(splits, LibrarySplits)
         if takes_gradient(tensors):
             seen.append(Seen(splits.send, splits.receive, forms_of(tensors), by_library))
-        elif by_library:
+            return
+        if by_library:
             self._without_gradient.add(name)
+        self._stands(f"an exchange without a gradient, in {name},", tensors, splits)
 
-    def found(self, stages: Mapping[int, Stage]) -> dict[BlockKey, OwnExchanges]:
+    def _stands(self, what: str, tensors: Sequence[Tensor], splits: Splits) -> None:
+        if holds_rows(tensors):
+            self._standing.add(standing(what))
+
+    def found(self, stages: Mapping[int, Stage]) -> Found:
         """Return the exchanges of the blocks that make any; warn of those that stay. All ranks must call this.
 
         Sizes that are symmetric by chance, on one rank, tell nothing.
@@ -109,17 +133,19 @@ class Discovery(Observer):
             warnings.warn(line, stacklevel=2)
         stands = bool(self._without_gradient)
         mine = {
-            block: reduce(and_, [Shown.by([one for one in seen if not (one.by_library and stands)]) for seen in every])
+            block: reduce(and_, [Shown.by([one for one in seen if not (one.by_library and stands)]) for seen in blocks])
             for block, by_microbatch in self._seen.items()
-            if (every := by_microbatch.values())
+            if (blocks := by_microbatch.values())
         }
         shown = self._mesh.combined(mine, _in_common)
-        return {
+        every = self._mesh.combined(sorted(self._standing), lambda _, parts: sorted(set().union(*parts)))
+        exchanges = {
             (number, block): OwnExchanges(stage.names[block], self._ranks, own, stands)
             for number, stage in stages.items()
             for block in range(len(stage.blocks))
             if (number, block) in shown and (own := matched(shown[number, block], stage.names[block]))
         }
+        return Found(exchanges, tuple(every))
 
 
 def _in_common(_: object, parts: Sequence[Mapping[BlockKey, Shown]]) -> dict[BlockKey, Shown]:

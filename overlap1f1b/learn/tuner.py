@@ -32,6 +32,7 @@ from overlap1f1b.cut.bits import local_part
 from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes, parameters_of
+from overlap1f1b.learn.discovery import Found
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
@@ -88,6 +89,7 @@ class Tuner:
         peers: The ranks that play one plan.
         shapes: Of the blocks of all stages.
         setting: What blocks recompute, and the parts of a call of experts, in the next step.
+        standing: Lines about exchanges that run where they stand, as the first step has shown.
         counted: What nodes hold, and how much there is room for.
         predicted: Predicted seconds of a step, by the numbers of parts that were measured.
         verified: Plans whose first step was equal to a plain loop's, by their fingerprints: number of microbatches,
@@ -113,6 +115,7 @@ class Tuner:
         )
         self.shapes = self._gathered({number: stage.shape for number, stage in stages.items()})
         self.steps = 0
+        self.standing: tuple[str, ...] = ()
         self.verified: dict[str, tuple[int, bool, int]] = {}
         self.predicted: dict[int, float] = {}
         self.counted = Counted()
@@ -249,6 +252,13 @@ class Tuner:
         """Schedule of the next step."""
         return self._now.program
 
+    @property
+    def standing_uncut(self) -> tuple[str, ...]:
+        """The same in the first step and in evaluations, where blocks are not cut at exchanges of their own."""
+        cut = any(block.exchanges for stage in self.shapes for block in stage)
+        line = "exchanges that blocks make by themselves are not hidden in the first step, nor in evaluations"
+        return (*self.standing, line) if cut else self.standing
+
     def evaluation_of(self, microbatches: int) -> Plan:
         """Return the plan of the forwards alone."""
         of = self._numbered(microbatches)
@@ -377,7 +387,7 @@ class Tuner:
         result: StepResult,
         transfers: Callable[[], Mapping[CostKey, float]],
         count: ByteCount | None = None,
-        exchanges: Mapping[tuple[int, int], OwnExchanges] | None = None,
+        found: Found | None = None,
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
@@ -386,7 +396,7 @@ class Tuner:
             result: Of the step.
             transfers: Times the transfers between stages, and returns their seconds.
             count: Of a step that counts.
-            exchanges: Those that blocks make by themselves, by (stage, block), of a step that shows them.
+            found: Exchanges that blocks make by themselves, of a step that shows them.
         """
         self.peers.end()
         self.steps += 1
@@ -396,9 +406,11 @@ class Tuner:
             fits = self.counted.before + plan.peak_bytes[self.peers.mesh.rank("pp")]
             self.counted = self.counted._replace(fits=fits)
         entry = steps.popleft() if steps else step
+        if found is not None:
+            self.standing = found.standing
         match step.purpose:
             case Purpose.SHOW:
-                self._adopt_exchanges(entry.plan, exchanges or {})
+                self._adopt_exchanges(entry.plan, {} if found is None else found.exchanges)
             case Purpose.COUNT:
                 assert count is not None
                 self._count(count)

@@ -70,6 +70,7 @@ class About:
         bytes: Bytes that leave the rank in an exchange or transfer, by step and node.
         held: What nodes hold, by the nodes of microbatch 0; empty if nobody has counted.
         parameters: Bytes of the rank's parameters.
+        standing: Lines about exchanges that run where they stand, inside nodes: no figure of the exchange has them.
     """
 
     schedule: str = ""
@@ -81,6 +82,7 @@ class About:
     bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
     parameters: int = 0
+    standing: tuple[str, ...] = ()
 
 
 class StepRange(NamedTuple):

@@ -6,12 +6,14 @@ place. A call that torch does not show is found in the first step, by the graph 
     every call of torch       a mode of torch's functions sees it, and has its tensors replaced
     Function.apply            passes by such modes: while steps last it asks the mode, in all threads; so does grad()
     an all-to-all             functional, or in a declared Function, suspends the forward if the block is cut there
+    other collectives         run where they stand: no figure of a step can tell how long they travel
     a checkpoint              is a part of the forward that the engine computes again
     in the first step         exchanges run where they stand, and a lookout notes them
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,11 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import noop_context_fn
 
 from overlap1f1b.cut.declaration import (
@@ -36,13 +38,13 @@ from overlap1f1b.cut.declaration import (
     declared_of,
     functional_operations,
     group_named,
-    needs_gradient,
+    standing,
     undeclared,
 )
 from overlap1f1b.cut.edges import ASKS, LAST, applying
-from overlap1f1b.cut.exchanges import is_over
+from overlap1f1b.cut.exchanges import holds_rows, is_over
 from overlap1f1b.cut.weights import SplitGroupedMM, SplitLinear
-from overlap1f1b.transport.calls import ExchangeCall, Splits, splits_of
+from overlap1f1b.transport.calls import ExchangeCall, ExchangedRows, Splits, splits_of
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspension import Forward, uncompiled
 
@@ -56,6 +58,7 @@ class Lookout:
 
     Args:
         ranks: Global numbers of the ranks that share the experts: exchanges over others are left out.
+        others: Those of groups whose collectives are no exchanges, along "cp" and "tp".
         where: Name of the block.
         note: Called with tensors and sizes of each exchange that can be hidden where a gradient comes back.
         tell: Called with a line for the user about each that cannot.
@@ -64,42 +67,47 @@ class Lookout:
     def __init__(
         self,
         ranks: Sequence[int],
+        others: Sequence[Sequence[int]],
         where: str,
         note: Callable[[Sequence[Tensor], Splits], object],
         tell: Callable[[str], object],
     ) -> None:
-        self._ranks, self._where, self._note, self._tell = ranks, where, note, tell
-        self._inside: list[list[bool]] = []  # of each Function that runs: whether its exchanges are over these ranks
+        self._ranks, self._others, self._where, self._note, self._tell = ranks, others, where, note, tell
+        self._inside: list[list[str]] = []  # of each Function that runs: its collectives that move rows
 
     def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
         """Note an exchange that could suspend the forward; return False, so that it runs where it stands."""
         if is_over(group, self._ranks, splits):
             self._note(tensors, splits)
+        else:
+            self.travels("an exchange", tensors, group)
         return False
 
-    def exchanges(self, sent: Any, group: Any) -> None:
-        """Note a call of torch's all-to-all, functional or not, that sends a tensor or one to each rank."""
-        shares = dist.get_process_group_ranks(group_named(group)) == list(self._ranks)
+    def travels(self, name: str, given: Any, group: dist.ProcessGroup) -> None:
+        """Note a collective of torch, by its name and its arguments."""
+        ranks = dist.get_process_group_ranks(group)
+        tensors = (value for value in tree_leaves(given) if isinstance(value, Tensor))
+        if len({*ranks} & {*self._ranks}) < 2 or ranks in self._others or not holds_rows(tensors):
+            return
         if self._inside:
-            self._inside[-1].append(shares)
-        elif shares and torch.is_grad_enabled() and needs_gradient(sent):
-            self._tell(
-                f"all_to_all_single outside of a Function, in {self._where}, exchanges rows where it stands, and is "
-                "not hidden; allowed: overlap1f1b.exchange, torch's functional one, or a declared Function"
-            )
+            self._inside[-1].append(name)
+        else:
+            how = "outside of a Function" if torch.is_grad_enabled() else "without a gradient"
+            self._tell(standing(f"{name} {how}, in {self._where},"))
 
     def run(self, function: type[torch.autograd.Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Apply a Function where it stands, and look at it."""
+        declared = declared_of(function)
         self._inside.append([])
         try:
             result = plain_apply(function)(*args, **kwargs)
+            if declared is not None:
+                with torch._C.DisableTorchFunction():
+                    check(declared, function, args, result, self._ranks)
         finally:
             exchanged = self._inside.pop()
-        declared = declared_of(function)
-        if declared is not None:
-            with torch._C.DisableTorchFunction():
-                check(declared, function, args, result, self._ranks)
-        elif any(exchanged) and needs_gradient(result):
+        # Who calls these two asks, for each exchange, whether it can be hidden.
+        if exchanged and declared is None and function is not ExchangedRows:
             self._tell(undeclared(function))
         return result
 
@@ -142,9 +150,10 @@ class CrossingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
-        if self.lookout is not None and func in (c10d.all_to_all_single, dist.all_to_all):
-            call = signature(func).bind(*args, **kwargs).arguments
-            self.lookout.exchanges(list(call.values())[1], call.get("group"))
+        if self.lookout is not None and getattr(func, "_qualified_op_name", "").startswith("_c10d_functional"):
+            groups = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+            if groups and func.__name__ != "all_to_all_single":
+                self.lookout.travels(func.__name__, (args, kwargs), group_named(groups[-1]))
         if not torch.is_grad_enabled():
             return func(*args, **kwargs)
         given = args
@@ -245,7 +254,7 @@ class Asking(OpOverloadPacket):
             if rows is not None:
                 return rows
         elif mode is not None and mode.lookout is not None:
-            mode.lookout.exchanges(input, group_name)
+            mode.lookout.travels("all_to_all_single", input, group_named(group_name))
         return super().__call__(input, output_split_sizes, input_split_sizes, group_name)
 
 
@@ -269,6 +278,27 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
             yield
 
     return around
+
+
+_MOVES = re.compile(r"_?(all_?gather|all_?reduce|all_?to_?all|broadcast|gather|reduce|scatter|send|recv)\w*")
+
+
+def _collectives() -> list[tuple[str, Callable[..., Any]]]:
+    """Return the methods of process groups that move tensors: all of torch's calls but functional ones come here."""
+    return [one for one in vars(dist.ProcessGroup).items() if _MOVES.fullmatch(one[0])] if dist.is_available() else []
+
+
+def _noted(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of process groups that tells the lookout of the forward that calls it."""
+
+    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        forward = Forward.running()
+        mode = None if forward is None else forward.mode
+        if isinstance(mode, CrossingMode) and mode.lookout is not None:
+            mode.lookout.travels(plain.__name__, (args, kwargs), group)
+        return plain(group, *args, **kwargs)
+
+    return method
 
 
 class _Crossing(ExitStack):
@@ -381,6 +411,9 @@ def _change(crossing: _Crossing) -> None:
     crossing.callback(crossing.compile_again)  # for a Ctrl-C inside a segment
     crossing.callback(setattr, autograd, "grad", plain)
     autograd.grad = uncompiled(grad)
+    for name, plain_call in _collectives():
+        crossing.callback(setattr, dist.ProcessGroup, name, plain_call)
+        setattr(dist.ProcessGroup, name, _noted(plain_call))
     for namespace, operation in functional_operations():
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.instead_of(operation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ class StepResult:
         peak_held: The same, counting microbatches that wait for weight gradients alone.
         peak_bytes: Most bytes of tensors at once, beyond those at the step's start; None unless the step has
             counted what nodes hold.
+        standing: A line about each exchange of the model's own that runs where it stands, inside a node: it is exposed,
+            and nothing has timed it.
     """
 
     losses: tuple[Tensor, ...]
@@ -39,14 +42,16 @@ class StepResult:
     peak_activations: int
     peak_held: int
     peak_bytes: int | None = None
+    standing: tuple[str, ...] = ()
 
     @cached_property
     def overlap(self) -> Timeline:
         """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
 
-        On a GPU it has the device's times, and the first access waits for the device.
+        On a GPU it has the device's times, and the first access waits for the device. Where exchanges run where they
+        stand, both are NaN, for "not measured", and ``overlap.standing`` says which, and what would hide them.
         """
-        return Timeline(self.times.spans())
+        return Timeline(self.times.spans(), standing=self.standing)
 
     @property
     def loss(self) -> Tensor:
@@ -71,13 +76,16 @@ class StepResult:
         ``loss`` where the last stage is held; ``step_ms`` from the first node's start to the last one's end, and with
         the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
         what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``; ``peak_bytes`` if they were counted.
+        The first two are NaN, with a warning that says why, where exchanges run where they stand.
         """
         overlap = self.overlap
+        for line in overlap.standing:
+            warnings.warn(f"hidden_fraction is not measured: {line}", stacklevel=2)
         found = {"loss": float(self.loss.detach())} if self.losses else {}
         found["step_ms"] = 1e3 * overlap.makespan
         if tokens is not None and overlap.makespan:
             found["tokens_per_s"] = tokens / overlap.makespan
-        if overlap.exchange:
+        if overlap.exchange:  # NaN, too
             found |= {"hidden_fraction": overlap.hidden_fraction, "exposed_ms": 1e3 * overlap.exposed}
             found |= {f"exposed_ms/{name}": 1e3 * of.exposed for name, of in overlap.by_exchange().items()}
         return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}

@@ -158,7 +158,12 @@ class Recording:
 
     @property
     def measured(self) -> bool:
-        """Whether the file shows what was exchanged: not if exchanges were issued and none was seen in flight."""
+        """Whether the file shows what was exchanged: not if exchanges were issued and none was seen in flight.
+
+        Nor does it if the engine says that exchanges stand inside nodes.
+        """
+        if self.about.standing:
+            return False
         if any(len(self.exchanges(step)) for step in self.steps):
             return True
         issued = any(len(self.on(step.issued, *EXCHANGES)) for step in self.steps)

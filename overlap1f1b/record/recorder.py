@@ -257,6 +257,7 @@ class Recorder(Observer):
             bytes={str(step.number): step.sent for step in self.steps},
             held=held,
             parameters=sum(local_part(parameter).nbytes for parameter in parameters),
+            standing=engine.tuner.standing,
         )
         return asdict(about)
 

@@ -58,18 +58,20 @@ class Timeline:
     >>> timeline.makespan, timeline.exposed, timeline.hidden_fraction
     (4.0, 1.0, 0.5)
 
-    ``host`` has the times in which the host launches the nodes, if launches cost time.
+    ``host`` has the times in which the host launches the nodes, if launches cost time. ``standing`` has a line about
+    each exchange that is no node, but part of one that computes: what is exchanged and exposed is then not measured.
     """
 
     spans: tuple[Span, ...]
     host: tuple[Span, ...] = ()
+    standing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the figures, in the unit of the spans: a step has thousands of them."""
-        return (
-            f"{len(self.spans)} spans in {self.makespan:.6g}: exchange {self.exchange:.6g}, "
-            f"exposed {self.exposed:.6g}, hidden {self.hidden_fraction:.0%}"
-        )
+        spans = f"{len(self.spans)} spans in {self.makespan:.6g}"
+        if self.standing:
+            return f"{spans}: exchange not measured: {'; '.join(self.standing)}"
+        return f"{spans}: exchange {self.exchange:.6g}, exposed {self.exposed:.6g}, hidden {self.hidden_fraction:.0%}"
 
     @property
     def makespan(self) -> float:
@@ -82,7 +84,9 @@ class Timeline:
 
     @cached_property
     def figures(self) -> OverlapFigures:
-        """The exchange: time in which one or more, counts and reductions included, are in flight."""
+        """The exchange: time in which one or more, counts and reductions included, are in flight; NaN if unknown."""
+        if self.standing:
+            return OverlapFigures(nan, nan)
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
 
     def by_exchange(self) -> dict[str, OverlapFigures]:

@@ -148,7 +148,9 @@ def _there(rows: Tensor, splits: Splits, exchange: Exchange) -> Tensor:
 
 def _exchanged(rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
     # Rows that stay where they are may be changed in place, as the result of a Function that was given them may not.
-    received: Tensor = rows if isinstance(exchange, LocalExchange) else _Rows.apply(rows, exchange, send, receive)
+    received: Tensor = (
+        rows if isinstance(exchange, LocalExchange) else ExchangedRows.apply(rows, exchange, send, receive)
+    )
     return received
 
 
@@ -185,7 +187,7 @@ def exchange(
         if forward is not None and forward.handlers.hides(given, splits, group):
             return tuple(forward.suspend([ExchangeCall(list(given), splits, False)]))
         by = build_exchange(group, device=given[0].device.type)
-        return tuple([_Rows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
+        return tuple([ExchangedRows.apply(tensor, by, splits.send, splits.receive) for tensor in given])
 
     got: Any = exchanged() if forward is None else forward.handlers.bring(exchanged)
     return got[0] if isinstance(tensors, Tensor) else got
@@ -246,7 +248,7 @@ def _sizes(given: Sequence[int] | None, name: str, rows: int, ranks: int) -> lis
     return sizes
 
 
-class _Rows(torch.autograd.Function):
+class ExchangedRows(torch.autograd.Function):
     """Exchange with an immediate wait; its backward is the exchange with the sizes swapped."""
 
     @staticmethod

@@ -154,8 +154,8 @@ LINES: list[tuple[Any, str]] = [
     ),
     (
         left_alone,
-        f"all_to_all_single outside of a Function, in block 0 (Block), {STANDS}torch's functional one, or a declared "
-        "Function",
+        f"all_to_all_single outside of a Function, in block 0 (Block), {STANDS}torch's functional "
+        "all_to_all_single, or a declared Function",
     ),
 ]
 """Ways that nobody has declared, and what is said of them."""

@@ -11,7 +11,7 @@ from overlap1f1b.kernels.permute import Layout
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.moe.experts import Routed, Weigh, WeightsIn
 from overlap1f1b.moe.route import Route
-from overlap1f1b.transport.calls import _Rows
+from overlap1f1b.transport.calls import ExchangedRows
 from overlap1f1b.transport.exchange import LocalExchange, Transfer
 
 H = 3
@@ -128,7 +128,7 @@ def test_a_device_sends_what_was_counted_of_the_room_that_it_made() -> None:
     route.partial, route.order = True, torch.cat([route.order, torch.full((8 - len(route.order),), -1)])
     tokens, weights = torch.randn(4, H, requires_grad=True), torch.rand(4, 3, requires_grad=True)
     packed = Routed.apply(route.pack, route.pack_backward, tokens, weights)
-    sent = _Rows.apply(packed, Bare(), sizes, sizes)
+    sent = ExchangedRows.apply(packed, Bare(), sizes, sizes)
     assert len(packed) == 8
     assert len(sent) == sum(sizes) < 8
     layout = Layout.of(tokens, weights)

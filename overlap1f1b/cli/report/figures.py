@@ -13,7 +13,7 @@ from overlap1f1b.schedule.values import some
 from overlap1f1b.simulation import OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, print_lines
 
-OF_NODES = ("bytes", "held", "parameters")
+OF_NODES = ("bytes", "held", "parameters", "standing")
 """What a profile says of its nodes and of its rank, not of the run."""
 LONGEST = "Longest times of exposed exchange, milliseconds"
 PARTIAL = "Of some ranks only: "
@@ -31,12 +31,13 @@ def content_of(recordings: Recordings) -> dict[str, Any]:
     about = max((recording.about for recording in recordings.ranks), key=lambda about: about.date)
     every = Figures.sum(ranks.values())
     sentence = verdict(every)
+    standing = sorted({line for recording in recordings.ranks for line in recording.about.standing})
     return {
         "ranks": [_rank(recording, figures) for recording, figures in ranks.items()],
         "all": _json_of(every),
         "longest_exposed": [span._asdict() for span in longest(recordings.ranks)],
         "verdict": f"{PARTIAL}{sentence}" if recordings.partial else sentence,
-        "advice": advice(every, about),
+        "advice": standing or advice(every, about),
         "about": {name: value for name, value in asdict(about).items() if name not in OF_NODES},
         "partial": recordings.partial,
         "missing_ranks": list(recordings.missing),

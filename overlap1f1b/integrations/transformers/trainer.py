@@ -329,7 +329,7 @@ class Overlapped(Trainer):
         if not self.args.average_tokens_across_devices:  # they are this rank's
             tokens = mesh.sums(tokens)[0] / self.overlap_args.pp
         figures = {"tokens": tokens}
-        if mesh.size("ep") > 1:
+        if mesh.size("ep") > 1 and not result.standing:
             every = mesh.every(result.overlap.figures).values()
             figures["exchange_exposed_s"] = max(rank.exposed for rank in every)
             figures["exchange_hidden"] = min(rank.hidden_fraction for rank in every)
