@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import ceil, floor, log10
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -17,8 +18,12 @@ from overlap1f1b.terminal.output import writing
 if TYPE_CHECKING:
     from overlap1f1b.profiling import Bar
 
-LETTER = 0.085
-"""Inches for a letter."""
+LETTER = 0.7 / 72
+"""Inches for a letter, for each point of its size."""
+POINTS = (5.0, 9.0)
+"""Smallest and largest size of a cell's letters; a cell that is too narrow for the smallest has none."""
+GREY = "#767676"
+"""Colour of what stands outside the cells: it is read on white and on black, since files have no background."""
 MOST_TEXTS = 2000
 """Largest number of cells that get texts: nobody could read more."""
 
@@ -226,29 +231,43 @@ def paint(tracks: Sequence[Track], output: Any, screen: Console, *, title: str, 
     except ImportError:
         raise ValueError(f"--{next(iter(wanted))} needs matplotlib; pip install matplotlib") from None
     end = max((cell.end for track in tracks for cell in track.cells), default=1.0)
-    letters = max((size / time for size, time in _sizes(tracks)), default=1.0)  # of a unit of time, where texts fit
-    width = min(40.0, max(8.0, LETTER * letters * end))
+    letters = [len(cell.text) / (cell.end - cell.start) for track in tracks for cell in track.cells if cell.text]
+    # So wide that three of four texts have the largest letters, which stay large in a page.
+    width = min(40.0, max(7.0, LETTER * POINTS[1] * end * (quantiles(letters)[2] if len(letters) > 1 else 1.0)))
     figure = Figure(figsize=(width + 1, min(60.0, 1.4 + 0.38 * len(tracks))), layout="constrained")
     axes = figure.add_subplot()
     count = sum(len(track.cells) for track in tracks)
-    letter = end * LETTER / width * 0.9 if count <= MOST_TEXTS else float("inf")  # time that a letter takes
+    letter = end * LETTER / width if count <= MOST_TEXTS else float("inf")  # time that a letter of one point takes
     for height, (_, cells) in enumerate(tracks):
         spans = [(cell.start, cell.end - cell.start) for cell in cells]
         colours = [STYLES[cell.style].colour for cell in cells]
         axes.broken_barh(spans, (height - 0.42, 0.84), facecolors=colours, edgecolors="white", linewidth=0.5)
         for cell in cells:
-            if cell.end - cell.start >= letter * len(cell.text):
+            points = min(POINTS[1], (cell.end - cell.start) / (letter * max(1, len(cell.text))))
+            if points >= POINTS[0]:
                 middle = (cell.start + cell.end) / 2
-                axes.text(middle, height, cell.text, ha="center", va="center", fontsize=7, clip_on=True)
+                axes.text(middle, height, cell.text, ha="center", va="center", fontsize=points, clip_on=True)
     axes.set_yticks(range(len(tracks)), [track.name for track in tracks])
     axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, end)
-    axes.set_xlabel(unit)
-    figure.suptitle(title, fontsize=10)
+    axes.set_xlabel(unit, color=GREY)
+    axes.tick_params(colors=GREY)
+    axes.spines[:].set_color(GREY)
+    axes.patch.set_alpha(0.0)
+    figure.suptitle(title, fontsize=min(10.0, (width + 1) * 120 / max(1, len(title))), color=GREY)
     used = {cell.style for track in tracks for cell in track.cells}
     handles = [axes.barh(0, 0, color=s.colour, label=s.label) for name, s in STYLES.items() if name in used]
-    figure.legend(handles=handles, loc="outside lower center", ncols=max(1, len(handles)), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=max(1, len(handles)),
+        fontsize=8,
+        frameon=False,
+        labelcolor=GREY,
+    )
     for option, path in wanted.items():
         settings = mpl.rc_context({"svg.hashsalt": "overlap1f1b", "svg.fonttype": "none"})
         with writing(option, path, screen) as file, settings:
-            figure.savefig(file, format=option, dpi=120, metadata={"Date": None} if option == "svg" else None)
+            figure.savefig(
+                file, format=option, dpi=120, transparent=True, metadata={"Date": None} if option == "svg" else None
+            )

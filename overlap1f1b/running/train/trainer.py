@@ -134,7 +134,9 @@ class Trainer:
             self.model.train()
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss):
-            raise ValueError(f"held-out loss {loss} with --lr {options.lr:g}; allowed: a finite one (use a smaller --lr)")
+            raise ValueError(
+                f"held-out loss {loss} with --lr {options.lr:g}; allowed: a finite one (use a smaller --lr)"
+            )
         return loss
 
     def save(self, folder: Path, step: int, history: Stateful) -> Saving:
