@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.cut.bits import sum_of_bits
+from overlap1f1b.cut.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.cut.blocks import tensor_dimension
 from overlap1f1b.cut.stage import Stage, parameters_of
 from overlap1f1b.cut.weights import main_grad
@@ -63,6 +63,9 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
 
     No order of summation changes the sums. FSDP2's shards have none; of a DTensor or a slice over the tensor group it
     is the sum of this rank's part. ``ties`` have the names that all stages use.
+
+    Of buffers, those whose name ends in ``bias`` have one, by which routers choose: other buffers, such as running
+    statistics, depend on what a rank has seen. Ranks of a tensor group may have slices of them.
     """
     number, count = mesh.expert_slice
     of_slice = f" of slice {number} of the experts" if count > 1 else ""
@@ -81,6 +84,14 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
         if not own.is_meta:
             part = f"part {mesh.rank('tp')} of " if sliced else ""
             facts[f"the sum of bits of {part}{place}"] = f"{int(sum_of_bits(own)):x}"
+    part = "" if mesh.group("tp") is None else f" of part {mesh.rank('tp')}"
+    for number, stage in stages.items():
+        for index, (block, where) in enumerate(zip(stage.blocks, stage.names, strict=True)):
+            of_experts = {id(buffer) for module in stage.experts_of(index) for buffer in module.buffers()}
+            for name, buffer in block.named_buffers():
+                if name.endswith("bias") and id(buffer) not in of_experts and is_plain(local_part(buffer)):
+                    bits = int(sum_of_bits(buffer, ordered=True))  # biases of experts may be swapped
+                    facts[f"the sum of bits{part} of buffer {name} of {where} of stage {number}"] = f"{bits:x}"
     return facts
 
 

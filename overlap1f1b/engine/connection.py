@@ -16,6 +16,7 @@ from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.engine.agreement import described, structure
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
+from overlap1f1b.moe.router import Router
 from overlap1f1b.reduce.fsdp import Gathers, ShardedReducer
 from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.reduce.reduction import Reduction
@@ -30,7 +31,7 @@ from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import DifferentCallsError
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
-from overlap1f1b.transport.mesh import DATA, Comparison, Mesh
+from overlap1f1b.transport.mesh import DATA, DIMENSIONS, Comparison, Mesh
 from overlap1f1b.transport.suspension import Forward
 
 Failing = type[BaseException] | tuple[type[BaseException], ...]
@@ -147,6 +148,13 @@ class Connection:
                 carveout=self.exchange.sms if options.device.carveout else 0,
             )
             self.lanes = [*dict.fromkeys(lanes.values()), *self.boundary.lanes, reduces, shards]
+            # 5. Loads of routers are summed over all ranks that hold them, where gradients of their gates are, too.
+            modules = (m for stage in self.stages.values() for block in stage.blocks for m in block.modules())
+            routers, self._holders = [m for m in modules if isinstance(m, Router)], dense
+            if routers and (dense is None or mesh_.group("tp") is not None):
+                self._holders = mesh_.new_group("routers", pp=replicas, over=DIMENSIONS[1:], ctas=options.device.sums)
+            for router in routers:
+                router.share(self.add_up)
             self._communicators.warm_up()
 
     def _reductions(
@@ -167,6 +175,15 @@ class Connection:
         found: list[Reduction] = [one for one in (self.tied, tensors) if one.reduces]
         found += [] if sharded is None else [sharded]
         return found + ([plain] if plain.reduces else [])
+
+    def add_up(self, load: torch.Tensor) -> None:
+        """Add up what a router has counted, in place, over all ranks that hold it; all of them must call this."""
+        if self._holders is None:
+            return
+        if self._closed:
+            raise RuntimeError("update_correction_bias after its engine was closed; allowed: group=…, or a new engine")
+        with self._reporting("in update_correction_bias"):
+            self._holders.allreduce([load]).wait()
 
     def settle(self) -> None:
         """Wait until no sum or gather is in flight, nor anything on the device: groups can do something else."""

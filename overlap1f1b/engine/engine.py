@@ -44,6 +44,9 @@ from overlap1f1b.schedule.values import check_kind, check_size, naming_nearest, 
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
 
+_COMPARED = 1024
+"""Steps between two comparisons of parameters over ranks; the first ones are at 0, 1, 2, 4, 8, ... steps."""
+
 
 class _Made(NamedTuple):
     """What a model was when its engine was made: the engine does not follow changes of it."""
@@ -276,7 +279,7 @@ class Engine:
     def _train(self, step: Step, coming: Coming) -> PlayedStep:
         tuner, purpose, first = self.tuner, coming.purpose, not self.tuner.steps
         # 1. All ranks have the same parameters.
-        self._check_parameters(first=first)
+        self._check_parameters()
         # 2. Who looks on because of what the step is for.
         rows = FirstRows()
         extra: list[Observer] = [rows] if first and "tp" in self.mesh.experts_over else []
@@ -357,18 +360,21 @@ class Engine:
     def _travels(self) -> bool:
         return not isinstance(self.connection.exchange, LocalExchange)
 
-    def _check_parameters(self, *, first: bool) -> None:
-        """Check that parameters can be trained, and in the first step that ranks hold the same."""
+    def _check_parameters(self) -> None:
+        """Check that parameters can be trained, and now and then that ranks hold the same, as do their routers."""
         check_gradients_possible()
         if _children_of(self.model) != self._made.children:
             raise ValueError("a block of the model was replaced, added or removed; allowed: a new Engine after that")
         connection = self.connection
         for number, stage in self.stages.items() if connection.links.reductions else ():
             stage.check_trained(self._made.trained[number], connection.sharding.holders)
-        if first and self._compares:
-            facts = values(self.stages, connection.tied.parameters, self.mesh)
+        steps = self.tuner.steps
+        if self._compares and (steps & (steps - 1) == 0 or steps % _COMPARED == 0):
             marks = "allreduce = False on experts of your own, tensor_model_parallel = True on slices over 'tp'"
-            self.mesh.agree(facts, f", as by one torch.manual_seed before the model is made, or {marks}")
+            cause = f"one torch.manual_seed before the model is made, or {marks}"
+            if steps:
+                cause = "the same optimizer, and update_correction_bias over all ranks that hold a router"
+            self.mesh.agree(values(self.stages, connection.tied.parameters, self.mesh), f", as by {cause}")
 
     def _check_devices(self) -> None:
         device = self.connection.device

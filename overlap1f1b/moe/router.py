@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -104,7 +106,7 @@ class Router(nn.Module):
 
     >>> for module in model.modules():  # once a step, on all ranks
     ...     if isinstance(module, Router):
-    ...         module.update_correction_bias(0.001, group)
+    ...         module.update_correction_bias(0.001)
 
     Args:
         hidden: H.
@@ -132,6 +134,17 @@ class Router(nn.Module):
         # The load is not in checkpoints: it counts this rank's choices alone.
         load = torch.zeros(config.experts, dtype=torch.int64, device=device)
         self.register_buffer("load", load, persistent=False)
+        self._add_up: weakref.WeakMethod[Callable[[Tensor], object]] | None = None
+
+    def share(self, add_up: Callable[[Tensor], object]) -> None:
+        """Take a method that adds up a tensor in place over all ranks that hold this router, while its object lives.
+
+        An engine gives its own. Copies of the router have none.
+        """
+        self._add_up = weakref.WeakMethod(add_up)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_add_up": None}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         rule, dtype = self.config.rule, tokens.dtype
@@ -168,10 +181,21 @@ class Router(nn.Module):
     def update_correction_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
         """Move the bias of each expert by ``rate``: up if its load was below the mean, down if above.
 
-        The load counts choices since the last update. It is summed over the ranks of ``group`` and then reset to zero.
+        The load counts choices since the last update. It is summed over the ranks of ``group``, by default over all
+        that hold this router in an engine, and then reset to zero. All of them must call this. Outside an engine nobody
+        knows these ranks: without a group the load is this rank's, which several ranks are warned of.
         """
+        add_up = self._add_up and self._add_up()
         if group is not None:
             dist.all_reduce(self.load, group=group)
+        elif add_up:
+            add_up(self.load)
+        elif dist.is_initialized() and dist.get_world_size() > 1 and self.load.any():
+            warnings.warn(
+                "update_correction_bias by the choices of this rank alone, outside an engine; allowed: group=the ranks "
+                "that hold the router, or ranks would route differently",
+                stacklevel=2,
+            )
         missing = self.load.sum() - self.load * self.config.experts  # in integers, so exact
         self.correction_bias.add_(missing.sign(), alpha=rate)
         self.load.zero_()

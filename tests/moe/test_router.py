@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from copy import deepcopy
 
 import pytest
 import torch
@@ -256,6 +258,24 @@ def test_update_sums_the_load_over_ranks(rank: int, size: int) -> None:
     router = make(RouterConfig(4, 1), torch.float32, bias_seed=None)
     router.load.copy_(torch.tensor([[6, 2, 0, 0], [0, 2, 5, 1]][rank]))  # together 6 4 5 1, mean 4
     router.update_correction_bias(0.5, dist.group.WORLD)
+    assert router.correction_bias.tolist() == [-0.5, 0.0, -0.5, 0.5]
+
+
+def test_copies_of_a_shared_router_know_no_ranks() -> None:
+    class Counted:
+        def add_up(self, load: Tensor) -> None:
+            load.copy_(torch.tensor([6, 4, 5, 1]))
+
+    counted = Counted()
+    router = make(RouterConfig(4, 1), torch.float32, bias_seed=None)
+    router.share(counted.add_up)
+    for copied in (deepcopy(router), pickle.loads(pickle.dumps(router))):
+        copied.update_correction_bias(0.5)
+        assert not copied.correction_bias.any()
+    router.update_correction_bias(0.5)
+    assert router.correction_bias.tolist() == [-0.5, 0.0, -0.5, 0.5]
+    del counted
+    router.update_correction_bias(0.5)  # alone again
     assert router.correction_bias.tolist() == [-0.5, 0.0, -0.5, 0.5]
 
 
