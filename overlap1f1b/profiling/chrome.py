@@ -16,6 +16,7 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("_runtime", "_driver")
 """Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
 _DEVICE_RANGES = "gpu_user_annotation"
+_LARGEST = 2**63
 
 
 class _Event(Struct):
@@ -56,11 +57,11 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
     texts: dict[str, int] = {}
 
     def number_of(value: Any) -> int:
-        """Return a stream or a correlation as a number; texts that are none get numbers below -1."""
-        if isinstance(value, int):
-            return value
+        """Return a stream or a correlation as a number; what does not fit gets a number below -1."""
         with suppress(ValueError):
-            return int(str(value), 0)
+            number = value if isinstance(value, int) else int(str(value), 0)
+            if abs(number) < _LARGEST:
+                return number
         return texts.setdefault(str(value), -2 - len(texts))
 
     for number, text in enumerate(events):

@@ -56,8 +56,8 @@ class Recordings:
 
     @property
     def partial(self) -> bool:
-        """Whether some ranks are missing."""
-        return bool(self.missing or self.left_out)
+        """Whether some ranks are missing, or may be: a file was left out and no file says how many there are."""
+        return bool(self.missing or (self.left_out and all(recording.world is None for recording in self.ranks)))
 
 
 Progress = Callable[[Path, int, int], None]
