@@ -272,6 +272,7 @@ def _as_plain(pipeline: DualPipeV, plain: list[nn.Module]) -> bool:
     return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_a_sequential_keeps_what_its_call_does_beside_its_forward(alone: None) -> None:
     for name, own in models.OWN_CALLS.items():
         modules = [nn.Sequential(nn.Linear(H, H), Mlp()) for _ in range(2)]

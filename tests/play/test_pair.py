@@ -190,7 +190,7 @@ def test_bad_input_is_named() -> None:
         combined_forward_backward_step(None, silent)
 
 
-@pytest.mark.parametrize(("overlap", "recompute"), zip(OVERLAPS, RECOMPUTES, strict=True))
+@pytest.mark.parametrize(("overlap", "recompute"), [*zip(OVERLAPS, RECOMPUTES, strict=True)])
 def test_auxiliary_losses_have_their_scale_where_routers_are_recomputed(overlap: Overlap, recompute: Recompute) -> None:
     """The last backward is a call without a forward, whose scale it could take."""
     plain, model = models.build(block=Balanced), models.build(block=Balanced)
