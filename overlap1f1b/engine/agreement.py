@@ -83,7 +83,7 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
             sliced, own = not all(placement.is_replicate() for placement in own.placements), own.to_local()
         if not own.is_meta:
             part = f"part {mesh.rank('tp')} of " if sliced else ""
-            facts[f"the sum of bits of {part}{place}"] = f"{int(sum_of_bits(own)):x}"
+            facts[f"the values of {part}{place}"] = f"{int(sum_of_bits(own)):x}"
     part = "" if mesh.group("tp") is None else f" of part {mesh.rank('tp')}"
     for number, stage in stages.items():
         for index, (block, where) in enumerate(zip(stage.blocks, stage.names, strict=True)):
@@ -91,7 +91,7 @@ def values(stages: Mapping[int, Stage], ties: Mapping[str, nn.Parameter], mesh: 
             for name, buffer in block.named_buffers():
                 if name.endswith("bias") and id(buffer) not in of_experts and is_plain(local_part(buffer)):
                     bits = int(sum_of_bits(buffer, ordered=True))  # biases of experts may be swapped
-                    facts[f"the sum of bits{part} of buffer {name} of {where} of stage {number}"] = f"{bits:x}"
+                    facts[f"the values{part} of buffer {name} of {where} of stage {number}"] = f"{bits:x}"
     return facts
 
 
@@ -127,7 +127,7 @@ def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str
     if mesh.group("tp") is not None:
         at = ", ".join(f"{dimension} {mesh.rank(dimension)}" for dimension in mesh.layout if dimension != "tp")
         texts = {name: "+".join(f"{bits:x}" for _, bits in sums[name]) for name in needed if sums[name]}
-        mesh.agree({f"the sum of bits of {name} on {at}": text for name, text in texts.items()})
+        mesh.agree({f"the values of {name} on {at}": text for name, text in texts.items()})
     ranks = mesh.gathered("pp", sums)
     return [name for name in given if len({tuple(one[name]) for one in ranks if one[name]}) > 1]
 

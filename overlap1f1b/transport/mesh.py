@@ -25,6 +25,8 @@ DATA: tuple[Dimension, ...] = ("dp", "ep", "cp")
 """Dimensions whose ranks compute different data, so that gradients are summed over them."""
 EXPERTS: tuple[Dimension, ...] = ("ep", "cp", "tp")
 """Dimensions whose ranks may share the experts."""
+VALUES = "the values"
+"""Begin of the names of facts that stand for the values of a tensor."""
 _SHOWN = 80  # characters of a value in a message
 
 
@@ -304,11 +306,12 @@ class Mesh:
                 for name, fact in theirs.items():
                     other, whose = first.setdefault(name, (fact, rank))
                     if other != fact:
+                        here, there = self.labels[whose], self.labels[rank]
                         one, two = _differing(str(other), str(fact))
-                        raise ValueError(
-                            f"{name} is {one} on {self.labels[whose]} and {two} on {self.labels[rank]}; "
-                            f"allowed: the same on all ranks{besides}"
-                        )
+                        said = f"{name} is {one} on {here} and {two} on {there}"
+                        if name.startswith(VALUES):  # sums of bits say nothing to a user
+                            said = f"{name} differ between {here} and {there}"
+                        raise ValueError(f"{said}; allowed: the same on all ranks{besides}")
 
     def compared(self, *numbers: float) -> Comparison:
         """Start to compare numbers over all ranks."""

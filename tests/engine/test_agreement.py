@@ -236,7 +236,7 @@ def test_facts_of_equal_models_are_equal_and_change_with_any_bit() -> None:
         weight[3, 2] = torch.nextafter(weight[3, 2], torch.tensor(1.0))
     changed = values({1: second}, {}, alone)
     assert [name for name in facts if facts[name] != changed[name]] == [
-        "the sum of bits of parameter weight of block 0 (Embedding) of stage 1"
+        "the values of parameter weight of block 0 (Embedding) of stage 1"
     ]
 
 

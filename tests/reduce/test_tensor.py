@@ -389,10 +389,10 @@ def test_auxiliary_losses_count_tokens_once(rank: int, size: int) -> None:
 
 DIFFERENT = "allowed: the same on all ranks"
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "another batch": ({"sequence": True}, f"the sum of bits of inputs on pp 0, dp 0, ep 0 is .*; {DIFFERENT}"),
+    "another batch": ({"sequence": True}, f"the values of inputs on pp 0, dp 0, ep 0 differ between .*; {DIFFERENT}"),
     "another copy of a router": (
         {"sequence": True},
-        rf"the sum of bits of parameter gate.weight of block 1 \(Block\) of stage 0 is .*; {DIFFERENT}",
+        rf"the values of parameter gate.weight of block 1 \(Block\) of stage 0 differ between .*; {DIFFERENT}",
     ),
     "experts that are copied, with other tokens": (
         {"sequence": True, "over": ("ep",)},
@@ -588,7 +588,7 @@ def test_what_stages_pass_on(rank: int, size: int) -> None:
 MARKS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tensor_model_parallel": False},
-        "the sum of bits of parameter attention.o.weight of block 1 (Block) of stage 0 is ",
+        "the values of parameter attention.o.weight of block 1 (Block) of stage 0 differ between ",
         "tensor_model_parallel = True on slices over 'tp'",
     ),
     (
