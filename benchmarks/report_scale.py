@@ -102,13 +102,14 @@ def write_nsys(path: Path, events: int) -> None:
     kernels, process = int(events / 2.1), PROCESS << 24
     with closing(sqlite3.connect(path)) as database, database:
         database.executescript("""
-            CREATE TABLE StringIds (id INTEGER, value TEXT);
+            CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
             CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER,
                 textId INTEGER);
             CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER,
                 correlationId INTEGER);
             CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, streamId INTEGER,
-                correlationId INTEGER, globalPid INTEGER);
+                correlationId INTEGER, globalPid INTEGER, deviceId INTEGER, demangledName INTEGER);
+            INSERT INTO StringIds VALUES (1, 'kernel');
         """)
         begin = round(STEP_START * 1000)
         ranges = [
@@ -125,7 +126,7 @@ def write_nsys(path: Path, events: int) -> None:
             called.append((at, at + 1000, process + 1, number))
         rows = ((start, start + length, 59, text, process + 1, None) for text, start, length in ranges)
         database.executemany("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?)", rows)
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?)", run)
+        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, 0, 1)", run)
         database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?)", called)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -105,10 +105,9 @@ def remove_others(folder: Path, ranks: int) -> None:
 
 def _result(options: Options, rank: Rank, engine: Engine, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     for found in ranks:
-        steps = found["steps"]
-        shares = [step["hidden_fraction"] for step in steps if step["hidden_fraction"] is not None]
-        found |= {key: median(step[key] for step in steps) for key in COUNTERS}
-        found["hidden_fraction"] = median(shares) if shares else None
+        found |= {key: fmean(step[key] for step in found["steps"]) for key in COUNTERS}
+        exchange, exposed = found["exchange_ms"], found["exposed_ms"]
+        found["hidden_fraction"] = 1 - exposed / exchange if exchange else None
     return {
         "environment": environment(rank),
         "workload": {
@@ -128,7 +127,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     """Print the engine's own figures and the command to run next."""
     workload, steps = result["workload"], len(result["ranks"][0]["steps"])
     of = f"{workload['program']}, overlap {workload['overlap']} (order {workload['order']})"
-    counted = f"under {result['tool']}; medians by the engine's own counters"
+    counted = f"under {result['tool']}; means by the engine's own counters"
     print_lines(screen, f"{steps} step{'s' * (steps > 1)} of {of}, {counted}")
     table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:

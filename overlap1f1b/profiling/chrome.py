@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -17,6 +17,7 @@ _LAUNCHES = ("_runtime", "_driver")
 """Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
 _DEVICE_RANGES = "gpu_user_annotation"
 _LARGEST = 2**63
+_NUMBER = re.compile(r"0x[0-9a-fA-F]{1,15}|[1-9]\d{0,17}|0", re.ASCII)
 
 
 class _Event(Struct):
@@ -57,12 +58,11 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
     texts: dict[str, int] = {}
 
     def number_of(value: Any) -> int:
-        """Return a stream or a correlation as a number; what does not fit gets a number below -1."""
-        with suppress(ValueError):
-            number = value if isinstance(value, int) else int(str(value), 0)
-            if abs(number) < _LARGEST:
-                return number
-        return texts.setdefault(str(value), -2 - len(texts))
+        """Return a stream or a correlation as a number; what is none, or does not fit, gets a number below -1."""
+        if isinstance(value, int) and abs(value) < _LARGEST:
+            return value
+        text = str(value)
+        return int(text, 0) if _NUMBER.fullmatch(text) else texts.setdefault(text, -2 - len(texts))
 
     for number, text in enumerate(events):
         if not number % (1 << 16):

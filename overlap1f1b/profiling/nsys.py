@@ -15,9 +15,13 @@ from overlap1f1b.schedule.values import shortened
 MAGIC = b"SQLite format 3\0"
 _PUSH_POP, _START_END = 59, 60
 """Types of NVTX events that are ranges."""
-_NAMES = {"KERNEL": "", "MEMCPY": "CASE t.copyKind WHEN 10 THEN 'Memcpy PtoP' ELSE 'Memcpy' END", "MEMSET": "'Memset'"}
-"""Tables of what runs on a device, with the name of a row; kernels have theirs among the strings."""
 _KIND = "CUPTI_ACTIVITY_KIND_"
+_DEVICE_TABLES = {
+    f"{_KIND}KERNEL": "(SELECT value FROM StringIds WHERE id = t.demangledName)",
+    f"{_KIND}MEMCPY": "CASE t.copyKind WHEN 10 THEN 'Memcpy PtoP' ELSE 'Memcpy' END",
+    f"{_KIND}MEMSET": "'Memset'",
+}
+"""Tables of what runs on a device, with the name of a row."""
 _RUNTIME, _GRAPHS = f"{_KIND}RUNTIME", f"{_KIND}GRAPH_TRACE"
 _PROCESS = 1 << 24  # the lower 24 bits of a global thread number the thread within its process
 
@@ -42,7 +46,7 @@ def read_nsys(path: Path) -> list[Capture]:
 
 def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")}
-    devices = {kind: name for kind, name in _NAMES.items() if f"{_KIND}{kind}" in tables}
+    devices = [name for name in _DEVICE_TABLES if name in tables]
     if "NVTX_EVENTS" not in tables and not devices:
         raise ValueError(f"{path}: no NVTX_EVENTS and no kernels in it; allowed: a file of nsys export --type sqlite")
     captures: dict[int, Capture] = {}
@@ -50,15 +54,15 @@ def _captures(path: Path, database: sqlite3.Connection) -> list[Capture]:
     def capture_of(process: int) -> Capture:
         return captures.setdefault(process // _PROCESS, Capture(path, "nsys"))
 
-    named = "StringIds" in tables
     if "NVTX_EVENTS" in tables:
-        for text, thread, start, end in _ranges(database, named=named):
+        for text, thread, start, end in _ranges(database, named="StringIds" in tables):
             capture_of(thread).add_range(text, thread, start, end)
-    for kind, name in devices.items():
-        for text, device, process, *kernel in _kernels(database, f"{_KIND}{kind}", name, named=named):
-            capture_of(process).add_kernel(text, device, *kernel)
+    columns = ("globalPid", "deviceId", "correlationId", "streamId", "start", "end")
+    for table in devices:
+        for name, process, device, *kernel in _rows(database, table, columns, _DEVICE_TABLES[table]):
+            capture_of(process).add_kernel(name or "", device, *kernel)
     if _RUNTIME in tables:
-        for thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
+        for _, thread, number, start in _rows(database, _RUNTIME, ("globalTid", "correlationId", "start")):
             if (capture := captures.get(thread // _PROCESS)) is not None:
                 capture.launches.extend((number, thread, start))
     if _GRAPHS in tables:
@@ -88,22 +92,10 @@ def _ranges(database: sqlite3.Connection, *, named: bool) -> Iterable[tuple[str,
     )
 
 
-def _kernels(database: sqlite3.Connection, table: str, name: str, *, named: bool) -> Iterable[tuple[Any, ...]]:
-    """Yield name, device, process, correlation, stream, start and end of what ran on a device."""
-    there = {column for _, column, *_ in database.execute(f'PRAGMA table_info("{table}")')}
-    strings, column = "", next((column for column in ("demangledName", "shortName") if column in there), None)
-    if not name and column is not None and named:
-        name, strings = "s.value", f"LEFT JOIN StringIds AS s ON s.id = t.{column}"
-    elif not name or ("copyKind" in name and "copyKind" not in there):
-        name = "''"
-    before = [f"COALESCE({name}, '')", "t.deviceId" if "deviceId" in there else "0"]
-    return _rows(database, table, ("globalPid", "correlationId", "streamId", "start", "end"), before, strings)
-
-
 def _rows(
-    database: sqlite3.Connection, table: str, columns: Sequence[str], before: Sequence[str] = (), strings: str = ""
+    database: sqlite3.Connection, table: str, columns: Sequence[str], name: str = "NULL"
 ) -> Iterable[tuple[Any, ...]]:
-    """Yield rows in which no column is missing, behind the expressions ``before``."""
+    """Yield the name and the columns of rows in which none of them is missing."""
     wanted = [f't."{column}"' for column in columns]  # alone, a missing column would be a string
     given = " AND ".join(f"{column} IS NOT NULL" for column in wanted)
-    return database.execute(f'SELECT {", ".join([*before, *wanted])} FROM "{table}" AS t {strings} WHERE {given}')
+    return database.execute(f'SELECT {name}, {", ".join(wanted)} FROM "{table}" AS t WHERE {given}')

@@ -21,7 +21,7 @@ NOT_MEASURED = "not measured"
 _OVERLAP = {"exchange": "exchange_ms", "hidden": "hidden_ms", "exposed": "exposed_ms", "share": "hidden_fraction"}
 _COMPARED = {"step": "step_ms", "compute": "compute_ms", "exchange": "exchange_ms", "exposed": "exposed_ms"}
 _COMPARED |= {"hidden": "hidden_fraction"}
-_IDLE = {"for exchange": "exposed_exchange", "for the pipeline": "pipeline_bubble", "for the host": "host_late"}
+_IDLE = {"for the pipeline": "pipeline_bubble", "for the host": "host_late"}  # for an exchange: it is exposed
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 
@@ -82,9 +82,10 @@ def sentence_of(first: Mapping[str, Any], second: Mapping[str, Any], names: Sequ
         )
     else:
         one, other = ("nothing" if of["hidden_fraction"] is None else f"{of['hidden_fraction']:.0%}" for of in (a, b))
+        change = _time(b["exposed_ms"] - a["exposed_ms"], "+")
         sentence = (
             f"{names[1]} hides {other} of its exchange and {names[0]} {one}; "
-            f"its step takes {ratio:.2f} times as long, with {b['exposed_ms'] - a['exposed_ms']:+.3g} ms exposed."
+            f"its step takes {ratio:.2f} times as long, with {change} ms exposed."
         )
     return f"{PARTIAL}{sentence}" if first["partial"] or second["partial"] else sentence
 
@@ -187,7 +188,7 @@ def _compared(label: str, key: str, first: float | None, second: float | None) -
     change = number(None, "")
     if first is not None and second is not None:
         share = key.endswith("fraction")
-        change = f"{100 * (second - first):+.1f} points" if share else f"{second - first:+.3f}"
+        change = f"{100 * (second - first):+.1f} points" if share else _time(second - first, "+")
     return [label, figure(key, first), figure(key, second), change]
 
 
@@ -257,4 +258,9 @@ def figure(key: str, value: float | None) -> str:
         return number(None, "") if key.endswith("fraction") else NOT_MEASURED
     if key.endswith("bytes"):
         return f"{value / 1e6:.3f}"
-    return format(value, ".1%" if key.endswith("fraction") else ".3f")
+    return f"{value:.1%}" if key.endswith("fraction") else _time(value)
+
+
+def _time(value: float, sign: str = "") -> str:
+    """Return the text of milliseconds; a second and more has no decimals."""
+    return format(value, f"{sign}.3f" if abs(value) < 1000 else f"{sign}.0f")

@@ -27,7 +27,7 @@ from tests.engines import make
 from tests.observing import Last
 from tests.profiling.cases import device, host
 from tests.profiling.simulated import simulated, write_run
-from tests.profiling.synthetic import Events, write_chrome, write_nsys, write_record
+from tests.profiling.synthetic import Events, Kernel, write_chrome, write_nsys, write_record
 from tests.ranks import Ranks
 from tests.tiers import wide
 
@@ -76,7 +76,8 @@ def test_what_is_printed(capsys: Capture, run: Path) -> None:
     found = report.content(capsys, run)
     figures = found["all"]
     texts = [f"{figures[key]:.3f}" for key in ("step_ms", "compute_ms", "exchange_ms", "hidden_ms", "exposed_ms")]
-    texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in figures["idle_ms"].values())]
+    idle = [figures["idle_ms"][name] for name in ("pipeline_bubble", "host_late")]  # for the exchange: it is exposed
+    texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in idle)]
     assert ["mean", *texts] in [line.split() for line in lines]
     for name in ("combine.b", "dispatch.f", "warm-up", "steady", "cool-down", "Predicted", "Longest"):
         assert name in result.out
@@ -113,7 +114,7 @@ def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypa
     assert found["ranks"][0]["hidden_fraction"] is None
     result = report(capsys, alone)
     row = next(line.split() for line in result.out.splitlines() if line.startswith("   0"))
-    assert row == ["0", "1000.000", "1000.000", "0.000", "0.000", "0.000", "–", "0.000", "0.000", "0.000"]
+    assert row == ["0", "1000", "1000", "0.000", "0.000", "0.000", "–", "0.000", "0.000"]
     assert "steady" not in result.out
     write_run(tmp_path / "run", simulated("combined_1f1b", 3))
     result = report(capsys, "--compare", "rank0.json", "run")
@@ -137,6 +138,38 @@ def test_streams_are_said_to_be_streams(capsys: Capture, tmp_path: Path) -> None
     assert "stream 20" in result.out
     (rank,) = report.content(capsys, path)["ranks"]
     assert (rank["told_by"], rank["open_actions"]) == ("stream", None)
+
+
+def test_what_no_file_shows_is_not_measured(capsys: Capture, tmp_path: Path) -> None:
+    """Neither a share of 0 nor nothing exchanged: kernels of known names, none of an exchange; a run without ranges."""
+    gemm = Kernel(7, 0, 100, 0, name="void cutlass::Kernel2<int>(int)")
+    alone = write_chrome(tmp_path / "alone.json", Events([], [gemm]))
+    found = report.content(capsys, alone)
+    (rank,) = found["ranks"]
+    keys = ("exchange_ms", "hidden_ms", "exposed_ms", "hidden_fraction", "late_peer_ms")
+    assert {key: rank[key] for key in keys} == dict.fromkeys(keys)
+    assert rank["idle_ms"] == {"exposed_exchange": None, "pipeline_bubble": None, "host_late": None}
+    assert found["verdict"].startswith("Not measured: ")
+    row = ["0", "0.000", "0.000", *["not", "measured"] * 3, "–", *["not", "measured"] * 2]
+    assert row in [line.split() for line in report(capsys, alone).out.splitlines()]
+    named = Kernel(20, 50, 150, 1, name="ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")
+    first = write_chrome(tmp_path / "first.json", Events([], [gemm, named]))
+    second = write_chrome(tmp_path / "second.json", device(0))
+    lines = report(capsys, "--compare", first, second).out.splitlines()
+    phase = next(line for line in lines if line.startswith("exposed, steady"))
+    assert phase.split()[2:5] == ["not", "measured", "0.000"]
+    verdict = report.content(capsys, "--compare", alone, second)["verdict"]
+    assert verdict.endswith(f"as long as {alone}'s; not both exchanges were measured.")
+
+
+def test_seconds_have_no_decimals(capsys: Capture, tmp_path: Path) -> None:
+    runs = []
+    for name, waits in (("first", 1.0), ("second", 8.0)):
+        spans = [("node", "dense.f[0] m0", 0.0, 1.0), ("flight", "dispatch.f[0] m0", 0.5, 1.5 + waits)]
+        runs.append(write_record(tmp_path / f"{name}.json", [spans]))
+    result = report(capsys, "--compare", *runs)
+    assert ["exposed", "1500", "8500", "+7000"] in [line.split() for line in result.out.splitlines()]
+    assert "with +7000 ms exposed." in result.out
 
 
 def test_compare(capsys: Capture, tmp_path: Path) -> None:
