@@ -35,7 +35,7 @@ from overlap1f1b.integrations.megatron.layers import (
     on_one_stream,
     overlapped_of,
 )
-from overlap1f1b.integrations.megatron.step import ChunkStep, logged
+from overlap1f1b.integrations.megatron.step import ChunkStep, inside, logged
 from overlap1f1b.integrations.rows import Dispatcher, MegatronExperts
 from overlap1f1b.moe import Experts
 from overlap1f1b.play.install import Installation
@@ -166,8 +166,7 @@ class Repeating:
     def __enter__(self) -> None:
         self._outside = self._random._get_all_rng_states()
         self._random._set_all_rng_states(*self._states)
-        entries = (entry for table in self._tables for entry in table.values())
-        each = (one for entry in entries for one in (entry.values() if isinstance(entry, dict) else (entry,)))
+        each = (one for table in self._tables for held in inside(table) for one in held.values())
         self._logged = [(t, t.clone()) for t in each if isinstance(t, Tensor) and t.is_floating_point()]
 
     def __exit__(self, *_: object) -> None:

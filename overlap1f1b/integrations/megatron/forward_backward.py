@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,7 +29,7 @@ from overlap1f1b.integrations.megatron.config import (
     playing_alike,
     size_of,
 )
-from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, logged
+from overlap1f1b.integrations.megatron.step import MOE_LOSS, ChunkStep, GradientSync, Losses, Rewound, inside, logged
 from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
@@ -364,7 +365,7 @@ class ChunkEngine:
     def __init__(self, engine: Engine, chunks: Mapping[int, Chunk], groups: object) -> None:
         self.engine, self.chunks = engine, dict(chunks)
         engine.tuner.share_plans_with(playing_alike(groups))
-        engine.verification.watch(logged)
+        engine.verification.watch(lambda: chain.from_iterable(map(inside, logged())))
         self.device = next(iter(self.chunks.values())).device
         self._sizes: Mapping[str, int | None] | None = None
 

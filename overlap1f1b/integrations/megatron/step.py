@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -137,9 +137,20 @@ def logged() -> Iterator[dict[str, Any]]:
         held += [entry for _, kind in held if isinstance(kind, type) for entry in vars(kind).items()]
         for label, tracker in held:
             if label.lower().endswith("tracker") and not callable(tracker):
-                table = tracker if isinstance(tracker, dict) else getattr(tracker, "__dict__", None)
+                make = getattr(module, f"get{label.lower()}", None)  # later releases make it in the first forward
+                made = make() if tracker is None and make is not None else tracker
+                table = made if isinstance(made, dict) else getattr(made, "__dict__", None)
                 if isinstance(table, dict):
                     yield table
+
+
+def inside(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a table and what it holds: further tables, and the attributes of entries, dataclasses in later releases."""
+    yield table
+    for entry in table.values():
+        held = vars(entry) if is_dataclass(entry) else entry
+        if isinstance(held, dict):
+            yield from inside(held)
 
 
 @dataclass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations.megatron import ProcessGroups, get_forward_backward_func
+from overlap1f1b.integrations.megatron.chunk import Repeating
+from overlap1f1b.integrations.megatron.step import logged
 from tests import models
 from tests.engines import COSTS
 from tests.integrations.megatron.chunks import (
@@ -22,6 +27,7 @@ from tests.integrations.megatron.chunks import (
     Wrapped,
     build,
     call,
+    combined,
     fake,
     forward_step,
     items,
@@ -128,3 +134,41 @@ def test_attached_losses_have_megatrons_scale_for_a_step(
     assert taken == [6.0 if per_token else 6.0 * 2 / 3] * takes
     assert all(scaler.main_loss_backward_scale is before for scaler in scalers)
     assert float(before) == 7
+
+
+@dataclass
+class Entry:
+    """What Megatron-Core 0.19 logs of one kind of loss."""
+
+    values: Tensor
+
+
+class Logs(Part):
+    """Logs a loss in a tracker that is made in the first forward, as Megatron-Core's later releases do."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.log(sys.modules["megatron.core.transformer.moe.moe_logging"])
+        return super().forward(tokens)
+
+    def log(self, module: Any) -> None:
+        metrics = module.get_moe_metrics_tracker().metrics
+        metrics.setdefault("z_loss", Entry(torch.zeros(2))).values[1] += 1
+
+
+def test_entries_that_are_dataclasses_log_a_compared_step_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a checkpoint runs the forward again."""
+
+    def get() -> SimpleNamespace:
+        module._MOE_METRICS_TRACKER = module._MOE_METRICS_TRACKER or SimpleNamespace(metrics={})
+        return module._MOE_METRICS_TRACKER
+
+    name = "megatron.core.transformer.moe.moe_logging"
+    module = fake(monkeypatch, name, _MOE_METRICS_TRACKER=None, get_moe_metrics_tracker=get)
+    function, part = combined(), Logs(list(models.build(layers=LAYERS)), None, first=True, last=True)
+    for step in range(2):
+        call(function, [part], items(3, seed=step))
+        assert get().metrics["z_loss"].values.tolist() == [0, 3 * (step + 1)]
+    random = SimpleNamespace(_get_all_rng_states=tuple, _set_all_rng_states=lambda *_: None)
+    with Repeating(random, list(logged())):
+        part.log(module)
+    assert get().metrics["z_loss"].values.tolist() == [0, 6]

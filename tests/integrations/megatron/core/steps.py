@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,14 +188,16 @@ def prepared(case: Case, *, delayed: bool, in_v: bool) -> list[Any]:
 
 
 def _tracked() -> dict[str, float]:
-    """Return the sums of what Megatron-Core's trackers have logged so far."""
-    found = {}
-    for table in logged():
-        for name, entry in table.items():
-            values = entry.get("values") if isinstance(entry, dict) else entry
-            if isinstance(values, Tensor) and values.is_floating_point():
-                found[str(name)] = float(values.sum())
-    return found
+    """Return the sums of what Megatron-Core's trackers have logged so far, by the place of each."""
+
+    def sums(value: Any, place: str) -> Iterator[tuple[str, float]]:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield place, float(value.sum())
+        held = vars(value) if is_dataclass(value) else value
+        for key, inner in held.items() if isinstance(held, dict) else ():
+            yield from sums(inner, f"{place}.{key}")
+
+    return dict(found for table in logged() for key, value in table.items() for found in sums(value, str(key)))
 
 
 def _forget() -> None:
