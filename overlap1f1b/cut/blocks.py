@@ -77,7 +77,10 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     if isinstance(blocks := model.__dict__.get("blocks"), list):
         return list(blocks)
     if type(model).forward is not nn.Sequential.forward:
-        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks")
+        wraps = isinstance(getattr(model, "module", None), nn.Module)
+        cure = ", unwrapped: let accelerate or Fabric prepare optimizer and loader alone" if wraps else ""
+        raise ValueError(f"a model of type {type(model).__name__}; allowed: an nn.Sequential or a list of blocks{cure}")
+    refuse_zero([model], ["the model"])
     if own := own_call(model):
         raise ValueError(
             f"a model of type {type(model).__name__} with {own}; "
@@ -118,6 +121,7 @@ def device_of(blocks: Iterable[nn.Module]) -> torch.device | None:
 
 def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
     """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
+    refuse_zero(blocks, names)
     for block, name in zip(blocks, names, strict=True):
         for module in block.modules():
             if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
@@ -125,6 +129,18 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
                 raise ValueError(
                     f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks or fully_shard"
                 )
+
+
+def refuse_zero(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
+    """Raise a ValueError for parameters of DeepSpeed's ZeRO, whose hooks take gradients of DeepSpeed's own backward."""
+    marks = {"ds_id": "stage 3", "param_idx_in_group": "stage 1 or 2"}
+    for block, name in zip(blocks, names, strict=True):
+        for parameter in block.parameters():
+            for mark, stage in marks.items():
+                if hasattr(parameter, mark):
+                    raise ValueError(
+                        f"{name} under DeepSpeed's ZeRO {stage}; allowed: stage 0, or fully_shard in place of ZeRO"
+                    )
 
 
 def refuse_graphs(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.cut.blocks import refuse_graphs
+from overlap1f1b.cut.blocks import refuse_graphs, refuse_zero
 from overlap1f1b.cut.options import EngineOptions
 from overlap1f1b.cut.places import places_of
 from overlap1f1b.cut.stage import Stage
@@ -379,6 +379,7 @@ class Engine:
     def _check_devices(self) -> None:
         device = self.connection.device
         for stage in self.stages.values():
+            refuse_zero(stage.blocks, stage.names)  # as of a deepspeed.initialize behind the Engine
             for block, place in zip(stage.blocks, stage.names, strict=True):
                 for name, parameter in block.named_parameters():
                     if parameter.is_meta:

@@ -53,6 +53,12 @@ def test_blocks_of_a_model() -> None:
     assert blocks_of([a, b]) == blocks_of(held) == [a, b]
     with pytest.raises(ValueError, match=r"a model of type Linear; allowed: an nn\.Sequential or a list of blocks"):
         blocks_of(a)
+    wrapper = nn.Linear(2, 2)
+    wrapper.module = nn.Sequential(a)  # as of DistributedDataParallel and Fabric
+    with pytest.raises(
+        ValueError, match="a list of blocks, unwrapped: let accelerate or Fabric prepare optimizer and "
+    ):
+        blocks_of(wrapper)
     with pytest.raises(ValueError, match="a stage without blocks"):
         Stage([])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -140,7 +142,7 @@ class CapacityBlock(Block):
         return x + out.squeeze(0) + 0.01 * auxiliary
 
 
-def _capacity_blocks(mesh: DeviceMesh, options: dict[str, Any]) -> nn.Sequential:
+def _capacity_blocks(mesh: DeviceMesh, options: dict[str, Any], *, grouped: bool = True) -> nn.Sequential:
     from deepspeed.moe.layer import MoE
 
     blocks = []
@@ -149,7 +151,8 @@ def _capacity_blocks(mesh: DeviceMesh, options: dict[str, Any]) -> nn.Sequential
         # Random choices would be others than in a plain loop.
         chooses: Any = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 2}
         layer = MoE(HIDDEN, expert, num_experts=8, ep_size=mesh.size(), **chooses, **options)
-        layer.deepspeed_moe._set_ep_group(mesh.get_group())
+        if grouped:
+            layer.deepspeed_moe._set_ep_group(mesh.get_group())
         blocks.append(CapacityBlock(layer))
     return nn.Sequential(*blocks, nn.Linear(HIDDEN, HIDDEN))
 
@@ -166,3 +169,39 @@ def test_capacities(rank: int, size: int, tried: list[dict[str, Any]]) -> None:
         build, exchanges = partial(_capacity_blocks, mesh, options), 2 * 2 * LAYERS * MICROBATCHES
         problems += compare(f"{options}, overlap {overlap}", build, mesh, exchanges=exchanges, overlap=overlap)
     assert not problems, problems
+
+
+def _initialized(model: nn.Module, stage: int) -> Any:
+    """Return DeepSpeed's engine of a model under a stage of ZeRO; it makes the groups of experts."""
+    import deepspeed
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+    with patch.dict(os.environ, {"LOCAL_RANK": str(dist.get_rank())}):
+        return deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config | {"zero_optimization": {"stage": stage}}
+        )[0]
+
+
+@over(2)
+def test_deepspeeds_own_engine(rank: int, size: int) -> None:
+    """Of stage 0 it makes the groups of ``MoE`` and steps; gradients of higher stages are its own backward's alone."""
+    mesh, problems = _mesh(size), list[str]()
+
+    def build() -> nn.Sequential:
+        model = _capacity_blocks(mesh, CAPACITIES[0], grouped=False)
+        return nn.Sequential(*_initialized(model, 0).module)
+
+    problems += compare("stage 0", build, mesh, exchanges=2 * 2 * LAYERS * MICROBATCHES, overlap=3)
+    assert not problems, problems
+    x, y = batch(rank)
+    for stage in (1, 2, 3):
+        dense = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN))
+        later = engine_of(dense, mesh)  # before DeepSpeed has the model
+        wrapped = _initialized(dense, stage)
+        named = rf" under DeepSpeed's ZeRO {'stage 3' if stage == 3 else 'stage 1 or 2'}; allowed: stage 0, or fully_"
+        for given in (wrapped.module, list(wrapped.module)):
+            with pytest.raises(ValueError, match=named):
+                engine_of(given, mesh)
+        with pytest.raises(ValueError, match=named):
+            later.step(x, target=y)
