@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +16,9 @@ _NO_CONTEXT = nullcontext()
 class Draws:
     """Blocks that draw random numbers, as their first forwards have shown: only these enter their streams.
 
-    A block that draws for the first time in a later step draws from the thread's own generators in that step. From the
-    next step on all blocks enter their streams. ``always`` says that a block must enter in any case: parts of its
-    forward are computed again. ``generators`` are those that a forward may draw from.
+    A block that draws for the first time in a later step draws from the thread's own generators in that step, which are
+    then put back. From the next step on all blocks enter their streams. ``always`` says that a block must enter in any
+    case: parts of its forward are computed again. ``generators`` are those that a forward may draw from.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], generators: tuple[torch.Generator, ...]) -> None:
@@ -30,30 +29,36 @@ class Draws:
         """Return the context of a segment of a block."""
         key = block, self._blocks[block].training
         draws = self._draws.get(key)
-        if always or draws:
+        if draws:
             return stream
-        return _NO_CONTEXT if draws is False else self._watched(key, stream)
+        return self._watched(key, stream) if always or draws is None else _NO_CONTEXT
 
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: AbstractContextManager[None]) -> Iterator[None]:
         with stream:
             before = states_of(self.generators)
             yield
-            if not all(map(torch.equal, before, states_of(self.generators))):
+            if not same(before, states_of(self.generators)):
                 self._draws[key] = True
 
-    def forwarded(self, block: int, *, always: bool) -> None:
+    def forwarded(self, block: int) -> None:
         """Note that a block has run a whole forward."""
-        if not always:
-            self._draws.setdefault((block, self._blocks[block].training), False)
+        self._draws.setdefault((block, self._blocks[block].training), False)
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Check, at the end of a step, that no block has drawn outside its stream."""
-        before = None if all(self._draws.values()) else states_of(self.generators)
-        yield
-        if before is not None and not all(map(torch.equal, before, states_of(self.generators))):
-            self._draws.update(dict.fromkeys(product(range(len(self._blocks)), (False, True)), True))
+    def drawn_outside(self) -> None:
+        """Note that some block has drawn outside its stream."""
+        self._draws |= {(number, block.training): True for number, block in enumerate(self._blocks)}
+
+    @property
+    def any(self) -> bool | None:
+        """Whether a block draws in its present mode; None while that is unknown."""
+        known = [self._draws.get((number, block.training)) for number, block in enumerate(self._blocks)]
+        return True if True in known else None if None in known else False
+
+
+def same(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return whether nothing was drawn between the states of some generators and later ones."""
+    return all(map(torch.equal, states, others))
 
 
 def states_of(generators: Sequence[torch.Generator]) -> list[Tensor]:

@@ -40,7 +40,7 @@ Failing = type[BaseException] | tuple[type[BaseException], ...]
 Call = Literal["step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "another call"]
 _CALLS = get_args(Call)
 _RANKS = 2**20  # more than there are
-_FACTS = 3  # numbers that a call may compare
+_FACTS = 4  # numbers that a call may compare
 
 
 class Connection:
@@ -199,7 +199,7 @@ class Connection:
     ) -> Iterator[Comparison]:
         """Guard a call that all ranks make.
 
-        Ranks compare which call it is, and up to three numbers of it. In a step they go on meanwhile: a rank that has
+        Ranks compare which call it is, and up to four numbers of it. In a step they go on meanwhile: a rank that has
         made another call ends the step. After a failure in the body, put earlier gradients back, end the waits of all
         other ranks, and this engine.
 

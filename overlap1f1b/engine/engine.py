@@ -35,6 +35,7 @@ from overlap1f1b.play.feed import Batch, Feed, check_scale, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.passage import LossFunction
+from overlap1f1b.play.random import take_number
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
@@ -46,6 +47,8 @@ from overlap1f1b.transport.mesh import Comparison
 
 _COMPARED = 1024
 """Steps between two comparisons of parameters over ranks; the first ones are at 0, 1, 2, 4, 8, ... steps."""
+_DRAWS = {False: 0, None: 1, True: 2}
+"""Whether a rank's blocks draw random numbers, as a number of which ranks know the largest."""
 
 
 class _Made(NamedTuple):
@@ -265,16 +268,26 @@ class Engine:
         step = Step(plan, make_feed, self.stages, links, grad=grad, loss_scale=loss_scale, observers=every)
         call: Call = "step" if grad else "evaluate"
         facts, place = self._facts(step), "before the first node of its plan"
+        draws = max(_DRAWS[stage.draws.any] for stage in self.stages.values())
         with (
-            self.guarded(call, place=place, facts=list(facts.values())) as comparison,
+            self.guarded(call, place=place, facts=[*facts.values(), draws]) as comparison,
             self.tuner.naming_limit(plan),
         ):
             self._agree(step, comparison)
             played = self._evaluate(step) if coming is None else self._train(step, coming)
             # All ranks have played the same step, and scaled alike.
-            if any(comparison.differ(here=not grad)[1:]):  # as by a gradient scaler of its own on some rank
+            if any(comparison.differ(here=not grad)[1 : 1 + len(facts)]):  # as by a gradient scaler on some rank
                 self.mesh.agree(facts)
+            if self._draws(comparison.extremes(1 + len(facts), "pp")[1]):
+                take_number()
             return played
+
+    def _draws(self, before: float) -> bool:
+        """Return whether blocks draw random numbers, alike along a pipeline; ``before`` is the most that ranks knew."""
+        draws = max(_DRAWS[stage.draws.any] for stage in self.stages.values())
+        if self.mesh.size("pp") > 1:
+            draws = max(self.mesh.gathered("pp", draws)) if before == _DRAWS[None] else int(before)
+        return draws == _DRAWS[True]
 
     def _train(self, step: Step, coming: Coming) -> PlayedStep:
         tuner, purpose, first = self.tuner, coming.purpose, not self.tuner.steps

@@ -312,7 +312,7 @@ class BlockRun:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch, stage = self.microbatch, self.installed.stage
         is_last = self.block == len(stage.blocks) - 1
-        stage.draws.forwarded(self.block, always=self.shape.recompute != "none")
+        stage.draws.forwarded(self.block)
         requires_grad = tuple(map(_REQUIRES_GRAD, outs))
         if microbatch.grad and not is_last and any(self.segments[0].received) and not any(requires_grad):
             raise ValueError(_without_gradient(self.name))

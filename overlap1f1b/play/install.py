@@ -91,7 +91,7 @@ class Installation:
         """
         for uses in self.uses:
             uses.settle()
-        with replaced(self._replacements(aux_scale)), functions_cross(), self.stage.draws.checked():
+        with replaced(self._replacements(aux_scale)), functions_cross():
             try:
                 yield
             finally:

@@ -24,6 +24,7 @@ from overlap1f1b.play.feed import Feed, Microbatches
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Observer, Observers, WithoutAutocast
 from overlap1f1b.play.player import Player
+from overlap1f1b.play.random import Loop
 from overlap1f1b.play.result import StepResult, result_of
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links
@@ -73,12 +74,13 @@ class Step:
         try:
             every.begin(times)
             feed = self._feed()
-            # Before blocks that draw are watched.
-            seed = int(torch.randint(2**62, (), device="cpu")) if self.grad else 0
+            loop = Loop([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
             with self._install(feed.aux_scale, every) as installations:
-                microbatches = Microbatches(installations, program, links.rank, feed, seed=seed, grad=self.grad)
+                feed = feed._replace(given=loop.watching(feed.given))
+                microbatches = Microbatches(installations, program, links.rank, feed, seed=loop.seed, grad=self.grad)
                 player.play(microbatches)
+            loop.end()
             ended = microbatches.of_stage(program.placement.stages - 1)
             result = result_of(ended, [feed.shares[one.index] for one in ended], times, player.alive)
             self._finish(reductions, times)

@@ -371,23 +371,28 @@ class Comparison:
         With ``here=True``, by which ranks may call this alone, it is along any dimension of this rank.
         """
         lines = self._lines()
-        found = torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines)]).any(dim=0).to(torch.uint8)
+        found = (
+            torch.stack([(line != self._own).any(dim=0) for line in (self._own, *lines.values())])
+            .any(dim=0)
+            .to(torch.uint8)
+        )
         # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
         for name in () if here or len(lines) < 2 else self._groups:
             with _naming(name):
                 self._groups[name].allreduce([found], self._options).wait()
         return [bool(one) for one in found.tolist()]
 
-    def extremes(self, position: int) -> tuple[float, float]:
-        """Wait; return the least and the largest of the numbers at a position, along all dimensions of this rank."""
-        most, least = torch.stack([self._own, *self._lines()])[:, :, position].max(dim=0).values.tolist()
+    def extremes(self, position: int, *over: Dimension) -> tuple[float, float]:
+        """Wait; return the least and the largest number at a position, along these dimensions of this rank, or all."""
+        lines = [line for name, line in self._lines().items() if name in over or not over]
+        most, least = torch.stack([self._own, *lines])[:, :, position].max(dim=0).values.tolist()
         return -least, most
 
-    def _lines(self) -> list[torch.Tensor]:
+    def _lines(self) -> dict[Dimension, torch.Tensor]:
         for name, work in self._works.items():
             with _naming(name):
                 work.wait()
-        return list(self._most.values())
+        return self._most
 
 
 @contextmanager

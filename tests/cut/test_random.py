@@ -33,7 +33,7 @@ def test_a_block_that_does_not_draw_leaves_the_generators_alone() -> None:
     for block, drawn in ((0, 0), (1, 3)):
         with draws.within(block, stream, always=False):
             torch.rand(drawn)
-        draws.forwarded(block, always=False)
+        draws.forwarded(block)
     torch.manual_seed(1)
     before = torch.get_rng_state()
     with draws.within(0, stream, always=False):
@@ -52,7 +52,7 @@ def test_what_a_block_does_in_evaluation_says_nothing_of_training() -> None:
         before = torch.get_rng_state()
         with draws.within(0, stream, always=False):
             dropout(torch.ones(4))
-        draws.forwarded(0, always=False)
+        draws.forwarded(0)
         assert torch.equal(torch.get_rng_state(), before)
 
 
