@@ -121,7 +121,6 @@ def device_of(blocks: Iterable[nn.Module]) -> torch.device | None:
 
 def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
     """Raise a ValueError for modules that would sum gradients before the engine has added all of them."""
-    refuse_zero(blocks, names)
     for block, name in zip(blocks, names, strict=True):
         for module in block.modules():
             if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
@@ -129,6 +128,7 @@ def refuse_wrappers(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
                 raise ValueError(
                     f"{name} holds a {kind}; allowed: its module, and a mesh to sum gradients over ranks or fully_shard"
                 )
+    refuse_zero(blocks, names)
 
 
 def refuse_zero(blocks: Sequence[nn.Module], names: Sequence[str]) -> None:
