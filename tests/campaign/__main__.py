@@ -1,7 +1,8 @@
 """Draws random trainings and compares each with a plain loop over the whole model in one process.
 
-Schedules, ranks, overlaps, recomputation, capacities, FSDP2, checkpoints between layouts, drop-ins, pauses of threads
-and more are drawn from a case's seed alone, so a case can be run again by itself. Not a part of the default tests.
+Schedules, ranks, overlaps, recomputation, capacities, padding, FSDP2, checkpoints between layouts, drop-ins, pauses of
+threads and more are drawn from a case's seed alone, so a case can be run again by itself. Not a part of the default
+tests.
 
     python -m tests.campaign --cases 500                     # about 20 minutes on two processors
     python -m tests.campaign --cases 50 --seed 7 --kinds combined,dualpipe --ranks 1,2

@@ -17,14 +17,21 @@ from tests.campaign.draw import Case, Model
 
 NOTHING = -100
 """Target that counts for nothing."""
+PADDING = 0
+"""Token that is none, where a case has padding."""
 
 
 class Layer(nn.Module):
-    """A norm or none, then calls of experts; tensors beside the hidden states are changed on their way."""
+    """A norm or none, then calls of experts; tensors beside the hidden states are changed on their way.
+
+    With a mask of real tokens beside, router and experts get it on the ranks of a group, and elsewhere real tokens
+    alone.
+    """
 
     def __init__(self, model: Model, calls: int, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         hidden, self.top_k, self.first = model.hidden, model.top_k, model.routing == "first"
+        self.masks = group is not None
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) if model.norm else nn.Identity() for _ in range(calls))
         losses = 0.1 * (model.routing == "balanced")
         config = RouterConfig(model.experts, model.top_k, aux_coefficient=losses, z_coefficient=losses / 2)
@@ -39,14 +46,25 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(model.dropout)
 
     def forward(self, x: Tensor, *beside: Tensor) -> Tensor | tuple[Tensor, ...]:
+        mask = next((other.flatten() for other in beside if other.dtype == torch.bool), None)
         for norm, router, experts, post in zip(self.norms, self.routers, self.experts, self.post, strict=True):
             tokens = norm(x).flatten(0, -2)
-            indices, weights = router(tokens)
-            if self.first:  # all other experts, and most ranks, receive nothing
-                indices = torch.arange(self.top_k).expand_as(indices).contiguous()
-            y = post(experts(tokens, indices, weights)).tanh()  # or several layers without a norm would diverge
+            if mask is None or self.masks:
+                y = self.routed(router, experts, tokens, mask)
+            else:
+                y = torch.zeros_like(tokens)
+                y = y.index_put((mask,), self.routed(router, experts, tokens[mask], None).to(y.dtype))
+            y = post(y).tanh()  # or several layers without a norm would diverge
             x = x + self.dropout(y).view_as(x)
         return with_beside(x, beside)
+
+    def routed(self, router: nn.Module, experts: nn.Module, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """Experts' outputs of tokens."""
+        indices, weights = router(tokens, mask)
+        if self.first:  # all other experts, and most ranks, receive nothing
+            indices = torch.arange(self.top_k).expand_as(indices).where(indices >= 0, -1)
+        y: Tensor = experts(tokens, indices, weights)
+        return y
 
 
 class Dense(nn.Module):
@@ -62,15 +80,16 @@ class Dense(nn.Module):
 
 
 class Entry(nn.Embedding):
-    """An embedding that sends tensors along: a second embedding's values, and the tokens themselves."""
+    """An embedding that sends tensors along: a second embedding's values, the tokens themselves, and a mask."""
 
     def __init__(self, model: Model) -> None:
         super().__init__(models.V, model.hidden)
-        self.beside = model.beside
+        self.beside, self.masked = model.beside, model.masked
 
     def forward(self, tokens: Tensor) -> Tensor | tuple[Tensor, ...]:
         x = super().forward(tokens)
-        return with_beside(x, (x.sin(), tokens)[: self.beside])
+        masks = (tokens != PADDING,) if self.masked else ()
+        return with_beside(x, (*(x.sin(), tokens)[: self.beside], *masks))
 
 
 class Head(nn.Module):
@@ -91,7 +110,7 @@ def with_beside(x: Tensor, beside: Sequence[Tensor]) -> Tensor | tuple[Tensor, .
     if not beside:
         return x
     first, *others = beside
-    return x, first + 0.1 * x, *others
+    return x, first + 0.1 * x if first.is_floating_point() else first, *others
 
 
 def build(case: Case, group: dist.ProcessGroup | None = None, *, entry: bool = True) -> list[nn.Module]:
@@ -131,6 +150,10 @@ def batch(case: Case, step: int, shard: int, *, entry: bool = True) -> list[Micr
     for _ in range(data.microbatches):
         shape = data.rows, data.sequence + (lengths.randint(0, 3) if data.varying or data.uneven else 0)
         x = torch.randint(models.V, shape, generator=source)
+        if case.model.masked:  # rows that end anywhere, perhaps before they begin
+            ends = torch.randint(shape[1] + 1, (shape[0], 1), generator=source)
+            ends *= int(torch.rand((), generator=source) > 0.2)  # some microbatches are padding alone
+            x = x.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
         if not entry:
             x = torch.randn(*shape, case.model.hidden, generator=source)
         target = torch.randint(models.V, shape, generator=source)

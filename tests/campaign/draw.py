@@ -49,6 +49,8 @@ class Model(Drawn):
         beside: Tensors that travel beside the hidden states: none, one, or another of integers.
         tied: Whether the head has the embedding's weight.
         frozen: Part of the parameters, the embedding's apart, that are not trained.
+        masked: Whether a mask of padding travels beside the hidden states, by which experts get real tokens alone.
+        biased: Whether the routers' biases follow their loads.
     """
 
     hidden: int
@@ -63,6 +65,8 @@ class Model(Drawn):
     beside: int = 0
     tied: bool = False
     frozen: float = 0.0
+    masked: bool = False
+    biased: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -184,7 +188,11 @@ def draw(seed: int) -> Case | Hidden:
     """The case of a seed."""
     random = Random(seed)
     kind = random.choices(KINDS, [SHARE[kind] for kind in KINDS])[0]
-    return _DRAW[kind](seed, random)
+    case = _DRAW[kind](seed, random)
+    if not isinstance(case, Case) or kind != "engine":
+        return case
+    masked, biased = random.random() < 0.4, not case.autocast and random.random() < 0.4
+    return replace(case, model=replace(case.model, masked=masked, biased=biased))
 
 
 def _engine(seed: int, random: Random) -> Case:

@@ -150,6 +150,8 @@ class Training:
             self.optimizer.step()
             self.optimizer.zero_grad()
             found |= values_of(self.held, f"step {step} ", grad=False)
+            biases, held = plain.balanced(case, self.blocks, step), {name.rpartition(".")[0] for name, _ in self.held}
+            found |= {name: b for name, b in biases.items() if f"{name.split()[-1].rpartition('.')[0]}.gate" in held}
         return found
 
     def _losses(self, prefix: str, losses: Sequence[Tensor]) -> Values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap1f1b.moe import set_auxiliary_scale
+from overlap1f1b.moe import Router, set_auxiliary_scale
 from tests.campaign.build import Microbatch, batch, build, count_tokens, loss_fn, through
 from tests.campaign.compare import Values, values_of
 from tests.campaign.draw import Case
@@ -90,9 +91,22 @@ def train(case: Case) -> list[Expected]:
                 values[f"step {step} norm"] = nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)
             optimizer.step()
             optimizer.zero_grad()
-            values |= values_of(named(blocks), f"step {step} ", grad=False)
+            values |= values_of(named(blocks), f"step {step} ", grad=False) | balanced(case, blocks, step)
         expected.append(Expected(losses, before, values))
     return expected
+
+
+def balanced(case: Case, blocks: Sequence[nn.Module], step: int) -> Values:
+    """Let the routers' biases follow their loads, where a case wants it; return them by name."""
+    if not case.model.biased:
+        return {}
+    found = {}
+    for name, module in nn.Sequential(*blocks).named_modules():
+        if isinstance(module, Router):
+            with warnings.catch_warnings(action="ignore"):  # the plain loop has the choices of all ranks
+                module.update_correction_bias(0.02)
+            found[f"step {step} {name}.correction_bias"] = module.correction_bias.clone()
+    return found
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +20,9 @@ def test_a_seed_is_one_case() -> None:
     assert len(set(map(repr, drawn))) == 200
     assert {case.kind for case in drawn} == set(KINDS)
     assert all(case.ranks in RANKS[case.kind] for case in drawn)
+    assert {(case.model.masked, case.model.biased) for case in drawn if isinstance(case, Case)} == set(
+        product((False, True), repeat=2)
+    )
 
 
 @pytest.mark.parametrize(
