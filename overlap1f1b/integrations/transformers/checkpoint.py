@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap1f1b.checkpoint.tensors import plain_values
 from overlap1f1b.integrations.transformers.adapters import adapter_keys, base_of, by_expert, name_in_base
 from overlap1f1b.integrations.transformers.parameters import in_place_of
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage
@@ -126,7 +127,7 @@ class _Slot:
 
     def joined(self) -> Tensor:
         """Return the whole tensor. Collective over the ranks that share it."""
-        value = self.value.detach()
+        value = plain_values(self.value.detach(), self.names[0])
         if self.ranks == 1:
             return value
         mine = by_expert(value, self.experts).contiguous()
@@ -143,7 +144,12 @@ class _Slot:
         if not old.is_meta:
             old.copy_(value)
             return
-        new = value.to(device, old.dtype, copy=True, memory_format=torch.contiguous_format)
+        new = torch.empty_like(old.detach(), device=device, memory_format=torch.contiguous_format).copy_(value)
+        if type(new) is not type(old.detach()):
+            raise ValueError(
+                f"{source} for a {type(old).__name__} on the meta device, which loses its class on {device}; allowed: "
+                "a model with values, converted before split_model"
+            )
         if isinstance(old, nn.Parameter):
             new = in_place_of(old, new, self.names[0])
             self.tied |= {name: new for name, parameter in self.tied.items() if parameter is old}

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import safetensors
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,8 +24,10 @@ pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM
 
+from overlap1f1b.checkpoint.tensors import plain_values
 from overlap1f1b.integrations.transformers import SplitModel, split_model
 from overlap1f1b.schedule import Program, build_schedule
+from tests import products
 from tests.integrations.transformers import tiny
 from tests.integrations.transformers.loops import same_weights
 from tests.ranks import Ranks, over
@@ -192,6 +195,31 @@ def test_what_was_trained_is_saved(ranks4: Ranks, name: str, options: dict[str, 
         for label, (value, rank) in part.items():
             whole = state[label] if ".experts." not in label else state[label].chunk(2)[rank]
             assert torch.equal(value, whole), label
+
+
+@pytest.mark.parametrize("kind", products.KINDS)
+@over(2)
+def test_weights_of_another_class_are_saved_as_values_and_read(rank: int, size: int, kind: str, tmp_path: Path) -> None:
+    """A model that was converted with values writes a folder, and one without values reads it and keeps its classes."""
+    mesh, program = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), build_schedule("1f1b", microbatches=2)
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = tiny.build("mixtral", num_hidden_layers=2)
+        products.convert(model.model.layers, products.KINDS[kind])
+        stages = split_model(model, program, mesh)
+        if device == "cpu":
+            stages.save_pretrained(tmp_path)
+        else:
+            stages.load_pretrained(tmp_path)
+        dist.barrier()
+        assert {type(p).__name__.lower() for p in stages.parameters() if p.dim() == 3} == {kind}, device
+        read, plain = AutoModelForCausalLM.from_pretrained(tmp_path), tiny.build("mixtral", num_hidden_layers=2)
+        expected = plain.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in read.state_dict().items())
+        for name, parameter in stages.named_parameters():
+            whole = dict(plain.named_parameters())[name]
+            mine = whole.chunk(size)[rank] if parameter.dim() == 3 else whole
+            assert torch.equal(plain_values(parameter.detach(), name), mine), name
 
 
 @over(2)
