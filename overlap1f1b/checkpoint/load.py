@@ -16,10 +16,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
 from overlap1f1b.checkpoint.folder import checkpoint_in
-from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, fill, first_difference
+from overlap1f1b.checkpoint.optimizer import Entries, Optimizers, OptimizerTable, fill, first_difference
 from overlap1f1b.checkpoint.shards import Shards, parts_of
 from overlap1f1b.checkpoint.state import States, described, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
@@ -32,7 +32,7 @@ from overlap1f1b.transport.failures import LostRankError
 def load_checkpoint(
     engine: Engine,
     directory: Path | str,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     state: States | None = None,
     config: Mapping[str, Any] | None = None,
@@ -46,8 +46,8 @@ def load_checkpoint(
         engine: Engine of the model, over any number of ranks.
         directory: Folder given to :func:`save_checkpoint`, or one checkpoint in it. Without a checkpoint nothing
             changes and the result is 0.
-        optimizer: Optimizer of the engine's parameters, possibly a new one. Each group gets the learning rate and the
-            other numbers that its parameters were saved with, on any rank.
+        optimizer: Optimizer of the engine's parameters, possibly a new one, or several in any order. Each group gets
+            the learning rate and the other numbers that its parameters were saved with, on any rank.
         state: Objects for every ``state`` of :func:`save_checkpoint`; their ``load_state_dict`` is called last. None in
             place of an object leaves a state out; ``{"random": None}`` leaves random numbers as they are.
         config: The ``config`` of :func:`save_checkpoint`.
@@ -97,7 +97,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
     This function returns the names of buffers that it has taken from another rank.
     """
     # 1. What this rank reads: its own buffers, where ranks have others.
-    index, optimizer = dict(read_index(checkpoint)), shards.optimizer
+    index = dict(read_index(checkpoint))
     differ = shards.buffers(facts.get("buffers", ()))  # which older checkpoints do not have
     same = shards.mesh.layout == facts["layout"]
     own = {key: name for key, name in differ.items() if same and name in index}
@@ -108,7 +108,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
         if key.endswith("._extra_state"):  # which a module may take in any shape
             tensors[key] = empty(index[key], tensors[key].device)
     try:
-        numbers = table.chosen(optimizer, shards.stored_names)
+        numbers = table.chosen(shards.optimizers, shards.stored_names)
         for name, stored_name in zip(shards.parameters, shards.stored_names.values(), strict=True):
             if stored_name not in entries:
                 entries[stored_name], large = shards.zeros(table, name)
@@ -117,12 +117,11 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
     except ValueError as error:
         raise ValueError(f"checkpoint {checkpoint}: {error}") from None
     # 2. Whether it fits. Beside this rank's there are those of other blocks, and of stages that it was not given.
-    left = tuple(f"{kind}.{name}." for kind in ("model", "optimizer") for name in shards.elsewhere or ())
     is_whole = shards.elsewhere is not None
     there = {
         key: f"{meta.properties.dtype}{list(meta.size)}"
         for key, meta in index.items()
-        if key in tensors or (is_whole and key.startswith(("model.", "optimizer.")) and not key.startswith(left))
+        if key in tensors or (is_whole and key.startswith(("model.", "optimizer.")) and not shards.is_elsewhere(key))
     }
     here = {key: f"{tensor.dtype}{list(tensor.shape)}" for key, tensor in tensors.items()}
     _compare(checkpoint, there, here)
@@ -137,12 +136,11 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
             path, _, last = key.removeprefix("model.").rpartition(".")
             if last == "_extra_state":
                 shards.model.get_submodule(path).set_extra_state(tensor)
-        state, filled = dict[int, Entries](), set[str]()
-        for number, name in enumerate(shards.stored_names.values()):
-            if entries[name]:
-                state[number] = deepcopy(entries[name]) if name in filled else entries[name]  # of a copy on a stage
-                filled.add(name)
-        fill(optimizer, state, numbers)
+        state, filled = dict[nn.Parameter, Entries](), set[str]()
+        for parameter, name in shards.stored_names.items():
+            state[parameter] = deepcopy(entries[name]) if name in filled else entries[name]  # of a copy on a stage
+            filled.add(name)
+        fill(shards.optimizers, state, numbers)
         unpack(states, {name: tensors[key] for name, key in keys.items()})
         return [key.removeprefix("model.") for key in differ.keys() & tensors.keys() - own.keys()]
 

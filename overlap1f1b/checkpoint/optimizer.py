@@ -1,23 +1,27 @@
-"""An optimizer in a checkpoint: entries of parameters and numbers of parameter groups, by the parameters' names.
+"""Optimizers in a checkpoint: entries of parameters and numbers of parameter groups, by the parameters' names.
 
     table = OptimizerTable.merged(tables)  # of all ranks
-    fill(optimizer, entries, table.chosen(optimizer, names))
+    fill(optimizers, entries, table.chosen(optimizers, names))
 
-Large tensors of an optimizer's state are DCP's; the table has tensors of the whole shape on the meta device in their
-place. In another layout a rank holds other parameters of a group, or none. So a group gets the numbers that its own
-parameters were saved with. A group without parameters gets the numbers of its position in the list.
+An entry is a tensor, a number, a text, or a dict, list, tuple or set of these. Large tensors are DCP's; the table has
+tensors of the whole shape on the meta device in their place. In another layout a rank holds other parameters of a
+group, or none. So a group gets the numbers that its own parameters were saved with. A group without parameters gets
+the numbers of its position in the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""One optimizer of the engine's parameters, or several, each of some of them."""
 Numbers = dict[str, Any]
 Entries = dict[str, Any]
 """Optimizer state of one parameter, such as ``exp_avg``."""
@@ -36,7 +40,7 @@ def plain(value: Any) -> Any:
         return float(value)
     if isinstance(value, Tensor) and value.numel() <= 1:
         return value.detach().to("cpu", copy=True)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, set):
         return type(value)(map(plain, value))
     raise TypeError(type(value).__name__)
 
@@ -55,6 +59,18 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's class and its package, whose modules may change: ``torch.AdamW``."""
     kind = type(optimizer)
     return f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+
+
+def mapped(value: Any, path: str, leaf: Callable[[Any, str], Any]) -> Any:
+    """Return an entry with ``leaf(value, path)`` in place of all that is no dict, list or tuple.
+
+    A path has keys and positions behind the name of the entry: ``Q.0``.
+    """
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        return {key: mapped(inner, f"{path}.{key}", leaf) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(inner, f"{path}.{number}", leaf) for number, inner in enumerate(value))
+    return leaf(value, path)
 
 
 def is_large(value: object) -> bool:
@@ -89,15 +105,18 @@ class OptimizerTable(NamedTuple):
         classes = {name: own for rank in ranks for name, own in rank.classes.items()}
         return cls(entries, numbers, ranks[0].groups if same else None, classes)
 
-    def chosen(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> list[Numbers]:
-        """Return the numbers to set in each group of an optimizer, whose parameters have ``names``.
+    def chosen(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> list[Numbers]:
+        """Return the numbers to set in each group of some optimizers, whose parameters have ``names``.
 
         Raises:
             ValueError: A parameter was saved by an optimizer of another class, or those of a group in several groups.
         """
-        groups, here = optimizer.param_groups, class_of(optimizer)
-        if other := next((there for name in names.values() if (there := self.classes.get(name, here)) != here), None):
-            raise ValueError(f"the optimizer is a {here}; allowed: {other}, as it was saved with")
+        for one in optimizers:
+            here = class_of(one)
+            for name in (names[p] for group in one.param_groups for p in group["params"]):
+                if (there := self.classes.get(name, here)) != here:
+                    raise ValueError(f"the optimizer is a {here}; allowed: {there}, as it was saved with")
+        groups = [group for one in optimizers for group in one.param_groups]
         by_place = self.groups if self.groups and len(self.groups) == len(groups) else [Numbers() for _ in groups]
         found = []
         for place, group in enumerate(groups):
@@ -114,7 +133,8 @@ class OptimizerTable(NamedTuple):
 
 
 def _updates(entries: Entries) -> float:
-    return 1.0 if is_large(step := entries.get("step", 1)) else float(step)
+    step = entries.get("step", 1)
+    return float(step) if isinstance(step, int | float) or (isinstance(step, Tensor) and not is_large(step)) else 1.0
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -122,17 +142,35 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
     return next((k for k in {**one, **other} if k not in one or k not in other or one[k] != other[k]), None)
 
 
-def fill(optimizer: torch.optim.Optimizer, state: Mapping[int, Entries], numbers: Sequence[Numbers]) -> None:
-    """Set the entries of parameters, by their numbers, and the numbers of groups.
+def fill(
+    optimizers: Sequence[torch.optim.Optimizer], state: Mapping[nn.Parameter, Entries], numbers: Sequence[Numbers]
+) -> None:
+    """Set the entries of parameters, and the numbers of groups.
 
     A tensor of a group is filled in place, since a captured graph may read it.
     """
-    own = [dict(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    for group, before, new in zip(optimizer.param_groups, own, numbers, strict=True):
-        group.update(before)  # without the copies that load_state_dict has made
-        for key, value in new.items():
-            group[key] = _set(group[key], value) if key in group else value
+    left = iter(numbers)
+    for optimizer in optimizers:
+        own = [dict(group) for group in optimizer.param_groups]
+        optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        for group, before in zip(optimizer.param_groups, own, strict=True):
+            group.update(before)  # without the copies that load_state_dict has made
+            for key, value in next(left).items():
+                group[key] = _set(group[key], value) if key in group else value
+            # load_state_dict would cast to the dtype of the parameter, and make generators of texts.
+            for parameter in group["params"]:
+                if entries := state.get(parameter):
+                    optimizer.state[parameter] = mapped(entries, "", partial(_placed, parameter, group))
+
+
+def _placed(parameter: nn.Parameter, group: Mapping[str, Any], value: Any, path: str) -> Any:
+    """Return a value where torch's optimizers have it: a number of steps on the CPU, unless a graph reads it."""
+    if not isinstance(value, Tensor):
+        return value
+    if not path.endswith(".step"):
+        return value.to(parameter.device)
+    on_device = group.get("capturable") or group.get("fused")
+    return value.to(parameter.device, torch.float32) if on_device else value
 
 
 @torch.no_grad()

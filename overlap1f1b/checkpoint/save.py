@@ -19,7 +19,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
-from overlap1f1b.checkpoint.optimizer import OptimizerTable, first_difference
+from overlap1f1b.checkpoint.optimizer import Optimizers, OptimizerTable, first_difference
 from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
 from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, checksum, encoded
@@ -47,7 +46,7 @@ def save_checkpoint(
     engine: Engine,
     directory: Path | str,
     step: int,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     *,
     state: States | None = None,
     config: Mapping[str, Any] | None = None,
@@ -65,9 +64,10 @@ def save_checkpoint(
         engine: Engine of the model.
         directory: Folder that all ranks see.
         step: Number of training steps so far.
-        optimizer: Optimizer of the engine's parameters. The checkpoint has its state and, from its parameter groups,
-            every number, text or tuple of these (``lr``, ``weight_decay``, a scheduler's entries), but not the way in
-            which a step is computed (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        optimizer: Optimizer of the engine's parameters, or several. The checkpoint has its state (tensors, numbers,
+            texts, and dicts, lists or tuples of these) and, from its parameter groups, every number, text or tuple of
+            these (``lr``, ``weight_decay``, a scheduler's entries), but not the way in which a step is computed
+            (``foreach``, ``fused``, ``capturable``, ``differentiable``).
         state: Objects with ``state_dict`` and ``load_state_dict``, by name: a learning rate's scheduler, a dataloader,
             a gradient scaler. A state that is equal on all ranks is read by ranks of any layout; one that each rank has
             of its own, by ranks of the same layout.
@@ -146,7 +146,7 @@ class _Description(NamedTuple):
 def _tensors_to_write(
     together: Together,
     engine: Engine,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     states: States | None,
     facts: dict[str, Any],
 ) -> dict[str, Tensor]:

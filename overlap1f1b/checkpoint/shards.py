@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +21,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from overlap1f1b.checkpoint.optimizer import Entries, OptimizerTable, class_of, is_large, numbers_of, plain
+from overlap1f1b.checkpoint.optimizer import (
+    Entries,
+    Numbers,
+    Optimizers,
+    OptimizerTable,
+    class_of,
+    is_large,
+    mapped,
+    numbers_of,
+    plain,
+)
 from overlap1f1b.checkpoint.state import number_of
 from overlap1f1b.checkpoint.tensors import Whole, plain_values
 from overlap1f1b.cut.blocks import blocks_of, marked_as_slice, tensor_dimension
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.moe import Experts
+from overlap1f1b.moe import ExpertParameter, Experts
+from overlap1f1b.moe.parameters import Stack
 from overlap1f1b.reduce.ties import ties_in
 
 Stored = Literal["all", "trained", "none"]
@@ -67,12 +79,14 @@ class Shards:
         columns: Number of this rank's experts in parameters whose columns, in equal parts, are sorted by expert.
         tensor_sliced: Dimension of plain parameters of which each rank of a tensor group has a slice.
         parameters: Parameters that the optimizer updates, by name, in the optimizer's order.
+        stacks: Numbers of this rank's experts in stacked weights whose experts are parameters of their own, by name.
         stored_names: Names under which the optimizer's state of these is stored; copies on other stages share one.
     """
 
-    def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer, parts: Sequence[Mapping[int, Part]]) -> None:
+    def __init__(self, engine: Engine, optimizer: Optimizers, parts: Sequence[Mapping[int, Part]]) -> None:
         """Find the tensors and their names; ``parts`` are those of :func:`parts_of` on all ranks."""
-        self.optimizer, self.mesh = optimizer, engine.mesh
+        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self.mesh = engine.mesh
         self.model: nn.Module = nn.Module()
         self.elsewhere: set[str] | None = None
         self.columns: dict[str, int] = {}
@@ -106,14 +120,42 @@ class Shards:
                 self.tensor_sliced[name] = along
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         self.parameters: dict[str, nn.Parameter] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter not in names:
+        self.stacks: dict[str, range] = {}
+        for parameter in (p for one in self.optimizers for group in one.param_groups for p in group["params"]):
+            whole = parameter.stack.weight if isinstance(parameter, ExpertParameter) else parameter
+            if whole not in names:
                 raise ValueError(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that this rank's model does "
                     "not have; allowed: an optimizer of the engine's parameters"
                 )
-            self.parameters[names[parameter]] = parameter
+            name = names[whole]
+            if isinstance(parameter, ExpertParameter):
+                self.stacks[name] = numbers = self._experts_of(name, parameter.stack)
+                name = f"{name}.{numbers[parameter.place]}"
+            if {name, names[whole]} & self.parameters.keys() or (whole is parameter and name in self.stacks):
+                raise ValueError(f"{names[whole]} is twice in the optimizers; allowed: once, or once as its experts")
+            self.parameters[name] = parameter
         self.stored_names = {p: ties.get(p, name) for name, p in self.parameters.items()}
+
+    def _experts_of(self, name: str, stack: Stack) -> range:
+        """Return the numbers, among all ranks' experts, of those that this rank has of a stacked weight."""
+        weight, here = stack.weight, len(stack.values())
+        first = self.slice[0] * weight.shape[0] if name in self.sliced else 0
+        if isinstance(weight, DTensor) and here:
+            (chunk,) = weight.__create_chunk_list__()
+            first += chunk.offsets[0]
+        return range(first, first + here)
+
+    def is_elsewhere(self, key: str) -> bool:
+        """Return whether other ranks alone store a tensor, by its name in a checkpoint."""
+        _, *path = key.split(".")
+        if self.elsewhere is not None and path[0] in self.elsewhere:
+            return True
+        paths = zip(accumulate(path, "{}.{}".format), path[1:], strict=False)
+        return any(
+            stack in self.stacks and number.isdigit() and int(number) not in self.stacks[stack]
+            for stack, number in paths
+        )
 
     def holds(self, name: str) -> bool:
         """Return whether this rank stores a tensor of the model."""
@@ -149,40 +191,46 @@ class Shards:
         return {f"model.{name}": f"buffer.{name}.{number_of(self.mesh)}" for name in names}
 
     def of_optimizer(self) -> tuple[OptimizerTable, dict[str, Tensor]]:
-        """Return the optimizer's table, and the large tensors of its state as they are stored, by name."""
+        """Return the optimizers' table, and the large tensors of their state as they are stored, by name."""
         every, large = dict[str, Entries](), dict[str, Tensor]()
+        numbers, classes, groups = dict[str, Numbers](), dict[str, str](), list[Numbers]()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                groups.append(numbers_of(group))
+                names = [self.stored_names[p] for p in group["params"]]
+                numbers |= dict.fromkeys(names, groups[-1])
+                classes |= dict.fromkeys(names, class_of(optimizer))
+        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         for name, parameter in self.parameters.items():
-            state = (self.optimizer.state.get(parameter) or {}) if self.holds(name) else {}
-            for entry, value in state.items():
-                what, stored_name = f"the optimizer's {entry} of {name}", self.stored_names[parameter]
-                own = every.setdefault(stored_name, {})
-                is_tensor = isinstance(value, DTensor) or (
-                    isinstance(value, Tensor) and (value.numel() > 1 or value.shape == parameter.shape)
-                )
-                if not is_tensor:
-                    own[entry] = _small(value, what)
-                    continue
-                if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
-                    raise ValueError(f"{what} has placements {value.placements}; allowed: shards or copies")
-                whole = plain_values(value.detach(), what)
-                if self._is_shared(name, what, value.shape, parameter.shape):
-                    whole = self._whole(value, name)
-                large[f"optimizer.{stored_name}.{entry}"] = whole
-                own[entry] = torch.empty(whole.shape, dtype=value.dtype, device="meta")
-        groups = [numbers_of(group) for group in self.optimizer.param_groups]
-        pairs = zip(groups, self.optimizer.param_groups, strict=True)
-        numbers = {self.stored_names[p]: own for own, group in pairs for p in group["params"]}
-        return OptimizerTable(every, numbers, groups, dict.fromkeys(numbers, class_of(self.optimizer))), large
+            for entry, value in (states.get(parameter) or {}).items() if self.holds(name) else ():
+                own = every.setdefault(self.stored_names[parameter], {})
+                own[entry] = mapped(value, entry, partial(self._split, name, large))
+        return OptimizerTable(every, numbers, groups, classes), large
+
+    def _split(self, name: str, large: dict[str, Tensor], value: Any, path: str) -> Any:
+        """Return what the table has of a parameter's state; a tensor for DCP is added to ``large``."""
+        what, shape = f"the optimizer's {path} of {name}", self.parameters[name].shape
+        if not isinstance(value, DTensor) and not (
+            isinstance(value, Tensor) and (value.numel() > 1 or value.shape == shape)
+        ):
+            return _small(value, what)
+        if isinstance(value, DTensor) and any(placed.is_partial() for placed in value.placements):
+            raise ValueError(f"{what} has placements {value.placements}; allowed: shards or copies")
+        whole = plain_values(value.detach(), what)
+        if self._is_shared(name, path, value.shape, shape):
+            whole = self._whole(value, name)
+        large[f"optimizer.{self.stored_names[self.parameters[name]]}.{path}"] = whole
+        return torch.empty(whole.shape, dtype=value.dtype, device="meta")
 
     def zeros(self, table: OptimizerTable, name: str) -> tuple[Entries, dict[str, Tensor]]:
         """Return a table's entries of a parameter, with zeros for large ones, and these as they are stored, by name."""
         parameter, stored = self.parameters[name], dict[str, Tensor]()
-        entries = dict(table.entries.get(self.stored_names[parameter], {}))
-        for entry, like in entries.items():
+        stored_name, whole = self.stored_names[parameter], self._whole(parameter, name).shape
+
+        def zero(like: Any, path: str) -> Any:
             if not is_large(like):
-                continue
-            whole = self._whole(parameter, name).shape
-            if not self._is_shared(name, f"the optimizer's {entry} of {name}", like.shape, whole):
+                return like
+            if not self._is_shared(name, path, like.shape, whole):
                 part = value = torch.zeros(like.shape, dtype=like.dtype)
             else:
                 shape = parameter.shape if like.shape == whole else (parameter.shape[0], *like.shape[1:])
@@ -192,8 +240,11 @@ class Shards:
                 else:
                     part = parameter.new_zeros(shape, dtype=like.dtype)
                 value = self._whole(part, name)
-            entries[entry], stored[f"optimizer.{self.stored_names[parameter]}.{entry}"] = part, value
-        return entries, stored
+            stored[f"optimizer.{stored_name}.{path}"] = value
+            return part
+
+        entries = table.entries.get(stored_name, {})
+        return {entry: mapped(like, entry, zero) for entry, like in entries.items()}, stored
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """Return ``tensor``, or the whole whose slice on this rank it is. Both share its memory."""
@@ -203,7 +254,7 @@ class Shards:
             tensor = DTensor.from_local(tensor, self.mesh.devices["tp"], [Shard(along)], run_check=False)
         return Whole(tensor, *self.slice, self.columns.get(name)) if name in self.sliced else tensor
 
-    def _is_shared(self, name: str, what: str, shape: torch.Size, of: torch.Size) -> bool:
+    def _is_shared(self, name: str, path: str, shape: torch.Size, of: torch.Size) -> bool:
         """Return whether ranks hold different parts of a tensor of the optimizer's state, as of its parameter.
 
         ``shape`` is the tensor's and ``of`` the parameter's, both of this rank's parts or both of the wholes.
@@ -211,13 +262,21 @@ class Shards:
         sliced = name in self.sliced or name in self.tensor_sliced or isinstance(self.parameters[name], DTensor)
         if not sliced or shape == of or shape.numel() <= 1:
             return sliced and shape == of
-        by_row = name not in self.columns and not self.tensor_sliced.get(name)
+        by_row = name not in self.columns and not self.tensor_sliced.get(name) and "." not in path
         if not by_row or shape[:1] != of[:1]:
             raise ValueError(
-                f"{what} has shape {list(shape)}; allowed for a part of shape {list(of)} that ranks share: "
-                f"{f'{of[0]} rows' if by_row else 'the same'}, or a single number"
+                f"the optimizer's {path} of {name} has shape {list(shape)}; allowed for a part of shape {list(of)} "
+                f"that ranks share: {f'{of[0]} rows' if by_row else 'the same'}, or a single number"
+                f"{', or parameter_groups of overlap1f1b.moe' if name in self.sliced else ''}"
             )
         return True
+
+
+def _small(value: object, what: str) -> Any:
+    with suppress(TypeError):
+        return plain(value)
+    kind = type(value).__name__
+    raise ValueError(f"{what} is of type {kind}; allowed: tensors, numbers, texts, and containers of these")
 
 
 def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set[str], dict[nn.Parameter, str]]:
@@ -240,11 +299,3 @@ def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set
         ties |= {p: homes[tie] for tie, p in ties_in(given[number]).items() if tie in homes}
     every = range(sum(part.blocks for part in parts.values()))
     return model, set(map(str, every)) - model._modules.keys(), ties
-
-
-def _small(value: object, what: str) -> Any:
-    with suppress(TypeError):
-        if not isinstance(value, str):  # ``load_state_dict`` takes a text for a list and makes a generator of it
-            return plain(value)
-    kind = type(value).__name__
-    raise ValueError(f"{what} is of type {kind}; allowed: a tensor, a number, or a list of numbers and texts")

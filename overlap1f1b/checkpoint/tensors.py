@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
@@ -123,14 +123,14 @@ def plain_values(tensor: Tensor, what: str) -> Tensor:
         local, mesh = tensor.to_local(), tensor.device_mesh
         if (values := plain_values(local, what)) is local:
             return tensor
-        shape = {"shape": tensor.shape, "stride": tensor.stride()}
+        shape: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride()}
         return DTensor.from_local(values, mesh, tensor.placements, run_check=False, **shape)
     kind: Any = type(tensor)
     if kind is Tensor or kind is nn.Parameter:
         return tensor
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # its functions are its own, its memory is not
         return tensor.as_subclass(Tensor)
-    names = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+    names: Sequence[str] = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
     inside = [getattr(tensor, name) for name in names]
     if len(inside) != 1 or (inside[0].shape, inside[0].dtype) != (tensor.shape, tensor.dtype):
         raise ValueError(
@@ -143,7 +143,7 @@ def plain_values(tensor: Tensor, what: str) -> Tensor:
 def checksum(tensor: Tensor) -> int:
     """Return the CRC-32 of a tensor's bytes."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(memoryview(content.numpy()))
+    return zlib.crc32(content.numpy().tobytes())
 
 
 class Whole(Tensor):

@@ -482,6 +482,11 @@ class Engine:
         """Return the parameters of this rank's stages, each once."""
         return iter(_parameters_of(self.stages))
 
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Return the modules of this rank's stages, each once."""
+        blocks = (block for stage in self.stages.values() for block in stage.blocks)
+        return iter(dict.fromkeys(chain.from_iterable(block.modules() for block in blocks)))
+
     @property
     def guarded(self) -> Callable[..., contextlib.AbstractContextManager[Comparison]]:
         """Guard of a call that all ranks make: :meth:`overlap1f1b.engine.connection.Connection.guarded`."""

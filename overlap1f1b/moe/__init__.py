@@ -25,9 +25,11 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.moe.auxiliary import attach
 from overlap1f1b.moe.experts import Experts, GroupedExperts
 from overlap1f1b.moe.layer import MoE, SwiGLU
+from overlap1f1b.moe.parameters import ExpertParameter, parameter_groups
 from overlap1f1b.moe.router import Router, RouterConfig, set_auxiliary_scale
 
 __all__ = [
+    "ExpertParameter",
     "Experts",
     "GroupedExperts",
     "Kernels",
@@ -36,6 +38,7 @@ __all__ = [
     "RouterConfig",
     "SwiGLU",
     "attach",
+    "parameter_groups",
     "set_auxiliary_scale",
     "use_kernels",
 ]

@@ -22,6 +22,7 @@ from overlap1f1b.checkpoint import folder as checkpoint_folder
 from overlap1f1b.checkpoint import load_checkpoint, save, save_checkpoint
 from overlap1f1b.checkpoint.optimizer import OptimizerTable
 from overlap1f1b.checkpoint.shards import Shards
+from overlap1f1b.moe import parameter_groups
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport import failures
 from overlap1f1b.transport.failures import LostRankError
@@ -56,6 +57,35 @@ class StepOnly(torch.optim.Optimizer):
                     self.state[parameter]["step"] = done + 1
 
 
+class Whitened(torch.optim.Optimizer):
+    """Steps by matrices that it gathers of each weight, in lists and dicts, as Shampoo and SOAP do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                grad = parameter.grad.reshape(len(parameter), -1)
+                state = self.state[parameter]
+                if not state:
+                    sides = [grad.new_zeros(size, size, dtype=torch.float64) for size in grad.shape]
+                    state |= {
+                        "sides": sides,
+                        "kept": {"done": 0, 2: (torch.zeros_like(parameter), "by rows")},
+                        "at": {1},
+                    }
+                left, right = (
+                    side.mul_(0.5).add_(g @ g.T) for side, g in zip(state["sides"], (grad, grad.T), strict=True)
+                )
+                move = (left @ grad.double() @ right / (left.norm() * right.norm() + 1e-12)).to(parameter.dtype)
+                moment, _ = state["kept"][2]
+                parameter.sub_(group["lr"] * moment.mul_(0.5).add_(move.view_as(parameter)))
+                state["kept"]["done"] += 1
+                state["at"] = {state["kept"]["done"]}
+
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda groups: torch.optim.AdamW(groups, betas=(0.8, 0.9), amsgrad=True, weight_decay=0.0),
     "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.5),
@@ -63,7 +93,11 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adafactor": lambda groups: torch.optim.Adafactor(groups, weight_decay=0.0),
     "plain SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
     "step": lambda groups: StepOnly(groups, lr=0.1, floor=1e-3),
+    "Whitened": Whitened,
+    "Adafactor apart": lambda groups: torch.optim.Adafactor(groups, weight_decay=0.0),
 }
+APART = {"Whitened", "Adafactor apart"}
+"""Those for which each expert is a matrix of its own."""
 
 
 class Spare(models.Block):
@@ -92,10 +126,12 @@ class Run(WholeRun):
         model = build(group)
         program = build_schedule("1f1b", ranks=layout.get("pp", 1), microbatches=2)
         self.engine = make(model, program, mesh=mesh, costs=COSTS, timeout=limit)
+        self.apart = optimizer in APART
         self.optimizer = OPTIMIZERS[optimizer](self.groups(lr))
 
     def groups(self, lr: float) -> list[dict[str, Any]]:
-        every = list(self.engine.parameters())
+        of = parameter_groups(self.engine) if self.apart else [{"params": self.engine.parameters()}]
+        every = [p for group in of for p in group["params"]]
         return [
             {"params": [p for p in every if p.ndim > 1], "lr": lr},
             {"params": [p for p in every if p.ndim == 1], "lr": lr / 4, "name": "vectors"},
@@ -134,7 +170,7 @@ def _over_layouts(rank: int, size: int, name: str, folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), *wide(*((4, name) for name in OPTIMIZERS))])
+@pytest.mark.parametrize(("size", "name"), [(2, "AdamW"), (2, "Whitened"), *wide(*((4, name) for name in OPTIMIZERS))])
 def test_an_optimizer_goes_on_over_other_layouts(kept: dict[int, Ranks], tmp_path: Path, size: int, name: str) -> None:
     """One parameter is never updated, in one process and on several ranks."""
     first, last = Run({}, name), len(LAYOUTS[size]) - 1

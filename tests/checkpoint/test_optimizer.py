@@ -20,7 +20,7 @@ def stored_value(value: Any) -> Any:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0, -7, 2**70, 0.1, 1e-300, math.inf, -math.inf, "adam", (), (0.9, 0.999), [1, (2, [None])]],
+    [None, True, 0, -7, 2**70, 0.1, 1e-300, math.inf, -math.inf, "adam", (), (0.9, 0.999), [1, (2, [None])], {3, 4}],
 )
 def test_back_and_forth(value: Any) -> None:
     found = stored_value(value)
@@ -37,7 +37,7 @@ def test_tensors_and_nan() -> None:
     assert [type(stored_value(value)) for value in (np.float64(0.5), np.int64(3))] == [float, int]
 
 
-@pytest.mark.parametrize("value", [len, {1}, {"a": 1}, torch.ones(2), object(), 1j, [len]])
+@pytest.mark.parametrize("value", [len, {len}, {"a": 1}, torch.ones(2), object(), 1j, [len]])
 def test_what_is_no_number(value: Any) -> None:
     with pytest.raises(TypeError):
         plain(value)
@@ -60,7 +60,7 @@ def stored(*lrs: Any, **options: Any) -> OptimizerTable:
 def test_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.5)
     here, names = optimizer(rate, 0.5)
-    fill(here, {}, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen(here, names))
+    fill([here], {}, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen([here], names))
     assert here.param_groups[0]["lr"] is rate
     assert [float(group["lr"]) for group in here.param_groups] == [0.25, 0.125]
     assert type(here.param_groups[1]["lr"]) is float
@@ -69,7 +69,7 @@ def test_a_tensor_stays_the_same_tensor() -> None:
 def test_how_a_step_is_computed_is_not_taken_over() -> None:
     there = stored(0.5, foreach=True, maximize=True, betas=(0.5, 0.25), amsgrad=True)
     here, names = optimizer(0.1, fused=True)
-    fill(here, {}, there.chosen(here, names))
+    fill([here], {}, there.chosen([here], names))
     (group,) = here.param_groups
     assert (group["foreach"], group["fused"]) == (None, True)
     assert (group["lr"], group["maximize"], group["betas"], group["amsgrad"]) == (0.5, True, (0.5, 0.25), True)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
 from overlap1f1b.checkpoint.tensors import empty, read_index, read_tensors
 from overlap1f1b.engine import Engine
+from overlap1f1b.moe import GroupedExperts, parameter_groups
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.checkpoint.runs import EXPERTS, Tiny, ep, equal
@@ -170,20 +171,74 @@ def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
         save_checkpoint(engine, tmp_path / "other", 1, optimizer)
 
 
+NESTED = {
+    "old_dirs": [torch.ones(3), torch.zeros(())],
+    "by step": {0: {"sums": (torch.arange(6.0).view(2, 3).double(), None)}, "name": "a text"},
+    "seen": {2, 3},
+    "none": [],
+}
+"""A state of an optimizer as heavyball, SOAP and LBFGS have it, with another dtype than the parameter's."""
+
+
+def test_nested_states_come_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2).bfloat16()
+    engine, optimizer = small(model)
+    optimizer.state[model.bias] |= NESTED
+    path = save_checkpoint(engine, tmp_path, 1, optimizer).result()
+    assert stored(path)["optimizer.0.bias.by step.0.sums.0"] == ([2, 3], 1)
+    other = nn.Linear(2, 2).bfloat16()
+    engine, optimizer = small(other)
+    load_checkpoint(engine, tmp_path, optimizer)
+    found = optimizer.state[other.bias]
+    assert found.keys() == NESTED.keys()
+    assert torch.equal(found["old_dirs"][0], torch.ones(3))
+    sums = found["by step"][0]["sums"]
+    assert torch.equal(sums[0], torch.arange(6.0).view(2, 3).double())
+    assert (sums[0].dtype, type(sums), sums[1]) == (torch.float64, tuple, None)
+    assert (found["by step"]["name"], found["seen"], found["none"]) == ("a text", {2, 3}, [])
+
+
 def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) -> None:
-    """As the lists of tensors of LBFGS, SOAP and others."""
     model = nn.Linear(2, 2)
     engine, optimizer = small(model)
-    for value in ([torch.ones(2)], "a text"):
+    for value, path, kind in (([len], "old_dirs.0", "builtin_function_or_method"), ({(1, 2): 3}, "old_dirs", "dict")):
         optimizer.state[model.bias]["old_dirs"] = value
-        kind = type(value).__name__
-        message = f"^the optimizer's old_dirs of 0.bias is of type {kind}; allowed: a tensor, a number, or a list of "
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(
+            ValueError, match=f"^the optimizer's {path} of 0.bias is of type {kind}; allowed: tensors, "
+        ):
             save_checkpoint(engine, tmp_path, 1, optimizer)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
     with pytest.raises(ValueError, match=r"^the optimizer has a parameter of shape \[2, 9\] that this rank's model"):
         save_checkpoint(engine, tmp_path, 1, optimizer)
     assert not [*tmp_path.iterdir()]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """Each of some parameters; a parameter in two of them is refused."""
+    found = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), GroupedExperts(2, 3, 4))
+        engine = Engine(model, build_schedule("sequential", microbatches=2))
+        experts, _ = parameter_groups(engine)
+        optimizers = [torch.optim.Muon([model[0].weight, *experts["params"]]), torch.optim.AdamW([model[0].bias])]
+        if seed == 0:
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            for optimizer in optimizers:
+                optimizer.step()
+            path = save_checkpoint(engine, tmp_path, 1, optimizers).result()
+            assert stored(path)["optimizer.1.gate_up.1.momentum_buffer"] == ([8, 3], 1)
+        else:
+            assert load_checkpoint(engine, tmp_path, reversed(optimizers)) == 1
+        found.append(
+            [*model.parameters(), *(p for one in optimizers for state in one.state.values() for p in state.values())]
+        )
+    assert len(found[0]) == 4 + 5 + 3
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    for twice in (model[1].gate_up, experts["params"][0], model[0].bias):
+        with pytest.raises(ValueError, match=r"is twice in the optimizers; allowed: once, or once as its experts$"):
+            save_checkpoint(engine, tmp_path / "new", 1, [*optimizers, torch.optim.SGD([twice])])
 
 
 @over(2)
@@ -203,10 +258,17 @@ def test_sliced_parameters_under_other_names_are_refused(rank: int, size: int, t
 @over(2)
 def test_a_state_with_other_rows_than_its_parameter_is_refused(rank: int, size: int, tmp_path: Path) -> None:
     model = Tiny(ep(size)).train_steps(0, 1)
-    model.adamw.state[model.experts.weight]["square"] = torch.ones(3)
-    text = r"'s square of experts.weight has shape \[3\]; allowed for a part of shape \[2, 3, 2\] [^\n]*: 2 rows, or"
-    with pytest.raises(ValueError, match=text):
-        model.save(tmp_path, 1)
+    for entry, path, allowed in (
+        (torch.ones(3), "square", r"has shape \[3\]; allowed for a part of shape \[2, 3, 2\] [^\n]*: 2 rows, or"),
+        (
+            [torch.ones(2, 2)],
+            "square.0",
+            r"has shape \[2, 2\]; allowed for [^\n]*: the same, .* or parameter_groups of",
+        ),
+    ):
+        model.adamw.state[model.experts.weight]["square"] = entry
+        with pytest.raises(ValueError, match=f"'s {path} of experts.weight {allowed}"):
+            model.save(tmp_path, 1)
 
 
 def _updated_on_one_rank(rank: int, size: int, folder: Path) -> dict[str, Any]:
