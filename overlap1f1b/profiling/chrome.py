@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("_runtime", "_driver")
 """Endings of the categories of calls: cuda, hip, xpu, privateuse1."""
 _DEVICE_RANGES = "gpu_user_annotation"
-_LARGEST = 2**63
-_NUMBER = re.compile(r"0x[0-9a-fA-F]{1,15}|[1-9]\d{0,17}|0", re.ASCII)
 
 
 class _Event(Struct):
@@ -53,16 +50,14 @@ def add_events(capture: Capture, events: Sequence[Raw], seen: Callable[[float], 
         UnicodeDecodeError: A name is not text.
         OverflowError: A time or a number does not fit into 64 bits.
     """
-    event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed).decode
+    event_of, timed_of = Decoder(_Event).decode, Decoder(_Timed, strict=False).decode  # a time may be a text
     threads: dict[tuple[str, str], int] = {}
     texts: dict[str, int] = {}
 
     def number_of(value: Any) -> int:
-        """Return a stream or a correlation as a number; what is none, or does not fit, gets a number below -1."""
-        if isinstance(value, int) and abs(value) < _LARGEST:
-            return value
-        text = str(value)
-        return int(text, 0) if _NUMBER.fullmatch(text) else texts.setdefault(text, -2 - len(texts))
+        """Return a stream or a correlation as a number; a text, or what does not fit, gets one below -1."""
+        fits = isinstance(value, int) and abs(value) < 2**63
+        return value if fits else texts.setdefault(str(value), -2 - len(texts))
 
     for number, text in enumerate(events):
         if not number % (1 << 16):

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from enum import IntEnum
+from typing import Literal
 
-
-class Role(IntEnum):
-    """What a kernel or copy does; ``UNKNOWN`` if its name does not say."""
-
-    UNKNOWN, COMPUTE, EXCHANGE, COPY = range(4)
-
-
+Role = Literal["exchange", "compute", "copy", ""]
+"""What a kernel or copy does; the last if its name does not say."""
 _LOCAL = "get_dispatch_layout|_epilogue|mask_buffer|clean_low_latency|_ht_scan_kernel"
 """Kernels of the libraries below that stay on their device: they compute."""
 _EXCHANGE = (
@@ -28,16 +23,17 @@ _COMPUTE = (
     r"(?i)at::|aten|cutlass|cublas|cudnn|gemm|gemv|nvjet|xmma|flash|fmha|attention|conv|winograd|triton|cub::|thrust::"
     r"|rocprim|hipcub|\bck::|ck_tile|_ZN2ck|Cijk_|elementwise|reduce_kernel|softmax|norm|multi_tensor|embedding"
 )
-_ROLES = ((_LOCAL, Role.COMPUTE), (_EXCHANGE, Role.EXCHANGE), (_COPY, Role.COPY), (_COMPUTE, Role.COMPUTE))
+_ROLES: tuple[tuple[str, Role], ...]
+_ROLES = ((_LOCAL, "compute"), (_EXCHANGE, "exchange"), (_COPY, "copy"), (_COMPUTE, "compute"))
 
 
 def role_of(name: str) -> Role:
     """Return what a name says; the arguments in a demangled name count, too.
 
     >>> role_of("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"), role_of("Memcpy DtoH (Device -> Pinned)")
-    (<Role.EXCHANGE: 2>, <Role.COPY: 3>)
+    ('exchange', 'copy')
     """
-    return next((role for pattern, role in _ROLES if re.search(pattern, name)), Role.UNKNOWN)
+    return next((role for pattern, role in _ROLES if re.search(pattern, name)), "")
 
 
 def shortened(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import numpy as np
 from overlap1f1b.plan import Resource
 from overlap1f1b.plan.intervals import clipped, difference, length
 from overlap1f1b.plan.ranges import Label, NodeRange, StepRange, parse_range
-from overlap1f1b.profiling.names import Role, role_of, shortened
+from overlap1f1b.profiling.names import role_of, shortened
 from overlap1f1b.profiling.recording import Capture, Column, Kernels, Recording, Spans, StepRecord, What, lane_of
 from overlap1f1b.schedule.values import some
 
@@ -50,13 +50,12 @@ class _Builder:
             )
         self.device = bool(capture.kernels)
         self.kernels, name = self._kernels()
-        roles = np.array([role_of(text) for text in capture.kernel_names], np.int64)
-        self.role = roles[name]  # of each kernel
+        self.role = np.array([role_of(text) for text in capture.kernel_names], "U8")[name]
         on_compute = [lane_of(what) is Resource.COMPUTE for what in self.index]
         self.on_compute = np.array([*on_compute, False])  # -1, no node, is the last
         self.ran = np.maximum.accumulate(self.kernels.end)  # end of everything that was launched so far
         of_compute = self.on_compute[self.kernels.what]
-        of_compute = of_compute if of_compute.any() else self.role == Role.COMPUTE
+        of_compute = of_compute if of_compute.any() else self.role == "compute"
         self.main = _most(self.kernels.place[of_compute] if of_compute.any() else self.kernels.place)
         """The stream with most kernels of compute nodes; without ranges with most kernels."""
         self.by: Literal["range", "name", "stream"] = "range"
@@ -118,38 +117,30 @@ class _Builder:
     def _judge(self, name: Column, why: str) -> None:
         """Give every kernel a role and a name of its own, since no range does."""
         role, stream = self.role, self.kernels.place
-        unknown, exchanges = role == Role.UNKNOWN, role == Role.EXCHANGE
-        self.by = "name"
+        unknown, exchanges = role == "", role == "exchange"
+        self.by, how = "name", "names of kernels tell what they do"
         if not exchanges.any() and (away := unknown & (stream != self.main)).any():
             self.by = "stream"
-            exchanges = np.isin(stream, stream[away]) & (unknown | (role == Role.COPY))
-        role[unknown], role[exchanges] = Role.COMPUTE, Role.EXCHANGE
-        streams, place = np.unique(stream, return_inverse=True)
-        what = self._numbers(f"stream {number}" for number in streams.tolist())[place]
-        texts = [shortened(text) for text in self.capture.kernel_names]
-        if self.by == "name":
-            known, place = np.unique(name[exchanges], return_inverse=True)
-            what[exchanges] = self._numbers(texts[number] for number in known.tolist())[place]
-        self.kernels = replace(self.kernels, what=what)
-
-        how = "names of kernels tell what they do"
-        if self.by == "stream":
             how = f"stream {self.main}, which has most kernels, counts as compute and all others as exchange"
+            exchanges = np.isin(stream, stream[away]) & (unknown | (role == "copy"))
+        role[unknown], role[exchanges] = "compute", "exchange"
+        what, texts = self._named(stream, "stream {}".format), [shortened(text) for text in self.capture.kernel_names]
+        if self.by == "name":
+            what[exchanges] = self._named(name[exchanges], texts.__getitem__)
+        self.kernels = replace(self.kernels, what=what)
         self.notes[f"{why} of overlap1f1b: {how}"] = None
-        said = {"exchange": Role.EXCHANGE, "compute": Role.COMPUTE} if self.by == "name" else {}
-        for title, of in (said | {"left out": Role.COPY}).items():
-            mine = role == of
-            names = list(dict.fromkeys(texts[number] for number in np.unique(name[mine]).tolist()))
-            if names:
-                time = length(self.kernels[mine].covered) / 1e6
-                count = f"{mine.sum()} {'copies' if of is Role.COPY else 'kernels'}"
-                self.notes[f"{title}: {count}, {time:.3f} ms: {some(names, 3)}"] = None
-            elif of is Role.EXCHANGE:
-                self.notes["exchange: no kernel has a name that is known for it"] = None
+        for of in ("exchange", "compute", "copy") if self.by == "name" else ("copy",):
+            if (mine := role == of).any() or of == "exchange":
+                names = list(dict.fromkeys(texts[number] for number in np.unique(name[mine]).tolist()))
+                title, time = "left out" if of == "copy" else of, length(self.kernels[mine].covered) / 1e6
+                shown = some(names, 3) or "no name is known for it"
+                self.notes[f"{title}: {mine.sum()} of {len(mine)} kernels and copies, {time:.3f} ms: {shown}"] = None
 
-    def _numbers(self, names: Iterable[str]) -> Column:
-        """Return the indices of kernels without a range."""
-        return np.array([self.index.setdefault(Kernels(name), len(self.index)) for name in names], np.int64)
+    def _named(self, numbers: Column, text: Callable[[int], str]) -> Column:
+        """Return the index of each kernel without a range, by the text of its number."""
+        found, place = np.unique(numbers, return_inverse=True)
+        new = [self.index.setdefault(Kernels(text(number)), len(self.index)) for number in found.tolist()]
+        return np.array(new, np.int64)[place]
 
     def recording(self) -> Recording:
         capture = self.capture
@@ -196,20 +187,19 @@ class _Builder:
     def _split(self, kernels: Spans, role: Column) -> tuple[Spans, Spans]:
         """Return the compute kernels of a step, and the kernels of its transfers."""
         if self.by != "range":
-            return kernels[role == Role.COMPUTE].ordered, kernels[role == Role.EXCHANGE].ordered
+            return kernels[role == "compute"].ordered, kernels[role == "exchange"].ordered
         owner, stream = kernels.what, kernels.place
         main, named = stream == self.main, owner >= 0
         travels = named & ~self.on_compute[owner]
         elsewhere = np.isin(owner, owner[travels & ~main])
         flying = travels & ~(main & elsewhere)
-        computing = ~flying & (named | (main & (role != Role.EXCHANGE)))
+        computing = ~flying & (named | (main & (role != "exchange")))
         if len(lost := np.unique(stream[~flying & ~computing])):
             streams = ", ".join(map(str, lost))
             note = f"kernels launched outside all ranges on streams {streams} count neither as compute nor as exchange"
             self.notes[note] = None
-        numbers, place = np.unique(stream[~named], return_inverse=True)
         what = owner.copy()
-        what[~named] = self._numbers(f"stream {number}" for number in numbers.tolist())[place]
+        what[~named] = self._named(stream[~named], "stream {}".format)
         kernels = replace(kernels, what=what)
         return kernels[computing].ordered, kernels[flying].ordered
 

@@ -50,9 +50,9 @@ def test_names_tell_exchange_from_compute(path: Path, tmp_path: Path) -> None:
     names = ROCM if "rocm" in path.stem else {}
     assert figures.by_sub_op == {names.get(name, name): part for name, part in BY_NAME.items()}
     said = "\n".join(recording.notes)
-    assert "exchange: 3 kernels, 0.161 ms" in said
-    assert "compute: 2 kernels, 0.180 ms" in said
-    assert "left out: 1 copies, 0.109 ms: Memcpy" in said
+    assert "exchange: 3 of 6 kernels and copies, 0.161 ms" in said
+    assert "compute: 2 of 6 kernels and copies, 0.180 ms" in said
+    assert "left out: 1 of 6 kernels and copies, 0.109 ms: Memcpy" in said
 
 
 def test_ranks_of_other_programs_in_one_folder(tmp_path: Path) -> None:

@@ -142,9 +142,9 @@ def test_names_where_ranges_are_missing(tmp_path: Path, kind: str, ranges: str) 
     copies = "Memcpy" if kind == "nsys" else "Memcpy DtoH, Memcpy DtoD"
     assert recording.notes == (
         "no ranges of overlap1f1b: names of kernels tell what they do",
-        "exchange: 3 kernels, 0.000 ms: ncclDevKernel_SendRecv, ncclDevKernel_AllGather_RING_LL",
-        "compute: 2 kernels, 0.000 ms: cutlass::Kernel2, my_own_kernel",
-        f"left out: 2 copies, 0.000 ms: {copies}",
+        "exchange: 3 of 7 kernels and copies, 0.000 ms: ncclDevKernel_SendRecv, ncclDevKernel_AllGather_RING_LL",
+        "compute: 2 of 7 kernels and copies, 0.000 ms: cutlass::Kernel2, my_own_kernel",
+        f"left out: 2 of 7 kernels and copies, 0.000 ms: {copies}",
         "no ranges of steps: the whole file is taken for one step",
     )
 
@@ -160,7 +160,7 @@ def test_no_known_name_of_an_exchange_is_not_measured(tmp_path: Path) -> None:
     figures = figures_of(recording)
     assert (recording.by, recording.measured, figures.measured) == ("name", False, False)
     assert (figures.compute, figures.overlap) == (150, (0, 0))
-    assert recording.notes[1] == "exchange: no kernel has a name that is known for it"
+    assert recording.notes[1] == "exchange: 0 of 3 kernels and copies, 0.000 ms: no name is known for it"
     unknown = recorded(tmp_path, Events([], [*kernels, Kernel(EXCHANGE, 100, 140, 3, name="my_exchange")]))
     assert (unknown.by, figures_of(unknown).overlap) == ("stream", (40, 0))
 

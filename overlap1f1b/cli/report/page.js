@@ -57,10 +57,12 @@ function ranks() { // a bar of each rank's step
   const most = Math.max(...data.content.ranks.map(rank => rank.step_ms));
   for (const rank of data.content.ranks) {
     const late = rank.late_peer_ms || 0, idle = rank.idle_ms, hidden = rank.hidden_ms;
-    const sizes = [rank.compute_ms - hidden, hidden, idle.exposed_exchange - late, late, idle.pipeline_bubble, idle.host_late]; // null, not measured, counts as 0
+    const network = idle.exposed_exchange === null ? null : idle.exposed_exchange - late;
+    const sizes = [rank.compute_ms - hidden, hidden, network, late, idle.pipeline_bubble, idle.host_late];
     add(at("ranks"), "span", "rank " + rank.rank);
     const bar = add(at("ranks"), "div", "", "bar");
     sizes.forEach((size, number) => {
+      if (size === null) return; // not measured
       const piece = add(bar, "span", "");
       piece.style.width = (100 * size) / most + "%";
       piece.style.background = background(PARTS[number][1]);

@@ -12,6 +12,7 @@ from overlap1f1b.cli.report.figures import tables_of
 from overlap1f1b.profiling import bars_of, read
 from tests.cli.inside import report
 from tests.profiling.simulated import simulated, write_run
+from tests.profiling.synthetic import Events, Kernel, write_chrome
 
 Capture = pytest.CaptureFixture[str]
 
@@ -148,3 +149,15 @@ def test_a_page_needs_nothing_else(capsys: Capture, tmp_path: Path, browser: Any
     assert said[0] == "no file of rank 1: figures are of the other ranks alone"
     assert said[1].startswith(f"left out: {run}/rank1.json: ")
     assert browser.find_element("tag name", "h1").text.startswith("Of some ranks only: No: ")
+
+
+@pytest.mark.parametrize("name", ["ncclDevKernel_SendRecv", "cutlass::Kernel2"])
+def test_what_was_not_measured_has_no_piece_of_a_bar(capsys: Capture, tmp_path: Path, browser: Any, name: str) -> None:
+    kernels = [Kernel(7, 0, 100, 0, name="cutlass::Kernel2"), Kernel(20, 50, 150, 1, name=name)]
+    trace, page = write_chrome(tmp_path / "a.json", Events([], kernels)), tmp_path / "report.html"
+    assert report(capsys, trace, "--html", page).status == 0
+    open_page(browser, page)
+    pieces = browser.execute_script("return [...document.querySelector('.bar').children].map(piece => piece.title)")
+    exchange = ["compute with hidden exchange", "exposed exchange"] * (name != "cutlass::Kernel2")
+    assert [piece.split(":")[0] for piece in pieces] == ["compute alone", *exchange, "exposed, waiting for a late peer"]
+    assert without_warnings(browser)
