@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
 Parts = int | Literal["auto"]
+Finite = Literal["warn", "raise"] | None
 AUTO_PARTS = (1, 2, 4)
 """Numbers of parts whose costs ``auto`` measures."""
 TRIES = 3
@@ -77,6 +78,9 @@ class UserOptions:
         verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another. The
             steps that measure nodes, which hide nothing, are not, nor plans for other numbers of microbatches of which
             no more are open at once.
+        finite: What follows from a loss, or a norm of gradients, that is not finite: warn says the first of each with
+            its step and microbatch; raise ends the call on all ranks, every time, and the engine can go on. None looks
+            at neither. A GPU is not waited for: its losses are looked at in the first call that finds them ready.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
     """
 
@@ -87,6 +91,7 @@ class UserOptions:
     memory: int | str | None = None
     tries: int = TRIES
     verify: bool = True
+    finite: Finite = "warn"
     timeout: float = DEFAULT_LIMIT_S
 
     def check(self) -> None:
@@ -110,6 +115,8 @@ class UserOptions:
             raise ValueError(f"capacity={quoted(self.capacity)}; allowed: more than 0, or None")
         check_size("tries", self.tries, 0)
         check_switches(self, "verify")
+        if self.finite not in (None, "warn", "raise"):
+            raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise, or None")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
 

@@ -47,7 +47,7 @@ class Draws:
 
     def drawn_outside(self) -> None:
         """Note that some block has drawn outside its stream."""
-        self._draws |= {(number, block.training): True for number, block in enumerate(self._blocks)}
+        self._draws.update(((number, block.training), True) for number, block in enumerate(self._blocks))
 
     @property
     def any(self) -> bool | None:

@@ -11,6 +11,7 @@ from overlap1f1b.cut.places import carried
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.engine import Engine
+from overlap1f1b.engine.finite import NotFiniteError
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.play.feed import Feed
@@ -31,6 +32,7 @@ __all__ = [
     "LostRankError",
     "Microbatch",
     "MicrobatchBlock",
+    "NotFiniteError",
     "Stage",
     "StepResult",
     "VerificationError",

@@ -22,6 +22,7 @@ from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.agreement import CallSizes, FirstRows, check_tensor_group, compare_batches, values
 from overlap1f1b.engine.capacity import Capacity
 from overlap1f1b.engine.connection import Call, Connection
+from overlap1f1b.engine.finite import FiniteCheck
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.learn.check import Verification
@@ -143,6 +144,7 @@ class Engine:
         self.observers: list[Observer] = [CallSizes(self.mesh)]
         if options.capacity is not None:
             self.observers.append(Capacity(options.capacity, self.mesh, partial(_parameters_of, self.stages)))
+        self._finite = FiniteCheck(options.finite, self.mesh)
         self._played = 0  # microbatches of the last step or evaluation
         self._settle: Callable[[], None] | None = None
 
@@ -176,7 +178,8 @@ class Engine:
         Raises:
             ValueError: A batch that is missing or cannot be split, a model without a parameter to train, or a number of
                 microbatches that the program's schedule does not allow, or that differs over ranks.
-            RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`.
+            RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError` or
+                :class:`NotFiniteError`.
         """
         if not self.tuner.steps and self._compares:
             ends = {"inputs": 0, "target": self.program.placement.stages - 1}
@@ -280,7 +283,13 @@ class Engine:
                 self.mesh.agree(facts)
             if self._draws(comparison.extremes(1 + len(facts), "pp")[1]):
                 take_number()
-            return played
+            if grad:
+                ended = played.microbatches.of_stage(self.program.placement.stages - 1)
+                self._finite.note(self.tuner.steps, [one.index for one in ended], played.result.losses)
+                line = self._finite.found(self.tuner.steps)
+        if grad:
+            self._finite.say(line, played.result)
+        return played
 
     def _draws(self, before: float) -> bool:
         """Return whether blocks draw random numbers, alike along a pipeline; ``before`` is the most that ranks knew."""
@@ -462,7 +471,9 @@ class Engine:
             )
             mine = sum(loss * share for loss, share in zip(losses, result.shares, strict=True))
             total, share = self.mesh.sums(mine, sum(result.shares))
-            return total / share
+            line = self._finite.found(self.tuner.steps)  # losses were read
+        self._finite.say(line)
+        return total / share
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients to a norm of at most ``max_norm`` over the whole model; return the norm before, a scalar.
@@ -472,7 +483,10 @@ class Engine:
         max_norm, norm_type = check_norm("max_norm", max_norm), check_norm("norm_type", norm_type)
         with self.guarded("clip_gradients"):
             repeated = self.connection.tied.repeated
-            return clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, repeated)
+            norm = clip(self.stages, self.program.placement, self.mesh, max_norm, norm_type, repeated)
+            line = self._finite.found(self.tuner.steps, float(norm))
+        self._finite.say(line)
+        return norm
 
     def forget_sizes(self) -> None:
         """Let tensors that pass between stages have other sizes from the next step on; all ranks must call this."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from overlap1f1b.cut.options import UserOptions
+from overlap1f1b.cut.options import Finite, UserOptions
 from overlap1f1b.running.wire import parse_loopback, parse_wire
 from overlap1f1b.schedule import DEFAULT_CHUNKS, DEFAULT_PROGRAM, Program, build_schedule
 from overlap1f1b.terminal.arguments import ABOVE_0, Range, by_default, check_ranges, texts_in_a_line
@@ -56,6 +56,7 @@ class RunOptions(UserOptions):
 
     capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), Range(1)] = None
     memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
+    finite: Finite = None  # train ends at a loss that is not finite, and timed compute of bench has no values
     timeout: Annotated[float, Range(1)] = COMMAND_LINE_LIMIT_S
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2

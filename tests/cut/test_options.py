@@ -18,6 +18,7 @@ GIVEN = {
     "capacity": "1.5",
     "memory": "1GB",
     "tries": "1",
+    "finite": "raise",
     "timeout": "7.5",
 }
 """Another value of each option that takes one; the only other option is a switch."""
@@ -67,6 +68,7 @@ def test_options_of_trainer() -> None:
         ({"recompute": "auto"}, "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or"),
         ({"recompute": "auto", "memory": "1GB", "parts": 2}, "recompute='auto' without a limit of memory, or with par"),
         ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
+        ({"finite": "never"}, "finite='never'; allowed: warn, raise, or None"),
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
         ({"memory": "much"}, "memory='much'; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None"),
     ],

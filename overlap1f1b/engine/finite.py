@@ -1,0 +1,106 @@
+"""Losses and norms of gradients that are not finite: said once, without a wait for the device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap1f1b.cut.options import Finite
+from overlap1f1b.play.result import StepResult
+from overlap1f1b.transport.devices import in_host_memory, watch_of
+from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.streams import EventMark
+
+_ALLOWED = "allowed: finite ones, as by a smaller learning rate, or a scale of gradients that suits the dtype"
+
+
+class NotFiniteError(RuntimeError):
+    """A loss or the norm of the gradients is not finite; the same line on all ranks. The engine can go on.
+
+    ``result`` is that of the step, whose gradients are in ``.grad``; None for a norm.
+    """
+
+    result: StepResult | None = None
+
+
+class _Losses(NamedTuple):
+    """Losses of a step, by the numbers of their microbatches; ``mark`` is the end of their copy from a device."""
+
+    step: int
+    microbatches: Sequence[int]
+    host: Tensor
+    mark: EventMark | None
+
+
+class FiniteCheck:
+    """Looks at losses once the device has passed them, and at norms, which are on the host.
+
+    Args:
+        finite: ``"warn"`` says the first loss and the first norm, ``"raise"`` each; None looks at nothing.
+        mesh: Its ranks raise together.
+    """
+
+    def __init__(self, finite: Finite, mesh: Mesh) -> None:
+        self._finite, self._mesh = finite, mesh
+        self._coming: list[_Losses] = []
+        self._said: set[str] = set()
+
+    def note(self, step: int, microbatches: Sequence[int], losses: Sequence[Tensor]) -> None:
+        """Note the losses of a step; on a device they are copied to the host behind what it computes."""
+        if self._finite is None or not losses:
+            return
+        stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
+        watch, host = watch_of(stacked.device), in_host_memory(stacked)
+        host.copy_(stacked, non_blocking=True)
+        mark = None if watch is None else EventMark(stacked.device, None, watch.stamp())
+        self._coming.append(_Losses(step, microbatches, host, mark))
+
+    def found(self, step: int, norm: float | None = None) -> str | None:
+        """Return what is to be said now. Under ``"raise"`` all ranks must call this, and get the same line.
+
+        Args:
+            step: Number of the last step.
+            norm: Of its gradients, the same on all ranks; None if it is not known.
+        """
+        if self._finite is None:
+            return None
+        lines = self._of_losses()
+        if norm is not None and not math.isfinite(norm):
+            lines.append((step, math.inf, f"the norm of the gradients behind step {step} is {norm}; {_ALLOWED}"))
+        if self._finite == "raise" and self._mesh.sums(len(lines))[0]:
+            lines = self._mesh.combined(lines, lambda _, parts: sorted(chain.from_iterable(parts))[:1])
+        return min(lines)[2] if lines else None
+
+    def _of_losses(self) -> list[tuple[int, float, str]]:
+        lines: list[tuple[int, float, str]] = []
+        while self._coming and ((mark := self._coming[0].mark) is None or mark.is_completed()):
+            step, microbatches, host, _ = self._coming.pop(0)
+            for number, loss in zip(microbatches, host.tolist(), strict=True):
+                if not math.isfinite(loss):
+                    where = f" on {self._mesh.label}" if self._mesh.several else ""
+                    line = f"the loss of microbatch {number} of step {step} is {loss}{where}; {_ALLOWED}"
+                    lines.append((step, number, line))
+        return lines
+
+    def say(self, line: str | None, result: StepResult | None = None) -> None:
+        """Say what was found, between calls of the engine.
+
+        Raises:
+            NotFiniteError: Under ``"raise"``.
+        """
+        if line is None:
+            return
+        if self._finite == "raise":
+            error = NotFiniteError(line)
+            error.result = result
+            raise error
+        kind = line.partition(" of ")[0]
+        if kind not in self._said:
+            self._said.add(kind)
+            warnings.warn(f"{line}; later ones are not said", stacklevel=4)
