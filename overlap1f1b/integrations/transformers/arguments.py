@@ -93,7 +93,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("deepspeed", "fsdp", "parallelism_config"), ((None, "", [], False), "pp, dp and ep of OverlapArguments")
     ),
     "activation_offloading": ((False,), "recompute of OverlapArguments"),
-    "padding_free": ((False,), "False, batches are padded"),
     "auto_find_batch_size": ((False,), "a per_device_train_batch_size that fits"),
     "neftune_noise_alpha": ((None,), "None"),
     **dict.fromkeys(("use_liger_kernel", "eval_use_gather_object"), ((False,), "False")),
@@ -141,10 +140,5 @@ def check_arguments(args: Any, parallel: OverlapArguments) -> None:
         raise ValueError(f"optim={optim!r} steps inside the backward; allowed: an optimizer that steps after it")
     if parallel.pp > 1 and args.train_sampling_strategy == "batch_rebalance":
         raise ValueError("train_sampling_strategy='batch_rebalance' with pp > 1; allowed: another strategy, or pp=1")
-    if getattr(args, "packing", False) and args.packing_strategy != "wrapped":  # the others are free of padding
-        raise ValueError(
-            f"packing_strategy={args.packing_strategy!r} under an overlapped trainer; allowed: 'wrapped', or "
-            "packing=False"
-        )
     if args.accelerator_config.dispatch_batches:
         raise ValueError("dispatch_batches=True; allowed: False or None, every rank reads its own data")

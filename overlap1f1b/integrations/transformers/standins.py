@@ -169,6 +169,10 @@ class Ahead:
             self._loader.end_of_dataloader = number == len(self.batches) - 1
 
 
+OF_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Entries of a packed batch that repeat what its position_ids say."""
+
+
 class RestOfModel(nn.Module):
     """The model after its last layer, called as the whole model with the inputs of one microbatch.
 
@@ -227,6 +231,9 @@ class RestOfModel(nn.Module):
                     "allowed: the inputs of the batch, through which its layers have already run"
                 )
         allowed = (*self.names, "labels", "shift_labels")  # inputs, and what the loss takes
-        for name in (arguments.keys() & self.batch.keys()) - {*allowed}:  # layers ran without it
+        model = self.__dict__["_model"]
+        # Attention takes them from position_ids, but short convolutions need them.
+        derived = () if any(isinstance(module, nn.Conv1d) for module in model.modules()) else OF_PACKED
+        for name in sorted((arguments.keys() & self.batch.keys()) - {*allowed, *derived}):  # layers ran without it
             raise ValueError(f"a batch with {name}, given to the model; allowed: {', '.join(allowed)}")
         return self.finish(arguments)

@@ -15,7 +15,7 @@ pytest.importorskip("trl")
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from overlap1f1b.integrations.transformers import OverlapArguments
 from tests.integrations.transformers import tiny
@@ -96,9 +96,8 @@ def built(case: Case) -> Any:
         **COMMON,
         gradient_checkpointing=case.layout is not None and case.checkpoints,
         loss_type=case.loss,
-        dataset_kwargs={"skip_prepare_dataset": True},
         router_aux_loss_coef=0.0 if case.even else 0.01,
-        **case.options,
+        **{"dataset_kwargs": {"skip_prepare_dataset": True}, **case.options},
     )
     more: dict[str, Any] = {} if case.layout is None else {"overlap_args": case.layout}
     if case.lora:
@@ -190,8 +189,6 @@ def same(found: list[dict[str, float]], expected: list[dict[str, float]], names:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activation_offloading": ({"activation_offloading": True}, "=True under an .*; allowed: recompute of Overl"),
-    "padding_free": ({"padding_free": True, "max_length": None}, "=True under an .*; allowed: False, batches are pad"),
-    "packing_strategy": ({"packing": True}, "='bfd' under an .*; allowed: 'wrapped', or packing=False"),
 }
 
 
@@ -204,13 +201,30 @@ def test_what_is_refused_of_sft(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_packing_that_wraps(tmp_path: Path) -> None:
-    """Its batches are as others."""
-    case = Case(tmp_path, layout=OverlapArguments(), options={"packing": True, "packing_strategy": "wrapped"})
-    assert built(case).args.packing
+@pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("bfd", "ep 2"),
+        *wide(("bfd", "pp 2 × ep 2"), ("bfd", "one rank"), ("wrapped", "pp 2"), ("padding_free", "pp 2")),
+    ],
+)
+def test_packed_rows(kept: dict[int, Ranks], strategy: str, layout: str, tmp_path: Path) -> None:
+    """By TRL's default a batch is one row without padding, whose position_ids say where a document begins."""
+    options: dict[str, Any] = {"dataset_kwargs": None, "max_length": 16, "packing": True, "packing_strategy": strategy}
+    if strategy == "padding_free":
+        options = {"dataset_kwargs": None, "max_length": None, "padding_free": True}
+    compare(kept, Case(tmp_path, layout=LAYOUTS[layout], options=options))
 
 
-def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArguments | None) -> list[dict[str, float]]:
+def aligned(
+    rank: int,
+    size: int,
+    kind: Any,
+    folder: Path,
+    layout: OverlapArguments | None,
+    coefficient: float = 0.0,
+    **sizes: Any,
+) -> list[dict[str, float]]:
     """Train beside a reference model, by pairs or on completions that are good or bad; return the log."""
     from datasets import Dataset
 
@@ -221,7 +235,12 @@ def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArgume
 
     columns: dict[str, Any] = {"prompt": texts(0, [3] * 16)}
     accumulation = 1 if layout is not None and layout.ep == 2 else 2
-    given = {"router_aux_loss_coef": 0.0, "gradient_accumulation_steps": accumulation, "save_strategy": "no", **COMMON}
+    given = {
+        "router_aux_loss_coef": coefficient,
+        "gradient_accumulation_steps": accumulation,
+        "save_strategy": "no",
+        **COMMON,
+    }
     more: dict[str, Any] = {} if layout is None else {"overlap_args": layout}
     with launched(rank, size):
         if issubclass(kind, DPOTrainer):
@@ -232,7 +251,7 @@ def aligned(rank: int, size: int, kind: Any, folder: Path, layout: OverlapArgume
             columns["label"] = [row[0] % 2 == 0 for row in rows]
             args = KTOConfig(str(folder), max_steps=2, loss_type="apo_zero_unpaired", **given)
         more |= {"train_dataset": Dataset.from_dict(columns), "processing_class": words()}
-        model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2) for seed in (3, 4))
+        model, reference = (tiny.build("qwen3_moe", seed=seed, num_hidden_layers=2, **sizes) for seed in (3, 4))
         trainer = (kind if layout is None else mixed(kind))(model, ref_model=reference, args=args, **more)
         trainer.train()
         return list(trainer.state.log_history)
@@ -244,6 +263,34 @@ def test_preferences(ranks2: Ranks, layout: OverlapArguments, tmp_path: Path) ->
     expected = aligned(0, 1, DPOTrainer, tmp_path, None)
     for found in ranks2.run(aligned, DPOTrainer, tmp_path, layout):
         same(found, expected, SHOWN)
+
+
+def test_the_routers_loss_of_pairs(tmp_path: Path) -> None:
+    """TRL's DPOTrainer asks the model for router logits, and does not set its config as SFTTrainer does."""
+    more = OverlapArguments(), 0.01
+    with pytest.raises(
+        ValueError, match=r"^DPOTrainer asks for router logits, by router_aux_loss_coef, .*; allowed: T"
+    ):
+        aligned(0, 1, DPOTrainer, tmp_path, *more)
+    found, expected = (
+        aligned(0, 1, DPOTrainer, tmp_path, of, 0.01, output_router_logits=True) for of in (more[0], None)
+    )
+    same(found, expected, (*SHOWN, "aux_loss"))
+    assert any(line.get("aux_loss", 0) > 0 for line in expected)
+
+
+def test_completions_that_are_sampled(tmp_path: Path) -> None:
+    """GRPOTrainer makes its own batches, which are lists."""
+    from datasets import Dataset
+
+    args = GRPOConfig(str(tmp_path), max_steps=1, num_generations=2, max_completion_length=2, **COMMON)
+    trainer = mixed(GRPOTrainer)(
+        tiny.build("qwen3_moe", seed=3, num_hidden_layers=2), lambda completions, **_: [0.0] * len(completions),
+        args, train_dataset=Dataset.from_dict({"prompt": ["3 4"] * 8}), processing_class=words(),
+        overlap_args=OverlapArguments(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"GRPOTrainer, a GRPOTrainer, has a batch of type list; allowed: trainers "):
+        trainer.train()
 
 
 def test_judgements(ranks2: Ranks, tmp_path: Path) -> None:
