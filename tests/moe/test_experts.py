@@ -105,6 +105,26 @@ def test_a_token_without_an_expert_goes_nowhere(rank: int, size: int) -> None:
             assert all(map(torch.equal, padded, alone))
 
 
+@pytest.mark.parametrize("real", [0, 1, 4, 5])
+def test_on_a_device_nobody_knows_how_many_tokens_have_no_expert(real: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host does not look at indices, so there is a row for each choice, and the last ones are nobody's."""
+    here = torch.arange(5).roll(2) < real
+    tokens, cotangent = torch.randn(2, 5, H)
+    weights, indices = torch.rand(5, E).topk(3)
+    given, found = indices.where(here[:, None], -1), []
+    for on_device in (False, True):
+        experts = GroupedExperts(E, H, 3)
+        experts.reset_parameters(torch.Generator().manual_seed(1), std=0.3)
+        leaves = [t.clone().requires_grad_() for t in (tokens, weights)]
+        with monkeypatch.context() as patched:
+            if on_device:
+                patched.setattr(torch.Tensor, "is_cpu", False, raising=False)
+            y = experts(leaves[0], given, leaves[1])
+            y.backward(cotangent)
+        found.append([y, *(leaf.grad for leaf in leaves), *(p.grad for p in experts.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @over(2, timeout=60)
 def test_the_same_expert_twice_counts_twice(rank: int, size: int) -> None:
     """As where the table of a model that routes by hashes is still all zeros; more often than a rank has experts."""
