@@ -228,4 +228,4 @@ class Capture:
         """Note a kernel or a copy."""
         number = self.kernel_names.setdefault(name, len(self.kernel_names))
         self.kernels.extend((number, correlation, stream, start, end))
-        self.devices.add(device)
+        self.devices |= {device} - {None}  # a copy between two devices has none

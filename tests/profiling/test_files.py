@@ -82,3 +82,15 @@ def test_the_query_for_perfetto(tmp_path: Path) -> None:
         database.executemany("INSERT INTO slice VALUES (?, ?, ?, ?)", rows)
         ((hidden,),) = database.execute(query)
     assert hidden / 100 == pytest.approx(figures_of(recording_of(path, tmp_path)).overlap.hidden_fraction)
+
+
+def test_several_devices_of_one_process_are_said(tmp_path: Path) -> None:
+    (path,) = [path for path in FILES if path.stem == "torch-2.11"]
+    content = json.loads(path.read_text())
+    kernels = [event for event in content["traceEvents"] if event.get("cat") == "kernel"]
+    kernels[0]["args"]["device"] = 1
+    del kernels[1]["args"]["device"]
+    (tmp_path / "rank.json").write_text(json.dumps(content))
+    (recording,) = read_file(tmp_path / "rank.json")
+    said = "one process with kernels on devices 0, 1: the figures take them for one device"
+    assert said in recording.notes

@@ -15,7 +15,7 @@ from overlap1f1b.cli.report.page import page_of
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
 from overlap1f1b.simulation.trace import write_trace
-from overlap1f1b.terminal.output import console, print_lines, write_json, writing
+from overlap1f1b.terminal.output import console, middle_left_out, print_lines, write_json, writing
 from overlap1f1b.terminal.status import Say, showing
 
 READ = "all files are read"
@@ -58,7 +58,7 @@ def _report(files: Sequence[Path], output: OutputOptions, screen: Console, say: 
             file.write_text(page, encoding="utf-8")
     write_json(output.json, content)
     print_lines(screen, title, style="bold")
-    print_lines(screen, *remarks(content), *content["notes"])
+    print_lines(screen, *remarks(content), *middle_left_out(content["notes"], str))
     for table in figures.tables_of(content):
         screen.print()
         print_table(table, screen)
@@ -72,7 +72,8 @@ def _compare(paths: Sequence[Path], screen: Console, say: Say, target: str | Non
     sentence = figures.sentence_of(contents[0], contents[1], names)
     write_json(target, {"compare": contents, "verdict": sentence})
     for content, name in zip(contents, names, strict=True):
-        print_lines(screen, *(f"{name}: {line}" for line in (*remarks(content), *content["notes"])))
+        lines = (*remarks(content), *middle_left_out(content["notes"], str))
+        print_lines(screen, *(f"{name}: {line}" for line in lines))
     print_table(figures.comparison(contents, names), screen)
     screen.print()
     print_lines(screen, sentence, style="bold")

@@ -162,6 +162,18 @@ def test_what_no_file_shows_is_not_measured(capsys: Capture, tmp_path: Path) -> 
     assert verdict.endswith(f"as long as {alone}'s; not both exchanges were measured.")
 
 
+def test_notes_of_many_ranks_are_a_screen(capsys: Capture, tmp_path: Path) -> None:
+    gemm = Kernel(7, 0, 100, 0, name="void cutlass::Kernel2<int>(int)")
+    for rank in range(16):
+        place = {"distributedInfo": {"rank": rank, "world_size": 16}}
+        write_chrome(tmp_path / f"{rank}.json", Events([], [gemm]), top=place)
+    result = report(capsys, tmp_path)
+    before = result.out.split("Milliseconds of a step")[0].splitlines()
+    assert len(before) < 30
+    assert "rank 15: no ranges of steps: the whole file is taken for one step" in before
+    assert len(report.content(capsys, tmp_path)["notes"]) == 64
+
+
 def test_seconds_have_no_decimals(capsys: Capture, tmp_path: Path) -> None:
     runs = []
     for name, waits in (("first", 1.0), ("second", 8.0)):
