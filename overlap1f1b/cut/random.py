@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -32,6 +32,14 @@ class Draws:
         if draws:
             return stream
         return self._watched(key, stream) if always or draws is None else _NO_CONTEXT
+
+    def knows(self, block: int) -> bool:
+        """Return whether a block has shown, in its training mode, if it draws."""
+        return (block, self._blocks[block].training) in self._draws
+
+    def through(self, blocks: Iterable[int], stream: AbstractContextManager[None]) -> AbstractContextManager[None]:
+        """Return the context of known blocks that run one after another."""
+        return stream if any(self._draws[block, self._blocks[block].training] for block in blocks) else _NO_CONTEXT
 
     @contextmanager
     def _watched(self, key: tuple[int, bool], stream: AbstractContextManager[None]) -> Iterator[None]:

@@ -123,6 +123,10 @@ class Stage:
         self.tied: dict[nn.Parameter, int] = {}
         """Parameters that several blocks share, with the first of these blocks."""
         self._find_parameters()
+        self.sharing = frozenset(
+            index for index, own in enumerate(self.dense_parameters) if not self.tied.keys().isdisjoint(own)
+        )
+        """Blocks that share parameters with others."""
         self.linears = [
             [m for m in block.modules() if splits(m) and m.weight not in self.tied and m not in options_of(block).whole]
             for block in self.blocks

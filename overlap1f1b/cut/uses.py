@@ -37,6 +37,11 @@ class ParameterUses:
         self._shown.add("outside")
 
     @property
+    def plain(self) -> bool:
+        """Whether a call of the block in one graph is what a plain loop does."""
+        return self._shown == {"forward"}
+
+    @property
     def watched(self) -> bool:
         """Whether the first segment has to be watched."""
         return self.shares or self._shown != {"forward"} or bool(self._entering)

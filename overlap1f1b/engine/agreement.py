@@ -151,6 +151,7 @@ class CallSizes(Observer):
     """Compares the sizes of each call of experts before its first exchange: they must be equal on all ranks."""
 
     rehearses = True
+    by_node = False  # the first forward of each block shows them
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -268,7 +268,9 @@ class Engine:
         assert plan is not None
         every = (*self.observers, *observers) if grad else tuple(one for one in self.observers if one.rehearses)
         links = self.connection.links
-        step = Step(plan, make_feed, self.stages, links, grad=grad, loss_scale=loss_scale, observers=every)
+        by_node = self.options.memory is not None or (coming is not None and coming.purpose.looks)
+        options: dict[str, Any] = {"grad": grad, "loss_scale": loss_scale, "by_node": by_node}
+        step = Step(plan, make_feed, self.stages, links, **options, observers=every)
         call: Call = "step" if grad else "evaluate"
         facts, place = self._facts(step), "before the first node of its plan"
         draws = max(_DRAWS[stage.draws.any] for stage in self.stages.values())

@@ -33,6 +33,11 @@ class Purpose(StrEnum):
     SETTLED = "settled"
     """Nothing is left to learn: the plan stays."""
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at every node."""
+        return self not in (Purpose.TRY, Purpose.SETTLED)
+
 
 class Coming(NamedTuple):
     """A coming step: what it is for, in which setting, and its plan.

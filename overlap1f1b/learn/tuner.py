@@ -117,6 +117,8 @@ class Tuner:
         self.steps = 0
         self.standing: tuple[str, ...] = ()
         self.verified: dict[str, tuple[int, bool, int]] = {}
+        self._loops: set[str] = set()  # plans that are a plain loop themselves, by their fingerprints
+        self._untimed = 0  # nodes of the last step that had no times of their own
         self.predicted: dict[int, float] = {}
         self.counted = Counted()
         if options.memory == "auto" and not self._on_gpu:
@@ -293,6 +295,7 @@ class Tuner:
         """Name of the plan of the next step, and the times by which it was chosen, or the steps to come."""
         purpose, plan = self.coming.purpose, self.plan
         name = f"{plan.program.name} {plan.order}"
+        name += f", {self._untimed} nodes in calls of several, without times of their own" if self._untimed else ""
         if self.tried:
             return f"{name} (measured step: {', '.join(map(str, self.tried))})"
         if purpose is Purpose.TRY:
@@ -339,7 +342,9 @@ class Tuner:
         Steps that measure nodes are not, nor is the loop itself. A plan for another number of microbatches than the
         first is compared if more of them are open at once than before.
         """
-        if not self.options.verify or self._measures or plan.fingerprint in self.verified:
+        if not self.options.verify or self._measures:
+            return None
+        if plan.fingerprint in self.verified or plan.fingerprint in self._loops:
             return None
         count, forwards, most = _described(plan)
         known = [(c, m) for c, f, m in self.verified.values() if f == forwards]
@@ -348,6 +353,7 @@ class Tuner:
         alone = one_by_one(count, plan.program.placement)
         loop = self._serial(forwards_of(alone) if forwards else alone, plan)
         if loop.fingerprint == plan.fingerprint:
+            self._loops.add(plan.fingerprint)
             return None
         # Over several pipeline ranks a plain loop takes as many times longer: once is enough.
         return self._serial(plan.program, plan) if plan.program.placement.ranks > 1 and self.verified else loop
@@ -399,7 +405,7 @@ class Tuner:
             found: Exchanges that blocks make by themselves, of a step that shows them.
         """
         self.peers.end()
-        self.steps += 1
+        self.steps, self._untimed = self.steps + 1, result.times.untimed
         plan, steps = step.plan, self._steps
         assert plan is not None
         if plan.peak_bytes:

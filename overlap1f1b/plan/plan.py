@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Literal, cast
 
 from overlap1f1b.plan.node import Node, Op, Resource, StageShape
+from overlap1f1b.plan.turn import Plain, Turn, turns_of
 from overlap1f1b.schedule import Action, Kind, Program
+
+MOST_TURNS = 8
+"""How many lists of turns a plan keeps: one for each state of what is known of the blocks."""
 
 Overlap = Literal["serial", "pairs"] | int
 """Degree of interleaving: none, inside a program's pairs, or k consecutive actions at a time."""
@@ -55,6 +59,19 @@ class Plan:
         """Hash of the order of nodes: ranks with different fingerprints would wait for each other forever."""
         lines = (" ".join(map(str, nodes)) for nodes in self.ranks)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def turns(self, rank: int, plain: Mapping[int, Plain]) -> Sequence[Turn]:
+        """Return what a rank plays in turn, made once; ``plain`` has the blocks of each stage that may be one call."""
+        key = rank, tuple(plain.items())
+        if key not in self._turns:
+            if len(self._turns) >= MOST_TURNS:
+                self._turns.clear()
+            self._turns[key] = turns_of(self.ranks[rank], plain)
+        return self._turns[key]
+
+    @cached_property
+    def _turns(self) -> dict[Hashable, Sequence[Turn]]:
+        return {}
 
     def without_reductions(self) -> Plan:
         """Return the same order without reductions over ranks."""

@@ -34,6 +34,7 @@ from overlap1f1b.cut.edges import edge_of, is_walked_often, nodes_behind
 from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.moe.route import Route
 from overlap1f1b.plan import Op, Place
+from overlap1f1b.plan.turn import Stretch
 from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
@@ -55,15 +56,16 @@ Reached = list[ExchangeCall] | Tensors
 
 
 class BlockRun:
-    """The nodes of one block for one microbatch, in the order of the plan's chains.
+    """The nodes of one block for one microbatch, in the order of the plan's chains; or a stretch that begins with it.
 
     :meth:`run_forward` and :meth:`run_backward` are the compute nodes; ``received`` are the rows of the exchange
     before. Which node is which method: ``compute`` in ``play/player.py``. Exchange nodes start in
     :mod:`overlap1f1b.play.posting`.
     """
 
-    def __init__(self, microbatch: Passage, block: int) -> None:
-        self.microbatch, self.block = microbatch, block
+    def __init__(self, microbatch: Passage, block: int, stretch: Stretch | None = None) -> None:
+        self.microbatch, self.block, self.stretch = microbatch, block, stretch
+        self.last = block if stretch is None else stretch.last
         self.installed: Installation = microbatch.installed
         self.shape = self.installed.cut.shape[block]
         self.uses = self.installed.uses[block]
@@ -72,6 +74,8 @@ class BlockRun:
         self.own: OwnExchanges = self.installed.own[block] if microbatch.grad else OwnExchanges()
         """Exchanges that the block makes by itself, where it is cut."""
         self.queue = WeightQueue()
+        self.deferred: dict[int, WeightQueue] = {}
+        """Of the blocks of a stretch that leave weight gradients to turns of their own."""
         self.forward: Forward | None = None
         """The block's forward on a stack of its own; None if nothing suspends it, and after its end."""
         self.mode: CrossingMode | None = None
@@ -114,7 +118,7 @@ class BlockRun:
         if isinstance(reached, list):
             self._reach(reached)
             return
-        if len(self.sent) < self.installed.cut.exchanges[self.block]:
+        if self.stretch is None and len(self.sent) < self.installed.cut.exchanges[self.block]:
             raise ValueError(self._wrong_number(f"{len(self.sent)}"))
         self.forward = None
         self._pass_on(reached)
@@ -125,6 +129,8 @@ class BlockRun:
         grad, stage = microbatch.grad, installed.stage
         segment = self._open()
         given = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
+        if self.stretch is not None:
+            return self._run_through(self.stretch, given)
         lookout = self._lookout() if grad and installed.observers.lookouts else None
         suspends = lookout is not None or installed.cut.exchanges[self.block] > 0 or (grad and shape.drops(shape.own))
         mode = grad and (lookout is not None or bool(self.own.every) or self.uses.watched)
@@ -142,6 +148,18 @@ class BlockRun:
                     return call(*given)
                 with self.mode:
                     return call(*given)
+
+    def _run_through(self, stretch: Stretch, given: Sequence[Tensor]) -> Tensors:
+        """Run the blocks of a stretch one after another, in one graph."""
+        microbatch, installed = self.microbatch, self.installed
+        blocks, passed = range(self.block, self.last + 1), tuple(given)
+        with installed.stage.draws.through(blocks, microbatch.random), torch.set_grad_enabled(microbatch.grad):
+            for block in blocks:
+                installed.queue = None
+                if block in stretch.deferred:
+                    installed.queue = self.deferred[block] = WeightQueue()
+                passed = call_block(microbatch, block, *passed)
+        return passed
 
     def _lookout(self) -> Lookout | None:
         at = self.installed.stage, self.block, self.microbatch.index
@@ -311,13 +329,15 @@ class BlockRun:
     def _pass_on(self, outs: Tensors) -> None:
         """Hand the outputs, detached, to the next block or to the end of the stage; keep their graph."""
         microbatch, stage = self.microbatch, self.installed.stage
-        is_last = self.block == len(stage.blocks) - 1
-        stage.draws.forwarded(self.block)
+        is_last, stretch = self.last == len(stage.blocks) - 1, self.stretch
+        if stretch is None:
+            stage.draws.forwarded(self.block)
         requires_grad = tuple(map(_REQUIRES_GRAD, outs))
         if microbatch.grad and not is_last and any(self.segments[0].received) and not any(requires_grad):
             raise ValueError(_without_gradient(self.name))
         if microbatch.grad:
-            self.outs = [Root.at(self.entered(out)) for out in outs]  # their graph, for the backward
+            # Their graph, for the backward.
+            self.outs = [Root.at(out if stretch is not None else self.entered(out)) for out in outs]
             if self.recomputation is not None:
                 self.recomputation.end()
             self._close(self.segments[-1])
@@ -374,8 +394,9 @@ class BlockRun:
 
     @property
     def _self_or_loss(self) -> str:
-        last = self.block == len(self.installed.stage.blocks) - 1
-        return f"{self.name}{' or the loss' if last else ''}"
+        names = self.installed.stage.names
+        through = f" to {names[self.last]}" if self.last > self.block else ""
+        return f"{self.name}{through}{' or the loss' if self.last == len(names) - 1 else ''}"
 
     @property
     def _changed_in_place(self) -> str:
@@ -454,7 +475,7 @@ class BlockRun:
     def _begin_backward(self) -> None:
         grads = self.microbatch.take_gradients()
         outs, self.outs = self.outs, []
-        name = self.installed.stage.names[self.block]
+        name = self.installed.stage.names[self.last]
         for out, grad in zip(outs, grads, strict=True):
             if out is not None and grad is not None:
                 self.segments[-1].add_root(out.edge, out.checked(grad, name))
@@ -503,7 +524,9 @@ class BlockRun:
 
     def _finish_backward(self, first: Segment) -> None:
         shape = self.shape
-        if shape.split:
+        if self.stretch is not None:
+            self.microbatch.queues |= {(Op.DENSE, block, 0): queue for block, queue in self.deferred.items()}
+        elif shape.split:
             self.microbatch.queues[shape.own, self.block, 0] = self.queue
         else:
             accumulate(self.queue.compute())
@@ -536,11 +559,13 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
     """Return the outputs of a block's own forward, or the loss after the last block."""
     stage = microbatch.installed.stage
     module, name = stage.blocks[block], stage.names[block]
-    given, values = {}, list[Tensor | None](x)
-    if isinstance(module, MicrobatchBlock):
-        given, values = {"microbatch": microbatch}, [None if is_absent(t) else t for t in x]
+    given, values = dict[str, Any](), x
     try:
-        returned = module(*values, **given)
+        if isinstance(module, MicrobatchBlock):
+            given, values = {"microbatch": microbatch}, tuple([None if is_absent(t) else t for t in x])
+            returned = module(*values, **given)
+        else:
+            returned = module(*x)
     except RuntimeError as error:
         if OUTSIDE not in str(error):
             raise

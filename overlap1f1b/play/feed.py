@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.cut.stage import Stage
+from overlap1f1b.plan.turn import MicrobatchKey
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
@@ -213,10 +214,6 @@ def _shares(
 
 
 _GIVEN = frozenset(("inputs", "target", "loss_fn", "loss_grad", "return_outputs"))
-
-
-MicrobatchKey = tuple[int, int]
-"""Numbers of stage and microbatch."""
 
 
 class Microbatches(dict[MicrobatchKey, Microbatch]):

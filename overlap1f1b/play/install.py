@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from operator import itemgetter
 
@@ -12,20 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap1f1b.cut.blocks import options_of
 from overlap1f1b.cut.edges import next_sequence_number
 from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.cut.uses import ParameterUses
-from overlap1f1b.cut.weights import split_grouped_mm, split_linear
-from overlap1f1b.kernels.grouped_mm import EightBits, has_own_products
+from overlap1f1b.cut.weights import Put, split_grouped_mm, split_linear
+from overlap1f1b.kernels.grouped_mm import EightBits, GroupedMM, has_own_products
 from overlap1f1b.moe.experts import Experts, GroupedProduct
 from overlap1f1b.plan import StageShape
+from overlap1f1b.plan.turn import Plain
 from overlap1f1b.play.crossing import functions_cross
 from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.play.observers import Observers
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.exchange import Exchange
+from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
 
@@ -50,7 +52,7 @@ class Installation:
         began: Sequence number below those of all autograd nodes of the step, and above earlier ones.
         made: First and last sequence number, which is excluded, of each segment, and its microbatch.
         stacks: Stacks without a forward: all nodes run from the same depth of C calls.
-        queue: Where forwards that run now leave their weight gradients.
+        queue: Where forwards that run now leave their weight gradients; None if these stay in the backward.
         anchor: A leaf that requires a gradient, and gets none.
     """
 
@@ -77,21 +79,23 @@ class Installation:
         self.began = next_sequence_number()
         self.made: list[tuple[int, int, int]] = []
         self.stacks: list[Stack] = []
-        self.queue = WeightQueue()
+        self.queue: WeightQueue | None = WeightQueue()
         self.anchor = torch.empty(0, requires_grad=True)
 
     @contextmanager
-    def on_modules(self, aux_scale: float | None = 1.0) -> Iterator[None]:
+    def on_modules(self, aux_scale: float | None = 1.0, *, divided: bool = True) -> Iterator[None]:
         """Replace the forwards of linear layers and the products of experts, which split their weight gradients off.
 
         Only attributes of module instances change, and all of them change back at the end.
 
         Args:
             aux_scale: Scale of auxiliary losses; None leaves the scale of each module as it is.
+            divided: Whether a graph is divided, or a weight gradient computed apart; else products stay as they are.
         """
         for uses in self.uses:
             uses.settle()
-        with replaced(self._replacements(aux_scale)), functions_cross():
+        crossing = functions_cross() if divided else nullcontext()
+        with replaced(self._replacements(aux_scale, divided=divided)), crossing:
             try:
                 yield
             finally:
@@ -109,19 +113,48 @@ class Installation:
         at = bisect_right(self.made, number, key=itemgetter(0)) - 1
         return self.made[at][2] if at >= 0 and number < self.made[at][1] else None
 
-    def _replacements(self, aux_scale: float | None) -> Iterator[Replacement]:
+    @property
+    def plain(self) -> Plain:
+        """The blocks that may be called as a plain loop calls them, by what their forwards have shown."""
+        stage, at_once = self.stage, isinstance(self.exchange, LocalExchange)
+        blocks = frozenset(
+            block
+            for block, (shape, uses) in enumerate(zip(self.cut.shape, self.uses, strict=True))
+            if uses.plain and stage.draws.knows(block)
+            if shape.recompute == "none" and not shape.gathered and not shape.exchanges
+            if not shape.expert_calls or (at_once and self._plain_experts(block))
+            if not options_of(stage.blocks[block]).apart and not options_of(stage.blocks[block]).delays
+        )
+        experts = frozenset(block for block in blocks if self.cut.shape[block].expert_calls)
+        return Plain(blocks, experts, stage.sharing)
+
+    def _plain_experts(self, block: int) -> bool:
+        """Return whether plain autograd adds the gradients of a block's experts where the engine would."""
+        stage = self.stage
+        if self._capacity is not None or options_of(stage.blocks[block]).state is not None:
+            return False
+        return not any(hasattr(p, "main_grad") for experts in stage.experts_of(block) for p in experts.parameters())
+
+    def _replacements(self, aux_scale: float | None, *, divided: bool) -> Iterator[Replacement]:
         stage = self.stage
         parts = next((shape.parts for shape in self.cut.shape if shape.expert_calls), 1)
         for experts in stage.expert_parameters:
             attributes = vars(experts)
-            yield attributes, "forward", uncompiled(experts.forward)
             yield attributes, "capacity", self._capacity
             yield attributes, "parts", parts
-            yield attributes, "product", uncompiled(self._split_product(experts))
-        for linear in (m for linears in stage.linears for m in linears):
+            if divided:
+                yield attributes, "forward", uncompiled(experts.forward)
+            if divided or experts.precision is not None:
+                yield attributes, "product", uncompiled(self._split_product(experts))
+        for linear in (m for linears in stage.linears for m in linears) if divided else ():
             yield vars(linear), "forward", uncompiled(self._split_forward(linear))
         for carrier in (m for carriers in stage.carriers for m in carriers) if aux_scale is not None else ():
             yield vars(carrier), "aux_scale", aux_scale
+
+    @property
+    def _put(self) -> Put:
+        assert self.queue is not None
+        return self.queue.put
 
     def _split_forward(self, linear: nn.Linear) -> Callable[[Tensor], Tensor]:
         """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
@@ -131,9 +164,10 @@ class Installation:
             # It was frozen since, or has a class with products of its own. Or torch.func has put a tensor in its place,
             # or transforms a call and knows no Function.
             plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad or has_own_products(weight)
-            if plain or (bias is not None and has_own_products(bias)) or torch._C._are_functorch_transforms_active():
+            plain = plain or self.queue is None or (bias is not None and has_own_products(bias))
+            if plain or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
-            return split_linear(input, (weight,), bias, self.queue.put, self.anchor)
+            return split_linear(input, (weight,), bias, self._put, self.anchor)
 
         return forward
 
@@ -144,9 +178,12 @@ class Installation:
         eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-            if has_own_products(weight):
+            if has_own_products(weight) or (self.queue is None and eight is None):
                 return plain(rows, weight, counts)
+            if self.queue is None:
+                multiplied: Tensor = GroupedMM.apply(rows, weight, counts, eight)
+                return multiplied
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.queue.put, kernels, anchor, eight)
+            return split_grouped_mm(rows, (weight,), counts, self._put, kernels, anchor, eight)
 
         return product

@@ -57,11 +57,13 @@ class Observer:
         acts: Whether a step leaves something else with it than without, such as sums of gradients over ranks. A step
             that is compared with a plain loop is then compared without it, and played once more.
         rehearses: Whether it also looks on where a step is played only to be compared.
+        by_node: Whether it must be told of every node, and not of the first alone of those that are one call.
     """
 
     keeps_order = False
     acts = False
     rehearses = False
+    by_node = True
 
     def begin(self, times: Times) -> None:
         """Prepare for a step; ``times`` has its nodes, and is filled while they are played."""
@@ -98,8 +100,13 @@ class Observers:
         self.lookouts = self._overriding("lookout")
 
     def _overriding(self, name: str) -> Sequence[Callable[..., Any]]:
-        plain = getattr(Observer, name)
-        return [getattr(one, name) for one in self.every if getattr(type(one), name) is not plain]
+        return [getattr(one, name) for one in self.every if _overrides(one, name)]
+
+    @property
+    def by_node(self) -> bool:
+        """Whether any of them asks for every node."""
+        told = "before", "ready", "after", "routed", "lookout"
+        return any(one.by_node and any(_overrides(one, name) for name in told) for one in self.every)
 
     @property
     def keep_order(self) -> bool:
@@ -115,6 +122,10 @@ class Observers:
         """Tell all of them that the step has ended."""
         for one in reversed(self.every):
             one.end(failed=failed)
+
+
+def _overrides(one: Observer, name: str) -> bool:
+    return getattr(type(one), name) is not getattr(Observer, name)
 
 
 class Contexts(Observer):
@@ -142,6 +153,8 @@ class Contexts(Observer):
 
 class WithoutAutocast(Contexts):
     """Autocast around a step is for its forwards alone: a backward has the dtypes of its forward already."""
+
+    by_node = False
 
     def __init__(self, kinds: Sequence[str]) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
+from overlap1f1b.plan.turn import turns_of
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch, check_gradients_possible
 from overlap1f1b.play.observers import Observers, WithoutAutocast
@@ -132,6 +133,6 @@ def _play(
                     microbatch.install(installed)
         microbatches = {(stages.index(one.stage), number): one for number, one in members.items()}
         try:
-            Player(links, Times(nodes, watch), observers).play(microbatches)
+            Player(links, Times(nodes, watch), observers).play(turns_of(nodes), microbatches)
         finally:
             observers.end(failed=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from inspect import signature
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from overlap1f1b.cut.stage import Stage
-from overlap1f1b.plan import Node, Op, Place, awaited_by
+from overlap1f1b.plan import Node, Op, Place
 from overlap1f1b.play.gradients import Gradients, WeightQueue
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.random import RandomStream
@@ -96,14 +96,6 @@ class Transfers:
         self.receives: dict[Kind, Flight[Tensors]] = {}
         self.announced: dict[Node, Transfer[Tensor] | None] = {}
         self.beside: dict[Kind, Passage] = {}
-
-    def coming(self, node: Node) -> dict[Place, Flight[Any]]:
-        """Return, and take out, the exchanges that a compute node waits for: that of its part, or all."""
-        flying = self.exchanges[node.kind]
-        if node.op is Op.EXPERTS and (place := awaited_by(node)) in flying:
-            return {place: flying.pop(place)}
-        self.exchanges[node.kind] = {}
-        return flying
 
 
 class Passage:
@@ -273,7 +265,8 @@ class Passage:
 
     def finish(self) -> None:
         """Release all but what the last block has returned and the gradients of the inputs."""
-        self.phase, self.given = Phase.FINISHED, replace(self.given, target=(), loss_fn=None)
+        given, self.phase = self.given, Phase.FINISHED
+        self.given = Given(loss_grad=given.loss_grad, return_outputs=given.return_outputs)
         del self.queues, self.transfers, self.random, self.tied, self.memo
 
 

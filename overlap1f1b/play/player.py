@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from overlap1f1b.plan import OF_PARAMETERS, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource
+from overlap1f1b.plan import Node, Op, Place
+from overlap1f1b.plan.turn import MicrobatchKey, Turn, Way
 from overlap1f1b.play import posting
 from overlap1f1b.play.block import BlockRun
-from overlap1f1b.play.feed import MicrobatchKey
 from overlap1f1b.play.gradients import accumulate
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.observers import Observers
@@ -21,6 +22,8 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport.failures import LostRankError
 from overlap1f1b.transport.lanes import Flight
 from overlap1f1b.transport.limits import DRAIN_S
+
+_NOTHING: Mapping[Place, Any] = MappingProxyType({})
 
 
 class Alive:
@@ -72,13 +75,15 @@ class Player:
         self.observers = observers or Observers()
         self.alive = Alive()
         self._microbatches: Mapping[MicrobatchKey, Microbatch] = {}
-        self._position: int | None = None  # of the current node in the list
+        self._turns: Sequence[Turn] = ()
+        self._looked_at = bool(self.observers.ready) or links.gathers is not None
+        self._position: int | None = None  # of the current turn in the list
         self._sends: deque[Flight[None]] = deque()
         self._late: deque[int] = deque()  # positions of weight gradients that may be played before their turn
         self._early: set[int] = set()  # of those that were
 
     @property
-    def _each(self) -> Callable[[Node], None]:
+    def _each(self) -> Callable[[Turn], None]:
         looked_at = self.observers.before or self.observers.after or self.times.watch is not None
         return self._tell if looked_at else self._play
 
@@ -86,26 +91,29 @@ class Player:
     def place(self) -> str | None:
         """The current node, or the last; None before the first."""
         at = self._position
-        return None if at is None else f"at {self.times.nodes[at]}, position {at} of its plan"
+        if at is None:
+            return None
+        node = self._turns[at].node
+        return f"at {node}, position {self.times.nodes.index(node)} of its plan"
 
-    def play(self, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
-        """Play all nodes, then wait for the sends that nobody here waited for.
+    def play(self, turns: Sequence[Turn], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+        """Play all turns, then wait for the sends that nobody here waited for.
 
         ``microbatches`` are given by the numbers of stage and microbatch.
 
         After an error every suspended forward is unwound, and the exchanges in flight get a second to end.
         """
-        nodes, failures, self._microbatches = self.times.nodes, self.links.failures, microbatches
+        failures, self._turns, self._microbatches = self.links.failures, turns, microbatches
+        self.times.untimed = len(self.times.nodes) - len(turns)
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
-            weights = (at for at, node in enumerate(nodes) if node.kind is Kind.W and node.resource is Resource.COMPUTE)
-            self._late.extend(weights)
-        each = self._each
+            self._late.extend(at for at, turn in enumerate(turns) if turn.way is Way.WEIGHTS)
+        each, early = self._each, self._early
         try:
-            for self._position, node in enumerate(nodes):
+            for self._position, turn in enumerate(turns):
                 if failures.lost is not None:  # transfers bring nothing any more
                     raise LostRankError(failures.lost)
-                if self._position not in self._early:
-                    each(node)
+                if self._position not in early:
+                    each(turn)
             while self._sends:
                 self._sends.popleft().wait()
         except BaseException:
@@ -120,37 +128,45 @@ class Player:
         for flight in self.times.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
 
-    def _tell(self, node: Node) -> None:
-        """Play a node while somebody looks on, or a device computes behind the thread."""
+    def _tell(self, turn: Turn) -> None:
+        """Play a turn while somebody looks on, or a device computes behind the thread."""
         times, observers = self.times, self.observers
         for tell in observers.before:
-            tell(node)
+            tell(turn.node)
         if times.watch is not None:
             times.since = time.perf_counter()
-        self._play(node)
+        self._play(turn)
         if times.watch is not None:
-            times.launched(node)
+            times.launched(turn.node)
         for tell in observers.after:
-            tell(node)
+            tell(turn.node)
 
-    def _play(self, node: Node) -> None:
-        """Start a transfer; or compute, behind the transfers that bring the node's input."""
-        if RESOURCE_OF[node.op] is not Resource.COMPUTE:
+    def _play(self, turn: Turn) -> None:
+        """Compute, or start a transfer."""
+        if self._looked_at and turn.way > Way.RECOMPUTE:
             for tell in self.observers.ready:
-                tell(node, {})
-            self._start_transfer(node)
-            return
-        microbatch, times = self._microbatches[node.stage, node.microbatch], self.times
+                tell(turn.node, {})
+        _WAYS[turn.way](self, turn)
+
+    def _compute(self, turn: Turn) -> None:
+        """Compute, behind the transfers that bring the turn's input."""
+        node, microbatch, times = turn.node, self._microbatches[turn.key], self.times
         if node.kind is Kind.F:
             self.alive.begin(microbatch)
         # 1. Wait for the exchange or transfer before it, perhaps with other weight gradients.
-        received: dict[Place, Any] = {}
-        if node.op not in RECOMPUTES and node.kind is not Kind.W:
-            coming, receiving = microbatch.transfers.coming(node), microbatch.transfers.receives.get(node.kind)
-            if coming or receiving is not None:
-                if self._late:
-                    self._fill((*coming.values(), *(() if receiving is None else (receiving,))))
-                received = microbatch.await_input(node.kind, coming)
+        received: Mapping[Place, Any] = self._await(turn, microbatch) if turn.awaits or turn.receives else _NOTHING
+        if self._looked_at:
+            self._tell_ready(node, received)
+        # 2. Compute.
+        begun = times.stamp()
+        compute(turn, microbatch, received)
+        times.computed(node, begun)
+        # 3. Release a microbatch that has ended.
+        if microbatch.phase is Phase.WEIGHTS:
+            self.alive.end(microbatch)
+
+    def _tell_ready(self, node: Node, received: Mapping[Place, Any]) -> None:
+        """Take the parameters of a compute node that is about to run, and tell of both."""
         gathers = self.links.gathers
         if gathers is not None and (gather := gathers.coming(node)) is not None:
             self._fill((gather,))
@@ -159,88 +175,93 @@ class Player:
                 tell(gather.node)
         for tell in self.observers.ready:
             tell(node, received)
-        # 2. Compute.
-        begun = times.stamp()
-        compute(node, microbatch, received)
-        times.computed(node, begun)
-        # 3. Release a microbatch that has ended.
-        if microbatch.phase is Phase.WEIGHTS:
-            self.alive.end(microbatch)
+
+    def _await(self, turn: Turn, microbatch: Microbatch) -> dict[Place, Any]:
+        """Wait for what a turn needs from other ranks; return what its exchanges bring."""
+        kind, transfers = turn.node.kind, microbatch.transfers
+        flying = transfers.exchanges[kind]
+        coming = {place: flying.pop(place) for place in turn.awaits}
+        if self._late:
+            self._fill((*coming.values(), *((transfers.receives[kind],) if turn.receives else ())))
+        return microbatch.await_input(kind, coming)
 
     def _fill(self, flights: Iterable[Flight[Any]]) -> None:
         """Play weight gradients early, in plan order, until the flights have arrived or none is ready."""
-        now, late, nodes = self._position, self._late, self.times.nodes
+        now, late = self._position, self._late
         assert now is not None
         for flight in flights:
             while late and not flight.arrived:
                 if late[0] > now:
-                    node = nodes[late[0]]
-                    microbatch = self._microbatches.get((node.stage, node.microbatch))
+                    turn = self._turns[late[0]]
+                    microbatch, node = self._microbatches.get(turn.key), turn.node
                     if microbatch is None or (node.op, node.block, node.call) not in microbatch.queues:
                         return
                     self._position = late[0]
                     self._early.add(self._position)
-                    self._each(node)
+                    self._each(turn)
                     self._position = now
                 late.popleft()
 
-    def _start_transfer(self, node: Node) -> None:
-        """Start a reduction, a gather, a transfer between stages, or an exchange; release what was gathered."""
-        links, flights = self.links, self.times.flights
+    def _start_for_parameters(self, turn: Turn) -> None:
+        """Start a reduction or a gather, or release what was gathered."""
+        links, node, flights = self.links, turn.node, self.times.flights
         if node.op is Op.REDUCE:
             for reduction in links.reductions:
                 flights += reduction.launch(node)
-        elif node.op in OF_PARAMETERS:
+        else:
             assert links.gathers is not None
             if node.op is Op.GATHER:
                 flights.append(links.gathers.launch(node))
             else:
                 links.gathers.release(node)
-        elif RESOURCE_OF[node.op] is Resource.PEER:
-            flights.append(self._send_or_receive(node))
-        else:
-            flights.append(self._launch_exchange(node))
 
-    def _send_or_receive(self, node: Node) -> Flight[Any]:
+    def _send_or_receive(self, turn: Turn) -> None:
         """Start a send to a neighbouring stage, or take the receive from one (on a device: start it)."""
-        boundary = self.links.boundary
+        boundary, node = self.links.boundary, turn.node
         assert boundary is not None
-        microbatch = self._microbatches[node.stage, node.microbatch]
+        microbatch = self._microbatches[turn.key]
         if node.op is Op.RECEIVE:
             receiving = microbatch.transfers.receives[node.kind] = boundary.receive(node)
-            return receiving
+            self.times.flights.append(receiving)
+            return
         while self._sends and self._sends[0].arrived:  # an earlier one's buffers are free
             self._sends.popleft().wait()
         send = boundary.send(node, *microbatch.take_passed(node.kind))
         self._sends.append(send)
-        return send
+        self.times.flights.append(send)
 
-    def _launch_exchange(self, node: Node) -> Flight[Any]:
-        microbatch = self._microbatches[node.stage, node.microbatch]
-        flying, times = microbatch.transfers.exchanges[node.kind], self.times
+    def _launch_exchange(self, turn: Turn) -> None:
+        node, microbatch, times = turn.node, self._microbatches[turn.key], self.times
+        flying = microbatch.transfers.exchanges[node.kind]
         counts = flying.get((Op.COUNTS, node.call, node.part)) if node.op is Op.DISPATCH else None
         if times.watch is not None:
             times.since = time.perf_counter()
-        lane_op, post = posting.post(node, microbatch)
-        flight = flying[node.place] = self.links.lanes[lane_op, node.kind].launch(node, post)
+        lane_op, post = posting.post(turn, microbatch)
+        flight = flying[turn.place] = self.links.lanes[lane_op, node.kind].launch(node, post)
+        times.flights.append(flight)
         if counts is not None:
             times.since = max(times.since, counts.read)
-        return flight
 
 
-def compute(node: Node, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
-    """Carry out a compute node; ``received`` are the rows that the exchanges before it brought, if there are any."""
-    if node.kind is Kind.W:
+_WAYS = (*[Player._compute] * 3, Player._launch_exchange, Player._send_or_receive, Player._start_for_parameters)
+"""What plays a turn, by its :class:`~overlap1f1b.plan.turn.Way`; not of a player, which would refer to itself."""
+
+
+def compute(turn: Turn, microbatch: Microbatch, received: Mapping[Place, Any]) -> None:
+    """Carry out a compute turn; ``received`` are the rows that the exchanges before it brought, if there are any."""
+    node, stretch = turn.node, turn.stretch
+    if turn.way is Way.WEIGHTS:
         accumulate(microbatch.queues.pop((node.op, node.block, node.call)).compute())
         return
-    run = microbatch.runs.get(node.block)
+    block = node.block if stretch is None else stretch.first
+    run = microbatch.runs.get(block)
     if run is None:
-        run = microbatch.runs[node.block] = BlockRun(microbatch, node.block)
-    if node.op in RECOMPUTES:
+        run = microbatch.runs[block] = BlockRun(microbatch, block, stretch)
+    if turn.way is Way.RECOMPUTE:
         run.recompute(node.op)
     elif node.kind is Kind.F:
         run.run_forward(received)
     else:
         run.run_backward(received)
     if run.ended:
-        del microbatch.runs[node.block]
+        del microbatch.runs[block]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from overlap1f1b.plan import Node, Op
+from overlap1f1b.plan.turn import Turn
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.segment import Sent
@@ -21,19 +22,21 @@ Announcement = tuple[Node, Callable[[], Transfer[Tensor] | None]]
 """An exchange that follows, and what posts its receive."""
 
 
-def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
-    """Return the sub-op whose lane carries the exchange of a node, and the function that starts it.
+def post(turn: Turn, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
+    """Return the sub-op whose lane carries the exchange of a turn, and the function that starts it.
 
     A thread of the lane may call it. All exchanges by a library use the lane of COMBINE, so that they have one order.
     """
+    node, tag = turn.node, turn.tag
     run = microbatch.runs[node.block]
-    stage, op, kind = microbatch.installed.stage, node.op, node.kind
-    if node.microbatch != microbatch.index or node.stage != stage.number:  # tags outlive a step's plan
-        node = node._replace(microbatch=microbatch.index, stage=stage.number)
+    number, op, kind = microbatch.installed.stage.number, node.op, node.kind
+    if node.microbatch != microbatch.index or node.stage != number:  # tags outlive a step's plan
+        node = node._replace(microbatch=microbatch.index, stage=number)
+        tag = node.tag
     if op is Op.COUNTS:
-        return op, _post_counts(run, node)
+        return op, _post_counts(run, node, tag)
     exchange = microbatch.installed.exchange
-    sent = run.sent[node.place] if kind is Kind.F else run.sent.pop(node.place)
+    sent = run.sent[turn.place] if kind is Kind.F else run.sent.pop(turn.place)
     rows, sent.rows = sent.rows, None
     if sent.library is not None:
         return Op.COMBINE, partial(sent.library.forward if kind is Kind.F else sent.library.backward, rows)
@@ -57,7 +60,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
         # When the sizes are known compute has been given other work, for which the rows need not wait.
         ready = splits.ready if op is Op.DISPATCH and kind is Kind.F and splits.counts_first else None
         sizes = splits.sizes(back=back)
-        transfer = exchange.rows(cut(box.pop(), sizes[0]), *sizes, node.tag, expected, ready)
+        transfer = exchange.rows(cut(box.pop(), sizes[0]), *sizes, tag, expected, ready)
         if announce is not None:
             microbatch.transfers.announced[announce[0]] = announce[1]()
         return transfer
@@ -65,7 +68,7 @@ def post(node: Node, microbatch: Microbatch) -> tuple[Op, Post[Any]]:
     return op, start
 
 
-def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
+def _post_counts(run: BlockRun, node: Node, tag: int) -> Post[Tensor]:
     microbatch, exchange = run.microbatch, run.installed.exchange
     splits = run.sent[Op.DISPATCH, node.call, node.part].call.splits
 
@@ -73,7 +76,7 @@ def _post_counts(run: BlockRun, node: Node) -> Post[Tensor]:
         told = splits.told
         assert told is not None
         expected = microbatch.transfers.announced.pop(node, None)
-        sizes = exchange.counts(told, node.tag, expected, splits.counts_first)
+        sizes = exchange.counts(told, tag, expected, splits.counts_first)
         splits.depart(sizes)
         return sizes
 

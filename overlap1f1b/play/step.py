@@ -20,6 +20,7 @@ import torch
 
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Plan
+from overlap1f1b.plan.turn import Turn, undivided
 from overlap1f1b.play.feed import Feed, Microbatches
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Observer, Observers, WithoutAutocast
@@ -51,6 +52,7 @@ class Step:
         grad: Whether a backward follows.
         loss_scale: Factor of all gradients, which the feed has applied; compared over ranks.
         observers: Who looks on.
+        by_node: Whether every node is played by itself, also where blocks could be one call: they are measured.
     """
 
     plan: Plan
@@ -60,6 +62,7 @@ class Step:
     grad: bool = True
     loss_scale: float = 1.0
     observers: tuple[Observer, ...] = ()
+    by_node: bool = False
 
     def run(self) -> PlayedStep:
         """Play the step; add its gradients to ``.grad``.
@@ -76,10 +79,10 @@ class Step:
             feed = self._feed()
             loop = Loop([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
-            with self._install(feed.aux_scale, every) as installations:
+            with self._install(feed.aux_scale, every) as (turns, installations):
                 feed = feed._replace(given=loop.watching(feed.given))
                 microbatches = Microbatches(installations, program, links.rank, feed, seed=loop.seed, grad=self.grad)
-                player.play(microbatches)
+                player.play(turns, microbatches)
             loop.end()
             ended = microbatches.of_stage(program.placement.stages - 1)
             result = result_of(ended, [feed.shares[one.index] for one in ended], times, player.alive)
@@ -108,7 +111,9 @@ class Step:
         return reductions
 
     @contextmanager
-    def _install(self, aux_scale: float | None, observers: Observers) -> Iterator[dict[int, Installation]]:
+    def _install(
+        self, aux_scale: float | None, observers: Observers
+    ) -> Iterator[tuple[Sequence[Turn], dict[int, Installation]]]:
         """Replace calls of modules. Backwards run on this thread: to hand each to another costs more than a launch."""
         links, made = self.links, dict[int, Installation]()
         with ExitStack() as inside:
@@ -117,7 +122,7 @@ class Step:
             inside.enter_context(torch.no_grad())
             inside.enter_context(carved_out(links.carveout))
             for number, stage in self.stages.items():
-                made[number] = one = Installation(
+                made[number] = Installation(
                     stage,
                     self.plan.shapes[number],
                     exchange=links.exchange,
@@ -125,8 +130,16 @@ class Step:
                     adds_to_main=links.adds_to_main,
                     observers=observers,
                 )
-                inside.enter_context(one.on_modules(aux_scale))
-            yield made
+            turns = self._turns(made, by_node=self.by_node or observers.by_node)
+            whole = undivided(turns)
+            for number, one in made.items():
+                inside.enter_context(one.on_modules(aux_scale, divided=number not in whole))
+            yield turns, made
+
+    def _turns(self, made: Mapping[int, Installation], *, by_node: bool) -> Sequence[Turn]:
+        """Return the turns of the plan, by what is known of the blocks."""
+        by_node = by_node or self.links.gathers is not None
+        return self.plan.turns(self.links.rank, {} if by_node else {number: one.plain for number, one in made.items()})
 
     def _finish(self, reductions: Iterable[Reduction], times: Times) -> None:
         """Wait for the reductions, the last to set gradients aside first; then for the device.

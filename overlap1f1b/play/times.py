@@ -21,6 +21,7 @@ class Times:
         flights: All that was sent and received.
         launches: Times in which the thread launched nodes on a device, without waits for counts; seconds of
             ``time.perf_counter``. Empty on a CPU, where the thread computes.
+        untimed: Number of nodes that have no times of their own: they are one call with one before them.
         begun: Start, by ``time.perf_counter``.
         since: When the thread had nothing to await any more for the present node, on a device.
     """
@@ -29,6 +30,7 @@ class Times:
         self.nodes, self.watch = nodes, watch
         self.flights: list[Flight[Any]] = []
         self.launches: list[Span] = []
+        self.untimed = 0
         self.begun = self.since = time.perf_counter()
         self.stamp: Callable[[], Any] = time.perf_counter if watch is None else watch.stamp
         self._origin = self.begun if watch is None else self.stamp()

@@ -277,6 +277,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
 )
 """Settings of the process: what shows each, and what sets it."""
+_SHOWN = tuple(show for show, _ in _SETTINGS)
 
 
 class ThreadState(NamedTuple):
@@ -312,7 +313,7 @@ class ThreadState(NamedTuple):
             () if _autograd._top_saved_tensors_default_hooks(True) is None else _saved_tensor_hooks(),
             tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
-            [show() for show, _ in _SETTINGS],
+            [show() for show in _SHOWN],
             (
                 torch.is_inference_mode_enabled(),
                 _C._functorch.peek_interpreter_stack() is not None,
@@ -410,10 +411,13 @@ _FIXED = (
 )
 
 
+_FP8, _OLDER_FP8 = "transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"
+
+
 def _computes_in_fp8() -> bool:
     """Return whether TransformerEngine, where it is there, computes in eight bits: state of a class, of no thread."""
-    modules, package = sys.modules, "transformer_engine.pytorch"
-    module = modules.get(f"{package}.quantization") or modules.get(f"{package}.fp8")  # newer and older releases
+    modules = sys.modules
+    module = modules.get(_FP8) or modules.get(_OLDER_FP8)
     return module is not None and bool(module.FP8GlobalStateManager.is_fp8_enabled())
 
 

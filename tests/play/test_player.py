@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.engine import Engine
-from overlap1f1b.plan import Node, NodeCosts, Op, Place, Resource, compile
+from overlap1f1b.plan import Node, NodeCosts, Op, Overlap, Place, Resource, compile
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Kind, build_schedule
@@ -24,7 +24,7 @@ from overlap1f1b.transport.exchange import build_exchange
 from tests import models
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
-from tests.observing import Around
+from tests.observing import Around, Last
 from tests.plan.tries import all_tries
 from tests.ranks import Ranks, over
 from tests.tiers import wide
@@ -73,6 +73,73 @@ def test_an_observer_is_told_of_every_node_in_the_plans_order() -> None:
     told = len(noting.told)
     played.step(inputs, target=target)
     assert len(noting.told) == told
+
+
+def _left_by_both_ways(
+    schedule: str, overlap: Overlap, mesh: Any = None, *, tied: bool = False, dropout: float = 0.0, **options: Any
+) -> bool:
+    """Three steps and an evaluation with calls of several blocks leave what they leave where each node is asked for.
+
+    Whether there are such calls on this rank.
+    """
+    group = None if mesh is None or "ep" not in mesh.mesh_dim_names else mesh.get_group("ep")
+    ranks = 1 if mesh is None or "pp" not in mesh.mesh_dim_names else mesh["pp"].size()
+    program = build_schedule(schedule, ranks=ranks, microbatches=4, **options)
+    left: list[list[Tensor]] = []
+    several = []
+    for by_node in (False, True):
+        model = models.build(group, tied=tied, dropout=dropout)
+        blocks = [*model[:1], nn.Linear(models.H, models.H), nn.Dropout(dropout), *model[1:]]
+        played = make(blocks, program, mesh=mesh, costs=COSTS, overlap=overlap, verify=False)
+        inputs, target = models.batch(4)
+        if by_node:
+            played.observers.append(Last())
+        found: list[Tensor] = []
+        for step in range(3):
+            torch.manual_seed(step)
+            found += played.step(inputs, target=target).losses
+        several.append("in calls of several" in played.tuner.choice)
+        found += played.evaluate(inputs, target=target).losses
+        own = (p for stage in played.stages.values() for block in stage.blocks for p in block.parameters())
+        left.append([*found, *(p.grad for p in dict.fromkeys(own) if p.grad is not None)])
+    assert len(left[0]) == len(left[1])
+    assert all(map(torch.equal, *left))
+    assert not several[1]
+    return several[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "overlap", "tied", "dropout"),
+    [
+        ("sequential", "serial", True, 0.1),
+        ("afab", "serial", False, 0.0),
+        *wide(("combined_1f1b", 3, False, 0.1), ("combined_1f1b", "serial", True, 0.0)),
+    ],
+)
+def test_calls_of_several_blocks_leave_what_their_nodes_leave(
+    schedule: str, overlap: Overlap, tied: bool, dropout: float
+) -> None:
+    assert _left_by_both_ways(schedule, overlap, tied=tied, dropout=dropout)
+
+
+def _over_a_pipeline(rank: int, size: int, schedule: str, chunks: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+    _left_by_both_ways(schedule, 2, mesh, dropout=0.1, **({"chunks": chunks} if chunks > 1 else {}))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb_h1", 1), *wide(("interleaved_1f1b", 2), ("zb_v", 1))])
+def test_calls_of_several_blocks_over_a_pipeline(ranks2: Ranks, schedule: str, chunks: int) -> None:
+    """Weight gradients that fill a bubble are computed apart."""
+    ranks2.run(_over_a_pipeline, schedule, chunks)
+
+
+def _over_experts(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    assert _left_by_both_ways("combined_1f1b", 3, mesh, dropout=0.1)
+
+
+def test_calls_of_several_blocks_between_blocks_that_exchange(ranks2: Ranks) -> None:
+    ranks2.run(_over_experts)
 
 
 def _counts_and_meetings(rank: int, size: int) -> list[tuple[float, float]]:

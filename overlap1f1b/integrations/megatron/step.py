@@ -217,7 +217,7 @@ class GradientSync(Observer):
         self._ends = {node.stage: node for node in backward}
         self._held = ExitStack()
         # Whether there is anything to switch; without it weight gradients may run early.
-        self.acts = self.keeps_order = bool(self._no_sync or self._grad_sync)
+        self.acts = self.keeps_order = self.by_node = bool(self._no_sync or self._grad_sync)
 
     def __enter__(self) -> Self:
         self._hold()

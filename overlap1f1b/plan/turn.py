@@ -1,0 +1,191 @@
+"""What a player does in turn: the nodes of a plan, with what playing each of them needs.
+
+A node is a turn. Neighbouring blocks that exchange nothing are one turn forward and one backward, a *stretch*, if their
+nodes follow one another both ways and nobody asks for each of them. A stretch is one call of autograd, as in a plain
+loop; its weight gradients stay in the backward, unless the plan has put them elsewhere.
+
+    nodes   dense.f[0] dense.f[1] send.f | … | dense.b[1] dense.w[1] dense.b[0] dense.w[0]
+    turns   blocks 0 and 1 send.f        | … | blocks 0 and 1
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from enum import IntEnum
+from typing import NamedTuple
+
+from overlap1f1b.plan.node import OF_PARAMETERS, RECOMPUTES, Node, Op, Place, Resource, awaited_by
+from overlap1f1b.schedule import Kind
+
+MicrobatchKey = tuple[int, int]
+"""Numbers of stage and microbatch."""
+
+
+class Way(IntEnum):
+    """What plays a turn."""
+
+    COMPUTE = 0
+    WEIGHTS = 1
+    RECOMPUTE = 2
+    EXCHANGE = 3
+    PEER = 4
+    PARAMETERS = 5
+
+
+class Stretch(NamedTuple):
+    """Blocks ``first`` to ``last``; ``deferred`` are those that leave their weight gradients to a turn of its own."""
+
+    first: int
+    last: int
+    deferred: frozenset[int] = frozenset()
+
+
+class Plain(NamedTuple):
+    """The blocks of a stage that may be in a stretch.
+
+    Args:
+        blocks: Their numbers.
+        experts: Those of them that hold experts: their weight gradients must follow their backward.
+        sharing: Blocks that share parameters, and must all be in the same stretch.
+    """
+
+    blocks: frozenset[int]
+    experts: frozenset[int] = frozenset()
+    sharing: frozenset[int] = frozenset()
+
+
+class Turn(NamedTuple):
+    """A node that is played, or the first one of a stretch.
+
+    Args:
+        node: The node.
+        way: What plays it.
+        key: Its stage and microbatch.
+        place: Where it is in its block.
+        awaits: The exchanges that it waits for.
+        receives: Whether it waits for what another stage sends.
+        stretch: The blocks that are played at once.
+        tag: Of an exchange, see :attr:`Node.tag`.
+    """
+
+    node: Node
+    way: Way
+    key: MicrobatchKey
+    place: Place
+    awaits: tuple[Place, ...] = ()
+    receives: bool = False
+    stretch: Stretch | None = None
+    tag: int = 0
+
+
+def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) -> list[Turn]:
+    """Return the turns of a rank's nodes; ``plain`` has the blocks of each stage that may be in a stretch."""
+    stretches = _stretches(nodes, plain) if plain else {}
+    flying: dict[tuple[MicrobatchKey, Kind], dict[Place, None]] = defaultdict(dict)
+    received, begun = set[tuple[MicrobatchKey, Kind]](), set[tuple[MicrobatchKey, Stretch, bool]]()
+    turns: list[Turn] = []
+    for node in nodes:
+        key, place, way = (node.stage, node.microbatch), node.place, _way_of(node)
+        stretch, action, awaits = stretches.get(node), (key, node.kind), tuple[Place, ...]()
+        if stretch is not None:
+            if (this := (key, stretch, node.kind is Kind.F)) in begun:
+                continue
+            begun.add(this)
+        flies = flying[action]
+        if stretch is None and way is Way.EXCHANGE:
+            if node.op is Op.DISPATCH:  # its start waits for them
+                flies.pop((Op.COUNTS, node.call, node.part), None)
+            flies[place] = None
+        elif way is Way.COMPUTE:
+            alone = awaited_by(node)
+            awaits = (alone,) if alone in flies else tuple(flies)
+            for one in awaits:
+                del flies[one]
+        receives = way is Way.COMPUTE and action in received
+        if receives:
+            received.remove(action)
+        elif node.op is Op.RECEIVE:
+            received.add(action)
+        tag = node.tag if way is Way.EXCHANGE else 0
+        turns.append(Turn(node, way, key, place, awaits, receives, stretch, tag))
+    return turns
+
+
+def undivided(turns: Sequence[Turn]) -> frozenset[int]:
+    """Return the stages all of whose turns are stretches that leave no weight gradients."""
+    computing = [turn for turn in turns if turn.way <= Way.RECOMPUTE]
+    divided = {turn.node.stage for turn in computing if turn.stretch is None or turn.stretch.deferred}
+    return frozenset({turn.node.stage for turn in computing} - divided)
+
+
+def _way_of(node: Node) -> Way:
+    if node.op in OF_PARAMETERS:
+        return Way.PARAMETERS
+    if node.resource is Resource.PEER:
+        return Way.PEER
+    if node.resource is not Resource.COMPUTE:
+        return Way.EXCHANGE
+    if node.kind is Kind.W:
+        return Way.WEIGHTS
+    return Way.RECOMPUTE if node.op in RECOMPUTES else Way.COMPUTE
+
+
+_Rows = dict[MicrobatchKey, dict[int, dict[Kind, set[int]]]]
+"""Of each microbatch and block the rows in which it has nodes of each kind."""
+
+
+def _stretches(nodes: Sequence[Node], plain: Mapping[int, Plain]) -> dict[Node, Stretch]:
+    """Return the stretch of each node that is in one."""
+    of: dict[tuple[MicrobatchKey, int], Stretch] = {}
+    for key, rows in _rows(nodes, plain).items():
+        _, experts, sharing = plain[key[0]]
+        found = _neighbours(rows, experts)
+        every = [range(one.first, one.last + 1) for one in found]
+        together = any(sharing <= set(blocks) for blocks in every)
+        for one, blocks in zip(found, every, strict=True):
+            if together or sharing.isdisjoint(blocks):
+                of |= {(key, block): one for block in blocks}
+    return {
+        node: stretch
+        for node in nodes
+        if not _apart(node) and (stretch := of.get(((node.stage, node.microbatch), node.block))) is not None
+        if node.kind is not Kind.W or node.block not in stretch.deferred
+    }
+
+
+def _rows(nodes: Sequence[Node], plain: Mapping[int, Plain]) -> _Rows:
+    """Number the rows of nodes of plain blocks that follow one another, of one microbatch and direction."""
+    rows: _Rows = defaultdict(lambda: defaultdict(lambda: defaultdict(set)))
+    number, before = 0, None
+    for node in nodes:
+        key = node.stage, node.microbatch
+        stops = _apart(node) or node.block not in plain[node.stage].blocks
+        now = None if stops else (key, node.kind is Kind.F)
+        number += now is None or now != before
+        before = now
+        if now is not None:
+            rows[key][node.block][node.kind].add(number)
+    return rows
+
+
+def _neighbours(rows: Mapping[int, Mapping[Kind, set[int]]], experts: Set[int]) -> list[Stretch]:
+    """Return the stretches of blocks of one microbatch: neighbours with their nodes in the same rows."""
+    found: list[Stretch] = []
+    last: object = None
+    for block in sorted(rows):
+        forward, backward, weights = (rows[block].get(kind, set()) for kind in (Kind.F, Kind.I, Kind.W))
+        deferred = frozenset[int]() if weights <= backward else frozenset((block,))
+        if len(forward) != 1 or len(backward) > 1 or not experts.isdisjoint(deferred):
+            continue
+        if last == (block - 1, forward, backward):
+            first, _, others = found.pop()
+            found.append(Stretch(first, block, others | deferred))
+        else:
+            found.append(Stretch(block, block, deferred))
+        last = block, forward, backward
+    return found
+
+
+def _apart(node: Node) -> bool:
+    return node.op in OF_PARAMETERS or node.resource is Resource.PEER
