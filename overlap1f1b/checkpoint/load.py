@@ -102,7 +102,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
     same = shards.mesh.layout == facts["layout"]
     own = {key: name for key, name in differ.items() if same and name in index}
     index |= {key: index[name] for key, name in own.items()}
-    table = OptimizerTable(**{"classes": {}, **facts["optimizer"]})  # which older checkpoints do not have
+    table = OptimizerTable(**{"classes": {}, "beside": {}, **facts["optimizer"]})  # which older checkpoints do not have
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
         if key.endswith("._extra_state"):  # which a module may take in any shape
@@ -140,7 +140,7 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
         for parameter, name in shards.stored_names.items():
             state[parameter] = deepcopy(entries[name]) if name in filled else entries[name]  # of a copy on a stage
             filled.add(name)
-        fill(shards.optimizers, state, numbers)
+        fill(shards.optimizers, state, numbers, table.beside)
         unpack(states, {name: tensors[key] for name, key in keys.items()})
         return [key.removeprefix("model.") for key in differ.keys() & tensors.keys() - own.keys()]
 

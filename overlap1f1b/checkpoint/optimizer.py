@@ -86,12 +86,14 @@ class OptimizerTable(NamedTuple):
         numbers: Numbers of each parameter's group; parameters of one group share one dictionary.
         groups: Numbers of each group of the first rank; None if ranks have different numbers of groups.
         classes: Class of the optimizer of each parameter, see :func:`class_of`.
+        beside: State of each class that is of no parameter, such as a number of steps, as the first rank has it.
     """
 
     entries: dict[str, Entries]
     numbers: dict[str, Numbers]
     groups: list[Numbers] | None
     classes: dict[str, str]
+    beside: dict[str, Entries]
 
     @classmethod
     def merged(cls, ranks: Sequence[OptimizerTable]) -> OptimizerTable:
@@ -103,7 +105,7 @@ class OptimizerTable(NamedTuple):
         numbers = {name: own for rank in reversed(ranks) for name, own in rank.numbers.items()}
         same = len({len(rank.groups or ()) for rank in ranks}) == 1
         classes = {name: own for rank in ranks for name, own in rank.classes.items()}
-        return cls(entries, numbers, ranks[0].groups if same else None, classes)
+        return cls(entries, numbers, ranks[0].groups if same else None, classes, ranks[0].beside)
 
     def chosen(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> list[Numbers]:
         """Return the numbers to set in each group of some optimizers, whose parameters have ``names``.
@@ -143,24 +145,28 @@ def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | 
 
 
 def fill(
-    optimizers: Sequence[torch.optim.Optimizer], state: Mapping[nn.Parameter, Entries], numbers: Sequence[Numbers]
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[nn.Parameter, Entries],
+    numbers: Sequence[Numbers],
+    beside: Mapping[str, Entries],
 ) -> None:
-    """Set the entries of parameters, and the numbers of groups.
+    """Set the entries of parameters, the numbers of groups, and state beside these, by the optimizer's class.
 
     A tensor of a group is filled in place, since a captured graph may read it.
     """
     left = iter(numbers)
     for optimizer in optimizers:
         own = [dict(group) for group in optimizer.param_groups]
-        optimizer.load_state_dict({"state": {}, "param_groups": optimizer.state_dict()["param_groups"]})
+        entries = enumerate(state.get(p) for group in own for p in group["params"])
+        known = {**beside.get(class_of(optimizer), {}), **{number: one for number, one in entries if one}}
+        optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
         for group, before in zip(optimizer.param_groups, own, strict=True):
             group.update(before)  # without the copies that load_state_dict has made
             for key, value in next(left).items():
                 group[key] = _set(group[key], value) if key in group else value
-            # load_state_dict would cast to the dtype of the parameter, and make generators of texts.
-            for parameter in group["params"]:
-                if entries := state.get(parameter):
-                    optimizer.state[parameter] = mapped(entries, "", partial(_placed, parameter, group))
+            for parameter in group["params"]:  # load_state_dict casts to its dtype, and makes generators of texts
+                if own_state := state.get(parameter):
+                    optimizer.state[parameter] = mapped(own_state, "", partial(_placed, parameter, group))
 
 
 def _placed(parameter: nn.Parameter, group: Mapping[str, Any], value: Any, path: str) -> Any:

@@ -194,18 +194,24 @@ class Shards:
         """Return the optimizers' table, and the large tensors of their state as they are stored, by name."""
         every, large = dict[str, Entries](), dict[str, Tensor]()
         numbers, classes, groups = dict[str, Numbers](), dict[str, str](), list[Numbers]()
+        states, beside = dict[nn.Parameter, Entries](), dict[str, Entries]()
         for optimizer in self.optimizers:
+            for key, value in optimizer.state.items():
+                if isinstance(key, nn.Parameter):
+                    states[key] = value
+                else:
+                    small = mapped(value, f"the optimizer's {key}", _small)
+                    beside.setdefault(class_of(optimizer), {})[key] = small
             for group in optimizer.param_groups:
                 groups.append(numbers_of(group))
                 names = [self.stored_names[p] for p in group["params"]]
                 numbers |= dict.fromkeys(names, groups[-1])
                 classes |= dict.fromkeys(names, class_of(optimizer))
-        states = {p: state for optimizer in self.optimizers for p, state in optimizer.state.items()}
         for name, parameter in self.parameters.items():
             for entry, value in (states.get(parameter) or {}).items() if self.holds(name) else ():
                 own = every.setdefault(self.stored_names[parameter], {})
                 own[entry] = mapped(value, entry, partial(self._split, name, large))
-        return OptimizerTable(every, numbers, groups, classes), large
+        return OptimizerTable(every, numbers, groups, classes, beside), large
 
     def _split(self, name: str, large: dict[str, Tensor], value: Any, path: str) -> Any:
         """Return what the table has of a parameter's state; a tensor for DCP is added to ``large``."""

@@ -53,14 +53,14 @@ def optimizer(*lrs: Any, **options: Any) -> tuple[torch.optim.Optimizer, dict[nn
 def stored(*lrs: Any, **options: Any) -> OptimizerTable:
     one, names = optimizer(*lrs, **options)
     groups = [numbers_of(group) for group in one.param_groups]
-    table = OptimizerTable({}, dict(zip(names.values(), groups, strict=True)), groups, {})
+    table = OptimizerTable({}, dict(zip(names.values(), groups, strict=True)), groups, {}, {})
     return OptimizerTable(**decoded(encoded(OptimizerTable.merged([table])._asdict())))
 
 
 def test_a_tensor_stays_the_same_tensor() -> None:
     rate = torch.tensor(0.5)
     here, names = optimizer(rate, 0.5)
-    fill([here], {}, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen([here], names))
+    fill([here], {}, stored(torch.tensor(0.25), torch.tensor(0.125)).chosen([here], names), {})
     assert here.param_groups[0]["lr"] is rate
     assert [float(group["lr"]) for group in here.param_groups] == [0.25, 0.125]
     assert type(here.param_groups[1]["lr"]) is float
@@ -69,7 +69,7 @@ def test_a_tensor_stays_the_same_tensor() -> None:
 def test_how_a_step_is_computed_is_not_taken_over() -> None:
     there = stored(0.5, foreach=True, maximize=True, betas=(0.5, 0.25), amsgrad=True)
     here, names = optimizer(0.1, fused=True)
-    fill([here], {}, there.chosen([here], names))
+    fill([here], {}, there.chosen([here], names), {})
     (group,) = here.param_groups
     assert (group["foreach"], group["fused"]) == (None, True)
     assert (group["lr"], group["maximize"], group["betas"], group["amsgrad"]) == (0.5, True, (0.5, 0.25), True)

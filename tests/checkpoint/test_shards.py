@@ -182,15 +182,17 @@ NESTED = {
 
 def test_nested_states_come_back(tmp_path: Path) -> None:
     model = nn.Linear(2, 2).bfloat16()
-    engine, optimizer = small(model)
+    (engine, _), optimizer = small(model), torch.optim.SGD(model.parameters())
     optimizer.state[model.bias] |= NESTED
+    optimizer.state["steps"] = [torch.tensor([7])]  # of no parameter, as of MADGRAD
     path = save_checkpoint(engine, tmp_path, 1, optimizer).result()
     assert stored(path)["optimizer.0.bias.by step.0.sums.0"] == ([2, 3], 1)
     other = nn.Linear(2, 2).bfloat16()
-    engine, optimizer = small(other)
+    (engine, _), optimizer = small(other), torch.optim.SGD(other.parameters())
     load_checkpoint(engine, tmp_path, optimizer)
     found = optimizer.state[other.bias]
     assert found.keys() == NESTED.keys()
+    assert optimizer.state["steps"] == [torch.tensor([7])]
     assert torch.equal(found["old_dirs"][0], torch.ones(3))
     sums = found["by step"][0]["sums"]
     assert torch.equal(sums[0], torch.arange(6.0).view(2, 3).double())
@@ -207,6 +209,9 @@ def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) 
             ValueError, match=f"^the optimizer's {path} of 0.bias is of type {kind}; allowed: tensors, "
         ):
             save_checkpoint(engine, tmp_path, 1, optimizer)
+    optimizer.state = {"mean": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"^the optimizer's mean is of type Tensor; allowed: tensors, "):
+        save_checkpoint(engine, tmp_path, 1, optimizer)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
     with pytest.raises(ValueError, match=r"^the optimizer has a parameter of shape \[2, 9\] that this rank's model"):
         save_checkpoint(engine, tmp_path, 1, optimizer)
