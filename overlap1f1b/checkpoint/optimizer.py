@@ -86,7 +86,7 @@ class OptimizerTable(NamedTuple):
         numbers: Numbers of each parameter's group; parameters of one group share one dictionary.
         groups: Numbers of each group of the first rank; None if ranks have different numbers of groups.
         classes: Class of the optimizer of each parameter, see :func:`class_of`.
-        beside: State of each class that is of no parameter, such as a number of steps, as the first rank has it.
+        beside: What each class's ``state_dict`` has of no parameter, such as a number of steps, as on the first rank.
     """
 
     entries: dict[str, Entries]
@@ -158,8 +158,9 @@ def fill(
     for optimizer in optimizers:
         own = [dict(group) for group in optimizer.param_groups]
         entries = enumerate(state.get(p) for group in own for p in group["params"])
-        known = {**beside.get(class_of(optimizer), {}), **{number: one for number, one in entries if one}}
-        optimizer.load_state_dict({"state": known, "param_groups": optimizer.state_dict()["param_groups"]})
+        rest = {"state": {}, **beside.get(class_of(optimizer), {})}
+        rest["state"] = {number: one for number, one in entries if one} | rest["state"]
+        optimizer.load_state_dict(rest | {"param_groups": optimizer.state_dict()["param_groups"]})
         for group, before in zip(optimizer.param_groups, own, strict=True):
             group.update(before)  # without the copies that load_state_dict has made
             for key, value in next(left).items():

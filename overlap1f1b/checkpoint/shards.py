@@ -196,12 +196,13 @@ class Shards:
         numbers, classes, groups = dict[str, Numbers](), dict[str, str](), list[Numbers]()
         states, beside = dict[nn.Parameter, Entries](), dict[str, Entries]()
         for optimizer in self.optimizers:
-            for key, value in optimizer.state.items():
-                if isinstance(key, nn.Parameter):
-                    states[key] = value
-                else:
-                    small = mapped(value, f"the optimizer's {key}", _small)
-                    beside.setdefault(class_of(optimizer), {})[key] = small
+            states |= {p: state for p, state in optimizer.state.items() if isinstance(p, nn.Parameter)}
+            whole = optimizer.state_dict()
+            rest = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
+            if own_state := {key: value for key, value in whole["state"].items() if isinstance(key, str)}:
+                rest["state"] = own_state
+            if rest:
+                beside[class_of(optimizer)] = mapped(rest, f"the {class_of(optimizer)}'s state_dict", _small)
             for group in optimizer.param_groups:
                 groups.append(numbers_of(group))
                 names = [self.stored_names[p] for p in group["params"]]

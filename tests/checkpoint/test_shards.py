@@ -180,19 +180,33 @@ NESTED = {
 """A state of an optimizer as heavyball, SOAP and LBFGS have it, with another dtype than the parameter's."""
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer with a number of its own, in its ``state_dict``."""
+
+    steps = 0
+
+    def state_dict(self) -> Any:
+        return super().state_dict() | {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.steps = state_dict["steps"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
 def test_nested_states_come_back(tmp_path: Path) -> None:
     model = nn.Linear(2, 2).bfloat16()
-    (engine, _), optimizer = small(model), torch.optim.SGD(model.parameters())
+    (engine, _), optimizer = small(model), Counting(model.parameters())
+    optimizer.steps = 5
     optimizer.state[model.bias] |= NESTED
     optimizer.state["steps"] = [torch.tensor([7])]  # of no parameter, as of MADGRAD
     path = save_checkpoint(engine, tmp_path, 1, optimizer).result()
     assert stored(path)["optimizer.0.bias.by step.0.sums.0"] == ([2, 3], 1)
     other = nn.Linear(2, 2).bfloat16()
-    (engine, _), optimizer = small(other), torch.optim.SGD(other.parameters())
+    (engine, _), optimizer = small(other), Counting(other.parameters())
     load_checkpoint(engine, tmp_path, optimizer)
     found = optimizer.state[other.bias]
     assert found.keys() == NESTED.keys()
-    assert optimizer.state["steps"] == [torch.tensor([7])]
+    assert (optimizer.steps, optimizer.state["steps"]) == (5, [torch.tensor([7])])
     assert torch.equal(found["old_dirs"][0], torch.ones(3))
     sums = found["by step"][0]["sums"]
     assert torch.equal(sums[0], torch.arange(6.0).view(2, 3).double())
@@ -210,7 +224,7 @@ def test_a_state_of_the_optimizer_that_would_be_lost_is_refused(tmp_path: Path) 
         ):
             save_checkpoint(engine, tmp_path, 1, optimizer)
     optimizer.state = {"mean": torch.ones(2)}
-    with pytest.raises(ValueError, match=r"^the optimizer's mean is of type Tensor; allowed: tensors, "):
+    with pytest.raises(ValueError, match=r"^the torch\.AdamW's state_dict\.state\.mean is of type Tensor; allowed: "):
         save_checkpoint(engine, tmp_path, 1, optimizer)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2, 9))])
     with pytest.raises(ValueError, match=r"^the optimizer has a parameter of shape \[2, 9\] that this rank's model"):
