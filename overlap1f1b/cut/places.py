@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from overlap1f1b.cut.blocks import CarriedState
+from overlap1f1b.cut.contents import contents_of
 from overlap1f1b.cut.replacement import ABSENT, is_table
 from overlap1f1b.moe.experts import Experts
 
@@ -54,6 +55,7 @@ class KnownPlaces:
     Attributes:
         changing: Tables of the values that forwards change.
         staying: Those that keep their last value when a forward has ended, such as a counter's: all forwards see it.
+        in_place: Tables of values that forwards change in place, if parts of them are computed again.
         tables: All places, while forwards show which change.
     """
 
@@ -61,6 +63,8 @@ class KnownPlaces:
         self.block, self.own = block, own
         self.changing: dict[Key, MutableMapping[Any, Any]] = {}
         self.staying = set[Key]()
+        self.in_place: dict[Key, MutableMapping[Any, Any]] = {}
+        self._shown: set[str] = set()
         self.tables: dict[int, Table] = {}
 
     def find(self) -> None:
@@ -69,6 +73,24 @@ class KnownPlaces:
         self.tables.update(places_of(self.block))
         for key in [key for key in self.changing if key[0] not in self.tables]:
             del self.changing[key]
+
+    def contents(self) -> dict[Key, Any]:
+        """Return the contents of all values of the block's own that can change in place, until they have been shown."""
+        if "in place" in self._shown:
+            return {}
+        buffers = {id(module._buffers) for module in self.block.modules()}  # a second forward has copies of them anyway
+        own = [(n, table) for n, table in places_of(self.block).items() if not table.shared and n not in buffers]
+        every = (((number, name), contents_of(value)) for number, table in own for name, value in table.all.items())
+        return {key: contents for key, contents in every if contents is not None}
+
+    def learn_in_place(self, before: Mapping[Key, Any]) -> None:
+        """Add the places whose values have changed in place since their contents were taken."""
+        self._shown.add("in place")
+        tables = places_of(self.block) if before else {}
+        for (number, name), contents in before.items():
+            table = tables.get(number)
+            if table is not None and contents_of(table.all.get(name)) != contents:
+                self.in_place[number, name] = table.values
 
     def copies(self) -> dict[int, dict[Any, Any]]:
         """Return what all places hold now, by the number of their owner."""

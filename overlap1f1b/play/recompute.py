@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from overlap1f1b.cut.bits import storage_of
 from overlap1f1b.cut.buffers import version_of
+from overlap1f1b.cut.contents import copies_of
 from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.plan import Op
 from overlap1f1b.play.crossing import CrossingMode, eager
@@ -272,6 +273,7 @@ class Recomputation:
         self.own: DroppedPart | None = None
         self.experts: list[DroppedPart] = []
         self._buffers: list[Replacement] | None = None  # copies before the first part
+        self._contents = installed.stage.places[block].contents()
 
     @property
     def name(self) -> str:
@@ -291,6 +293,8 @@ class Recomputation:
 
     def end(self) -> None:
         """Note that the first forward has ended."""
+        self.installed.stage.places[self.block].learn_in_place(self._contents)
+        self._contents = {}
         if self._buffers is not None:
             self.installed.stage.buffers[self.block].ended(self._buffers)
             self._buffers = None
@@ -334,10 +338,11 @@ class Recomputation:
         """Run a second forward in the body, and take back what it sets in places that are carried."""
         known = self.installed.stage.places[self.block]
         carried = PlaceValues(known) if known.changing or known.own is not None else None
-        if carried is not None:
-            carried.begin(self._seed)
-        try:
-            yield
-        finally:
+        with replaced(copies_of((table, name) for (_, name), table in known.in_place.items())):
             if carried is not None:
-                carried.undo()
+                carried.begin(self._seed)
+            try:
+                yield
+            finally:
+                if carried is not None:
+                    carried.undo()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -444,19 +446,40 @@ class Counting(models.Block):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.before, self.behind, self.entries = 0, torch.zeros(()), {"calls": 0}
+        self.list, self.several, self.tensor, self.array = (
+            [0],
+            [torch.zeros(()), {"calls": 0}],
+            torch.zeros(1),
+            np.zeros(1),
+        )
+        self.log: dict[str, deque[int]] = {"calls": deque(maxlen=100)}
+        self.same = self.list  # by another name
 
     def forward(self, x: Tensor) -> Tensor:
         self.before, self.entries["calls"] = self.before + 1, self.entries["calls"] + 1
+        self.same[0] += 1
+        self.several[0] += 1  # type: ignore[operator]
+        self.several[1]["calls"] += 1  # type: ignore[index]
         y = super().forward(x)
         self.behind = self.behind + 1
+        self.tensor += 1
+        self.array += 1
+        self.log["calls"].append(len(self.log["calls"]))
         return y
+
+    @property
+    def counts(self) -> list[float]:
+        """All numbers of calls."""
+        here = [self.before, self.behind, self.entries["calls"], self.list[0], *self.tensor, *self.array]
+        return [float(count) for count in (*here, self.several[0], self.several[1]["calls"], len(self.log["calls"]))]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_counters_in_places_that_are_carried_count_a_microbatch_once(mode: Recompute) -> None:
+def test_counters_count_a_microbatch_once(mode: Recompute) -> None:
     model = models.build(block=Counting, expert_calls=2)
     engine = make(model, build_schedule("combined_1f1b", microbatches=3), recompute=mode, verify=False)
     block, data = model[1], models.batch(3)
     for number in range(1, 5):
         engine.step(data[0], target=data[1])
-        assert (block.before, block.behind.item(), block.entries["calls"]) == (3 * number,) * 3
+        assert block.counts == [3 * number] * 9
+        assert list(block.log["calls"]) == list(range(3 * number))
