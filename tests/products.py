@@ -140,4 +140,6 @@ def convert(module: nn.Module, make: Callable[[Tensor], Tensor], dims: tuple[int
     for part in module.modules():
         for label, parameter in list(part.named_parameters(recurse=False)):
             if parameter.dim() in dims and not isinstance(part, nn.Embedding):
-                part.register_parameter(label, nn.Parameter(make(parameter.detach())))
+                converted = nn.Parameter(make(parameter.detach()))
+                vars(converted).update(vars(parameter))
+                part.register_parameter(label, converted)

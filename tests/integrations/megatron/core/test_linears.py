@@ -18,6 +18,7 @@ from overlap1f1b.integrations.megatron import get_forward_backward_func, layers
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.play.gradients import WeightQueue
+from tests import products
 from tests.integrations.megatron.core import models, shim
 from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
 from tests.integrations.megatron.core.steps import one_step, our_step
@@ -91,6 +92,23 @@ def test_our_experts_in_megatrons_layers(rank: int, size: int) -> None:
             if fused:
                 torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
             assert fused or not (lines := models.compared(wanted, found)), (fields, lines)
+
+
+@over(2)
+def test_weights_of_another_class_keep_their_products(rank: int, size: int) -> None:
+    """In this project's experts and in Megatron-Core's linear layers, to the bit of a plain loop."""
+    shim.apply()
+    with models.init_parallel():
+        expected, model, plain = (_mixed_model(fused=False) for _ in range(3))
+        for chunk in (expected, model):
+            products.convert(chunk, products.Wrapped)
+        for chunk in (expected, plain):
+            for batch in models.batches(3, 1):
+                (chunk(**{key: value for key, value in batch.items() if key != "seed"}).mean() / 3).backward()
+        one_step(get_forward_backward_func(schedule=COMBINED_NO_PIPELINING), model, 3)
+        wanted, found, other = (models.grads([chunk]) for chunk in (expected, model, plain))
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert any("experts" in name and not torch.equal(other[name], value) for name, value in wanted.items())
 
 
 def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
