@@ -559,7 +559,8 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
     """Return the outputs of a block's own forward, or the loss after the last block."""
     stage = microbatch.installed.stage
     module, name = stage.blocks[block], stage.names[block]
-    given, values = dict[str, Any](), x
+    given: dict[str, Any] = {}
+    values: Sequence[Tensor | None] = x
     try:
         if isinstance(module, MicrobatchBlock):
             given, values = {"microbatch": microbatch}, tuple([None if is_absent(t) else t for t in x])

@@ -152,7 +152,8 @@ class Installation:
             yield vars(carrier), "aux_scale", aux_scale
 
     @property
-    def _put(self) -> Put:
+    def put(self) -> Put:
+        """Leaves a weight gradient to the queue in force."""
         assert self.queue is not None
         return self.queue.put
 
@@ -167,7 +168,7 @@ class Installation:
             plain = plain or self.queue is None or (bias is not None and has_own_products(bias))
             if plain or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
-            return split_linear(input, (weight,), bias, self._put, self.anchor)
+            return split_linear(input, (weight,), bias, self.put, self.anchor)
 
         return forward
 
@@ -184,6 +185,6 @@ class Installation:
                 multiplied: Tensor = GroupedMM.apply(rows, weight, counts, eight)
                 return multiplied
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self._put, kernels, anchor, eight)
+            return split_grouped_mm(rows, (weight,), counts, self.put, kernels, anchor, eight)
 
         return product

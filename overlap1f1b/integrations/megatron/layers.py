@@ -174,7 +174,7 @@ def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
         blocks, parameter = stage(), layer.weight
         fused = kwargs.get("gradient_accumulation_fusion") and getattr(parameter, "main_grad", None) is not None
         add = _adding(parameter) if fused else None
-        return split_linear(input, (parameter,), None, blocks.queue.put, blocks.anchor, add)
+        return split_linear(input, (parameter,), None, blocks.put, blocks.anchor, add)
 
     return vars(layer), PRODUCT, uncompiled(product)
 
@@ -227,7 +227,7 @@ def delaying(layer: Any, stage: Callable[[], Installation]) -> Replacement:
     store, parameters = layer.wgrad_store.put, _delayed(layer)
 
     def put(operands: Any, function: Any) -> None:
-        stage().queue.put(parameters[0], lambda: add(operands, function))
+        stage().put(parameters[0], lambda: add(operands, function))
 
     @torch.no_grad()
     def add(operands: Any, function: Any) -> None:
