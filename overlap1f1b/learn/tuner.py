@@ -295,14 +295,14 @@ class Tuner:
         """Name of the plan of the next step, and the times by which it was chosen, or the steps to come."""
         purpose, plan = self.coming.purpose, self.plan
         name = f"{plan.program.name} {plan.order}"
-        name += f", {self._untimed} nodes in calls of several, without times of their own" if self._untimed else ""
+        left = f", {self._untimed} nodes in calls of several, without times of their own" if self._untimed else ""
         if self.tried:
-            return f"{name} (measured step: {', '.join(map(str, self.tried))})"
+            return f"{name} (measured step: {', '.join(map(str, self.tried))}){left}"
         if purpose is Purpose.TRY:
             return f"{name} (tried with others in turns; the fastest stays)"
         if purpose is not Purpose.SETTLED:
             return f"{name} (to come: {', '.join(step.purpose for step in self._steps)})"
-        return f"{name} ({'given' if self._now.given else f'predicted step: {milliseconds(plan.predicted)}'})"
+        return f"{name} ({'given' if self._now.given else f'predicted step: {milliseconds(plan.predicted)}'}){left}"
 
     @property
     def parts_choice(self) -> str:
