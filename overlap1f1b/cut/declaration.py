@@ -53,6 +53,8 @@ class Declared(NamedTuple):
 
 
 KNOWN = {
+    ("veomni.distributed.moe.comm", "_AllToAll"): Declared(tensor=1, send=3, receive=2, group=0),
+    ("fairscale.nn.moe.moe_layer", "_AllToAll"): Declared(tensor=1, group=0),
     ("deepspeed.module_inject.auto_ep_layer", "_AllToAllV"): Declared(tensor=1, send=2, receive=3, group=0),
     ("deepspeed.moe.sharded_moe", "_AllToAll"): Declared(tensor=1, group=0),
     ("megablocks.layers.all_to_all", "AllToAllOp"): Declared(tensor=0, send=2, receive=1, group=3, async_op=4),

@@ -125,7 +125,10 @@ class Shell:
         before, after = phases
         for name, module in outside.items():
             holds = not name or f"{self.prefix}.".startswith(f"{name}.")
-            if holds or (name not in before and name not in after):
+            unused = name not in before and name not in after
+            if unused and not holds and self.config is not self.model.config:
+                before[name] = module  # of a tower for images or sounds: kept in the first stage, as it is
+            elif holds or unused:
                 label = f"{name}.{next(iter(dict(module.named_parameters())))}".lstrip(".")
                 raise ValueError(
                     f"parameter {label} belongs to {type(module).__name__}, which "
@@ -147,7 +150,8 @@ class Shell:
         if isinstance(error, TypeError | ValueError):
             return _UnpackedError(error)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        without, allowed = "", "a causal LM that runs with tokens alone"
+        inner = [name for name, child in self.model.named_children() if hasattr(child, "lm_head")]
+        without, allowed = "", "a causal LM that runs with tokens alone" + "".join(f", as its {name}" for name in inner)
         if device.type == "meta":
             without, allowed = " and without weights", f"{allowed}; one that reads values, with its weights"
         return ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,52 @@ def test_unusual_layers_on_two_ranks(ranks2: Ranks, name: str, pp: int, ep: int)
     """Zaya's layers hand on states that require a gradient."""
     played, limit = PLAYED[1:] if pp > 1 else PLAYED[:2], 1e-5 if name in ROUNDED else 1e-12
     assert ranks2.run(compare, partial(_model, name), pp, played, limit, 1, own_of(_model(name), 4, ep)) == [[]] * 2
+
+
+def _with_encoder(kind: str, *, alone: bool = False) -> Any:
+    """Return a tiny model that also takes images; ``alone`` the language model that a class calls."""
+    text = {
+        key: value for key, value in architectures.SIZES.items() if key not in ("output_router_logits", "rotary_dim")
+    }
+    seen: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 64, "patch_size": 4, "image_size": 8}
+    if kind == "Qwen3VLMoe":
+        seen |= {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    else:
+        text["intermediate_size_mlp"] = 48
+        seen |= {"num_hidden_layers": 1, "num_attention_heads": 2, "vision_output_dim": 64}
+        seen |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=seen)
+    config.get_text_config()._experts_implementation = "eager"
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).double()
+    return model.language_model if alone else model
+
+
+@pytest.mark.parametrize(("pp", "ep"), [(2, 1), *wide((1, 2))])
+def test_encoders_stay_in_the_first_stage(ranks2: Ranks, pp: int, ep: int) -> None:
+    """They get no gradient, as in the model's own step over text."""
+    build = partial(_with_encoder, "Qwen3VLMoe")
+    own = own_of(build(), 4, ep)
+    assert not own[1]["model.visual.patch_embed.proj.weight"].any()
+    assert ranks2.run(compare, build, pp, PLAYED[1:] if pp > 1 else PLAYED[:2], 1e-12, 1, own) == [[]] * 2
+
+
+def test_a_model_with_encoders_is_saved_whole(tmp_path: Path) -> None:
+    program, model = build_schedule("combined_1f1b", microbatches=4, ranks=1), _with_encoder("Qwen3VLMoe")
+    split_model(model, program).save_pretrained(tmp_path)
+    again = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64)
+    kept = again.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in _with_encoder("Qwen3VLMoe").state_dict().items())
+
+
+def test_a_language_model_inside() -> None:
+    """Llama 4's whole class does not run with tokens alone in transformers 5.24; its language model does."""
+    program = build_schedule("combined_1f1b", microbatches=4, ranks=1)
+    with pytest.raises(ValueError, match=r"allowed: a causal LM that runs with tokens alone, as its language_model$"):
+        split_model(_with_encoder("Llama4"), program)
+    build = partial(_with_encoder, "Llama4", alone=True)
+    assert on_one_rank(build, "combined_1f1b", 3, 0.0) == []
 
 
 class Experts(nn.Module):
