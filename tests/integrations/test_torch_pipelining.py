@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,33 @@ def test_what_a_loop_sets_between_steps(rank: int, size: int, name: str) -> None
         for _ in range(2):
             problems = Step(ours, stages, data, factor=factor).differs(Step(fresh, stages, data, factor=factor))
             assert not problems, (changed, problems)
+
+
+@pytest.mark.skipif(find_spec("nemo_automodel") is None, reason="nemo-automodel is not installed")
+@over(2)
+def test_nemo_automodel(rank: int, size: int) -> None:
+    """Its AutoPipeline, with the line of docs/recipes.md; a loss that is set between steps, as of its recipes."""
+    from nemo_automodel.components.distributed.pipelining.autopipeline import AutoPipeline
+
+    mesh, found = mesh_of(size, 1)[0], list[list[Tensor]]()
+    inputs, target = models.batch(4)
+    for plays in (False, True):
+        stages = stages_of(mesh, cut(models.build(layers=LAYERS)), LOOP)
+        pp = AutoPipeline(world_mesh=mesh, device=CPU)
+        pp.info.schedule = torch_schedules.ScheduleInterleaved1F1B(stages, 4, models.loss_fn)
+        pp.info.stages, pp.info.model_parts = stages, [stage.submod for stage in stages]
+        pp.info.has_first_stage, pp.info.has_last_stage = rank == 0, rank == 1
+        if plays:
+            pp.info.schedule = overlapped(pp.info.schedule, mesh=mesh)
+        steps: list[Tensor] = []
+        for step in range(4):
+            if step == 2:
+                pp.info.schedule._loss_fn = other_loss
+            losses: list[Tensor] = []
+            pp.step(inputs, target=target if rank == 1 else None, losses=losses)
+            steps += [loss.detach() for loss in losses] + [g.clone() for g in gradients_of(stages).values()]
+        found.append(steps)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @over(2)
