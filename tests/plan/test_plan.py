@@ -103,8 +103,8 @@ def test_reductions_can_be_left_out() -> None:
 def test_the_best_candidate_is_kept() -> None:
     costs = NodeCosts.uniform(attention=3, experts=4, dispatch=0)
     assert compile(combined_1f1b(4, 0), (MOE,), costs, 3).order == "serial"  # nothing to hide: of equals the simplest
-    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order == "k=2"
-    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order == "k=3"
+    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 2).order.startswith("k=2")
+    assert compile(combined_1f1b(8, 1), (MOE,) * 4, table_costs(1), 3).order.startswith("k=3")
 
 
 def test_plans_for_blocking_counts_launch_late() -> None:
