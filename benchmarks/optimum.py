@@ -25,8 +25,7 @@ ONE_RANK = [
     (1, layers, microbatches, ratio, live)
     for layers in (1, 2, 4)
     for microbatches in (1, 2, 3, 4, 8)
-    for ratio in (0.5, 1.0, 2.0)
-    for live in (2, 3)
+    for ratio, live in ((0.5, 3), (1.0, 2), (1.0, 3), (2.0, 3))
 ]
 PIPELINES = [
     (ranks, 1, microbatches, ratio, 2 * ranks) for ranks in (2, 4) for microbatches in (2, 4) for ratio in (0.5, 1.0)

@@ -241,12 +241,13 @@ class _Search:
                 needs += places.index(awaited_by(node)) + 1 - len(sent)
             rows = [other for other in behind if RESOURCE_OF[other.op] is Resource.EXCHANGE]
             counted = [other for other in behind if other.op is Op.COUNTS]
-            counts = [((count,), costs(count)) for count in counted] or [((), 0.0)] * len(rows)
+            counts: list[tuple[tuple[Node, ...], float]] = [((count,), costs(count)) for count in counted]
+            behind_it = tuple(counts or [((), 0.0)] * len(rows))
             weight = chains.weight(node)
             gradient = 0.0 if weight is None else costs(weight)
             limited = number in (0, len(at) - 1) or node.op in RECOMPUTES
             self.tasks.append(
-                _Task(node, costs(node), needs, gate, first + len(at), tuple(counts), weight, gradient, limited)
+                _Task(node, costs(node), needs, gate, first + len(at), behind_it, weight, gradient, limited)
             )
             self.rows += [_Row(row, costs.links(row), len(self.tasks)) for row in rows]
             sent += rows
@@ -451,11 +452,11 @@ class _Search:
         computed: list[tuple[int, int, int, float]] = []  # kind, job, task or exchange, and start
         launched: list[tuple[int, int, float]] = []
         while one.before is not None:
-            before, job = one.before, one.before.jobs[one.job]
+            before, of = one.before, one.before.jobs[one.job]
             if one.what == _ROW:
-                launched.append((one.job, job.sent, one.start))
+                launched.append((one.job, of.sent, one.start))
             else:
-                at = before.lanes.weights[0][1] if one.what == _WEIGHT else job.done
+                at = before.lanes.weights[0][1] if one.what == _WEIGHT else of.done
                 computed.append((one.what, one.job, at, one.start))
             one = before
         order: list[Node] = []

@@ -175,7 +175,8 @@ class _Problem:
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
         status = solver.solve(self.model)
-        assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):  # in so few seconds
+            return Optimum(float("inf"), solver.best_objective_bound / SCALE, [])
         at = {node: solver.value(start) for node, start in self.start.items()}
         ranks = [self._issued(rank, at) for rank in range(self.chains.placement.ranks)]
         return Optimum(solver.objective_value / SCALE, solver.best_objective_bound / SCALE, ranks)

@@ -29,8 +29,8 @@ def test_an_order_keeps_every_rule(data: st.DataObject) -> None:
     peak, deferred = data.draw(st.integers(1, program.peak_activations[0])), data.draw(st.integers(0, 2))
     limits: dict[str, Any] = {"peak": peak, "deferred": deferred, "counts_block": blocks}
     nodes = search(program, chains_of(shape), costs, k, data.draw(st.integers(1, 8)), **limits)
-    if nodes is None:  # the next k actions are forwards, and those begun leave them no room
-        assert peak < program.peak_activations[0]
+    if nodes is None:  # the next k actions are forwards that must wait, for room or for an earlier backward's
+        assert peak < program.peak_activations[0] or program.name == "all_forwards_first"
         return
     plan = Plan(program, k, "", (shape,), (tuple(nodes),), 0.0).without_reductions()
     assert not list(broken_rules(plan))
