@@ -29,7 +29,7 @@ DEFERRED = (1, 2)
 GATHERED = (2.0, 3.0, 4.0, math.inf)
 """Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
-WIDTH, NODES = 40, 60_000
+WIDTH, NODES = 100, 60_000
 """Beginnings of an order that go on side by side on one rank, and how many nodes all of them play at most."""
 
 LEAST_WIDTH, FEWER = 20, 2
