@@ -88,7 +88,7 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
     if isinstance(model, NodeModel) and len(program.ranks) == 1 and program.name != AUTO and not program.forward_only:
         extra |= {
             "least": model.least(program),
-            "front": front_of(model.front(program, candidate and candidate.overlap)),
+            "front": front_of(model.front(program, None if candidate is None else candidate.overlap)),
         }
     content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
     title = _title(content)
