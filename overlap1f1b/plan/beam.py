@@ -171,7 +171,7 @@ def search(
         peak: Live (stage, microbatch), at most as many as the program declares.
         deferred: Number of them, beyond the live ones, that may wait for weight gradients alone. Unused if the program
             places weight gradients itself, since its activations then include them.
-        counts_block: Whether the host waits for counts: then a dispatch is issued when it starts.
+        counts_block: Whether the host waits for counts: then a dispatch is issued when they have arrived.
     """
     found = _Search(program, chains, costs, open_actions, peak, deferred)
     return found.run(width, counts_block=counts_block) if found.possible else None
@@ -447,14 +447,14 @@ class _Search:
     def _issued(self, one: _Beginning, *, counts_block: bool) -> list[Node]:
         """Return the nodes in issue order: an exchange follows its producer at once, behind those before on its lane.
 
-        A dispatch whose counts hold up the host comes where it starts.
+        A dispatch whose counts hold up the host comes where they have arrived.
         """
         computed: list[tuple[int, int, int, float]] = []  # kind, job, task or exchange, and start
-        launched: list[tuple[int, int, float]] = []
+        launched: list[tuple[int, int, float]] = []  # job, exchange, and when it could start
         while one.before is not None:
             before, of = one.before, one.before.jobs[one.job]
             if one.what == _ROW:
-                launched.append((one.job, of.sent, one.start))
+                launched.append((one.job, of.sent, of.waiting[0]))
             else:
                 at = before.lanes.weights[0][1] if one.what == _WEIGHT else of.done
                 computed.append((one.what, one.job, at, one.start))
@@ -466,9 +466,9 @@ class _Search:
         def launch(until: float, needs: int = 0, by: int = 0) -> None:
             """Launch what can be by now, and in any case so many exchanges of a job."""
             while launched:
-                job, row, start = launched[-1]
+                job, row, ready = launched[-1]
                 node = self.rows[row].node
-                blocks = counts_block and node.op is Op.DISPATCH and node.kind is _F and start > until
+                blocks = counts_block and node.op is Op.DISPATCH and node.kind is _F and ready > until
                 if sent[by] >= needs and (blocks or self.rows[row].behind > done[job]):
                     return
                 order.append(node._replace(microbatch=self.microbatches[job]))
