@@ -94,9 +94,10 @@ class Overlapped(Trainer):
     def _check_router(self) -> None:
         """Raise ValueError where a trainer of TRL asks for router logits that layers will not have kept."""
         kind: Any = self._mixed()
+        model: Any = self.model
         samples = kind._prepare_inputs is not Trainer._prepare_inputs  # its own batches, which the first step refuses
         asks = getattr(self, "aux_loss_enabled", False) and not samples
-        if asks and not self.model.config.get_text_config().output_router_logits:
+        if asks and not model.config.get_text_config().output_router_logits:
             raise ValueError(
                 f"{kind.__name__} asks for router logits, by router_aux_loss_coef, of a model whose config "
                 "has output_router_logits=False; allowed: True, set before the trainer, or router_aux_loss_coef=0.0"
