@@ -13,7 +13,7 @@ from torch import Tensor
 
 from overlap1f1b.cut.options import Finite
 from overlap1f1b.play.result import StepResult
-from overlap1f1b.transport.devices import in_host_memory, watch_of
+from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import EventMark
 
@@ -56,7 +56,7 @@ class FiniteCheck:
         if self._finite is None or not losses:
             return
         stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
-        watch, host = watch_of(stacked.device), in_host_memory(stacked)
+        watch, host = devices.watch_of(stacked.device), devices.in_host_memory(stacked)
         host.copy_(stacked, non_blocking=True)
         mark = None if watch is None else EventMark(stacked.device, None, watch.stamp())
         self._coming.append(_Losses(step, microbatches, host, mark))

@@ -13,7 +13,6 @@ place. A call that torch does not show is found in the first step, by the graph 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.nn import Parameter
@@ -150,7 +150,11 @@ class CrossingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if (func.__name__ == "__get__" and func not in _GRAPH_PROPERTIES) or func in _OF_THE_TENSOR_ITSELF:
             return func(*args, **kwargs)
-        if self.lookout is not None and getattr(func, "_qualified_op_name", "").startswith("_c10d_functional"):
+        if self.lookout is not None and getattr(func, "__module__", "") == c10d.__name__:
+            every = [*args, *kwargs.values()]
+            group = next((value for value in every if isinstance(value, dist.ProcessGroup)), None)
+            self.lookout.travels(func.__name__, (args, kwargs), group_named(group))
+        elif self.lookout is not None and getattr(func, "_qualified_op_name", "").startswith("_c10d_functional"):
             groups = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
             if groups and func.__name__ != "all_to_all_single":
                 self.lookout.travels(func.__name__, (args, kwargs), group_named(groups[-1]))
@@ -280,27 +284,6 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
     return around
 
 
-_MOVES = re.compile(r"_?(all_?gather|all_?reduce|all_?to_?all|broadcast|gather|reduce|scatter|send|recv)\w*")
-
-
-def _collectives() -> list[tuple[str, Callable[..., Any]]]:
-    """Return the methods of process groups that move tensors: all of torch's calls but functional ones come here."""
-    return [one for one in vars(dist.ProcessGroup).items() if _MOVES.fullmatch(one[0])] if dist.is_available() else []
-
-
-def _noted(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of process groups that tells the lookout of the forward that calls it."""
-
-    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        forward = Forward.running()
-        mode = None if forward is None else forward.mode
-        if isinstance(mode, CrossingMode) and mode.lookout is not None:
-            mode.lookout.travels(plain.__name__, (args, kwargs), group)
-        return plain(group, *args, **kwargs)
-
-    return method
-
-
 class _Crossing(ExitStack):
     """The changes of torch that :func:`functions_cross` has made.
 
@@ -411,9 +394,6 @@ def _change(crossing: _Crossing) -> None:
     crossing.callback(crossing.compile_again)  # for a Ctrl-C inside a segment
     crossing.callback(setattr, autograd, "grad", plain)
     autograd.grad = uncompiled(grad)
-    for name, plain_call in _collectives():
-        crossing.callback(setattr, dist.ProcessGroup, name, plain_call)
-        setattr(dist.ProcessGroup, name, _noted(plain_call))
     for namespace, operation in functional_operations():
         crossing.callback(setattr, namespace, "all_to_all_single", operation)
         namespace.all_to_all_single = Asking.instead_of(operation)

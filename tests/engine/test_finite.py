@@ -128,7 +128,7 @@ def test_a_device_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses are looked at in the first call that finds that their event has passed, and keep their step."""
     passed: list[bool] = []
     stamp = SimpleNamespace(event=SimpleNamespace(query=lambda: bool(passed), synchronize=pytest.fail))
-    monkeypatch.setattr(finite, "watch_of", lambda device: SimpleNamespace(stamp=lambda: stamp))
+    monkeypatch.setattr(finite.devices, "watch_of", lambda device: SimpleNamespace(stamp=lambda: stamp))
     check = finite.FiniteCheck("warn", Mesh(None))
     check.note(1, [0, 3], [torch.tensor(1.0), torch.tensor(float("nan"))])
     assert check.found(1) is None

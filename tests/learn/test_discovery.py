@@ -94,7 +94,7 @@ STANDING: dict[str, tuple[Way, str]] = {
     "uneven": (uneven, f"{__name__}.Undeclared exchanges rows where it stands"),
     "all_gather": (gathered, "torch.distributed.nn.functional._AllGather exchanges rows where it stands"),
     "functional": (functionally, "all_gather_into_tensor outside of a Function, in block 0 (Block), exchanges rows"),
-    "without a gradient": (without_gradient, "allgather without a gradient, in block 0 (Block), exchanges rows"),
+    "without a gradient": (without_gradient, "all_gather without a gradient, in block 0 (Block), exchanges rows"),
     "to a neighbour": (round_about, "send outside of a Function, in block 0 (Block), exchanges rows"),
     "sums": (Sums.apply, f"{__name__}.Sums exchanges rows where it stands"),
 }
