@@ -30,18 +30,19 @@ READS = ("tolist", "numpy", "cpu", "__array__")
 OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal"}
 """Operators of ATen that give the host a value, or a size that depends on values."""
 ON_A_CPU = {
-    "moe/route.py _check",
+    "moe/route.py _missing",
     "moe/route.py Route.__init__",
     "kernels/combine.py sum_rows",
     "kernels/grouped_mm.py ExpertRows.__getitem__",
-    "cut/random.py _equal.<locals>.<genexpr>",
+    "cut/random.py same",
+    "play/random.py take_number",
+    "engine/finite.py FiniteCheck._of_losses",
 }
 """Places where a GPU does not wait: it checks indices by itself, makes room for all rows that there may be, and skips
-choices that are none by itself; the models of tests loop over their experts, and the states of generators are on the
-host. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
+choices that are none by itself; the models of tests loop over their experts, generators and their numbers are on the
+host, and losses are read once their copy is there. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
 rank drew from them in the steps before."""
 STEP = {
-    "play/step.py Step.run": "the seed of the step, from the host's generator",
     "transport/mesh.py Comparison.differ": "numbers that are on the host",
     "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
     "transport/communicators.py Communicators.settle": "the end of the step: a lost rank would hang the next read",
@@ -67,6 +68,7 @@ AFTER = {
     "clip_gradients": {
         "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
         "reduce/clipping.py _powers": "norms of all gradients together",
+        "engine/engine.py Engine.clip_gradients": "the norm, which is on the host",
         "transport/mesh.py Mesh.sums": "their sum, which is on the host",
     },
 }
@@ -155,10 +157,11 @@ def test_a_step_waits_at_listed_places_alone(rank: int, size: int, setting: str)
         every = World(LAYOUT.size).run(_steps, found, SETTINGS[setting])
     for number, counted in enumerate(every):
         places = {name: Counter({p: n for p, n in here.items() if p not in ON_A_CPU}) for name, here in counted.items()}
-        dispatches = counted["step"]["moe/route.py _check"] // 2  # which reads the lowest and the highest index
+        dispatches = counted["step"]["moe/route.py _missing"] // 2  # which reads the lowest and the highest index
         assert dispatches
         expected = {name: Counter(dict.fromkeys(listed, 1)) for name, listed in AFTER.items()}
         expected["step"] = Counter(dict.fromkeys(STEP, 1))
+        expected["step"]["transport/mesh.py Comparison.extremes"] += 1  # whether any rank's blocks draw random numbers
         reads, arrives = EXACT
         if setting == "exact sizes":
             expected["step"] += Counter({reads: dispatches, arrives: 2 * dispatches})
