@@ -274,6 +274,7 @@ Megatron-Core itself."""
 
 
 COVERED_BY = {
+    "cut/contents": "play/test_recompute",
     "play/passage": "play/test_microbatch",
     "play/random": "cut/test_random",
     "play/values": "cut/test_places",

@@ -40,8 +40,8 @@ ON_A_CPU = {
 }
 """Places where a GPU does not wait: it checks indices by itself, makes room for all rows that there may be, and skips
 choices that are none by itself; the models of tests loop over their experts, generators and their numbers are on the
-host, and losses are read once their copy is there. Ranks of tests are threads that share these generators, so that a step compares the states only where no other
-rank drew from them in the steps before."""
+host, and losses are read once their copy is there. Ranks of tests are threads that share these generators, so that a
+step compares the states only where no other rank drew from them in the steps before."""
 STEP = {
     "transport/mesh.py Comparison.differ": "numbers that are on the host",
     "transport/mesh.py Comparison.extremes": "the calls of all ranks, which are on the host",
