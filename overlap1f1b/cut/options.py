@@ -79,8 +79,9 @@ class UserOptions:
             steps that measure nodes, which hide nothing, are not, nor plans for other numbers of microbatches of which
             no more are open at once.
         finite: What follows from a loss, or a norm of gradients, that is not finite: warn says the first of each with
-            its step and microbatch; raise ends the call on all ranks, every time, and the engine can go on. None looks
-            at neither. A GPU is not waited for: its losses are looked at in the first call that finds them ready.
+            its step and microbatch; raise ends the call on all ranks, every time, and the engine can go on; without a
+            word neither is looked at. A GPU is not waited for: its losses are looked at in the first call that finds
+            them ready.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
     """
 

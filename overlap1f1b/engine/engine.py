@@ -513,6 +513,7 @@ class Engine:
 
         On gloo the connections of the exchange end when the engine is dropped.
         """
+        self._finite.end()
         self.connection.close(before=self.wait_for_checkpoint)
 
     def wait_for_checkpoint(self) -> None:

@@ -15,7 +15,7 @@ from overlap1f1b.cut.options import Finite
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import Mesh
-from overlap1f1b.transport.streams import EventMark
+from overlap1f1b.transport.streams import HostCopy, InlineStream, SideStream, side_stream
 
 _ALLOWED = "allowed: finite ones, as by a smaller learning rate, or a scale of gradients that suits the dtype"
 
@@ -30,12 +30,12 @@ class NotFiniteError(RuntimeError):
 
 
 class _Losses(NamedTuple):
-    """Losses of a step, by the numbers of their microbatches; ``mark`` is the end of their copy from a device."""
+    """Losses of a step, by the numbers of their microbatches, on their way to the host."""
 
     step: int
     microbatches: Sequence[int]
-    host: Tensor
-    mark: EventMark | None
+    losses: Tensor
+    copy: HostCopy
 
 
 class FiniteCheck:
@@ -50,16 +50,24 @@ class FiniteCheck:
         self._finite, self._mesh = finite, mesh
         self._coming: list[_Losses] = []
         self._said: set[str] = set()
+        self._beside: SideStream | None = None
 
     def note(self, step: int, microbatches: Sequence[int], losses: Sequence[Tensor]) -> None:
         """Note the losses of a step; on a device they are copied to the host behind what it computes."""
         if self._finite is None or not losses:
             return
         stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
-        watch, host = devices.watch_of(stacked.device), devices.in_host_memory(stacked)
-        host.copy_(stacked, non_blocking=True)
-        mark = None if watch is None else EventMark(stacked.device, None, watch.stamp())
-        self._coming.append(_Losses(step, microbatches, host, mark))
+        if self._beside is None:
+            here = devices.gpu_of(stacked.device) is None
+            self._beside = InlineStream() if here else side_stream(stacked.device, "losses")
+        copy = HostCopy.on(self._beside, stacked)
+        copy.mark.wait()  # a device waits for some bytes, so that memory is freed behind them
+        self._coming.append(_Losses(step, microbatches, stacked, copy))
+
+    def end(self) -> None:
+        """Wait for copies that nobody has looked at."""
+        while self._coming:
+            self._coming.pop().copy.read()
 
     def found(self, step: int, norm: float | None = None) -> str | None:
         """Return what is to be said now. Under ``"raise"`` all ranks must call this, and get the same line.
@@ -79,9 +87,10 @@ class FiniteCheck:
 
     def _of_losses(self) -> list[tuple[int, float, str]]:
         lines: list[tuple[int, float, str]] = []
-        while self._coming and ((mark := self._coming[0].mark) is None or mark.is_completed()):
-            step, microbatches, host, _ = self._coming.pop(0)
-            for number, loss in zip(microbatches, host.tolist(), strict=True):
+        while self._coming and self._coming[0].copy.mark.is_completed():
+            step, microbatches, _, copy = self._coming.pop(0)
+            copy.mark.synchronize()
+            for number, loss in zip(microbatches, copy.tensors[0].tolist(), strict=True):
                 if not math.isfinite(loss):
                     where = f" on {self._mesh.label}" if self._mesh.several else ""
                     line = f"the loss of microbatch {number} of step {step} is {loss}{where}; {_ALLOWED}"

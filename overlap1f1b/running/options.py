@@ -56,7 +56,8 @@ class RunOptions(UserOptions):
 
     capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), Range(1)] = None
     memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
-    finite: Finite = None  # train ends at a loss that is not finite, and timed compute of bench has no values
+    # train ends at a loss that is not finite, and timed compute of bench has no values
+    finite: Annotated[Finite, by_default("{warn,raise}")] = None
     timeout: Annotated[float, Range(1)] = COMMAND_LINE_LIMIT_S
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2

@@ -118,10 +118,11 @@ def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> N
     weight: Any = nn.Parameter(torch.randn(2, 3))
     weight.main_grad = torch.zeros(2, 3)
     layer = SimpleNamespace(weight=weight, _forward_impl=None)
-    stage: Any = SimpleNamespace(queue=WeightQueue(), anchor=torch.empty(0, requires_grad=True))
+    queue = WeightQueue()
+    stage: Any = SimpleNamespace(put=queue.put, anchor=torch.empty(0, requires_grad=True))
     rows, grad = torch.randn(5, 4, 7)[..., :3], torch.randn(2).expand(5, 4, 2)  # of a slice, and of a sum
     with replaced([layers.leaving(layer, lambda: stage)]):
         forward: Any = layer._forward_impl
         forward(rows, weight, gradient_accumulation_fusion=True).backward(grad)
-    stage.queue.compute()
+    queue.compute()
     torch.testing.assert_close(weight.main_grad, grad.flatten(0, 1).t() @ rows.flatten(0, 1))
