@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.moe.experts import Experts
+from overlap1f1b.schedule.values import quoted
 
 
 class Trained(Protocol):
@@ -151,12 +152,14 @@ def parameter_groups(model: Trained, stacked: Iterable[nn.Parameter] = ()) -> li
         stacked: Stacked weights ``[E_local, ...]`` in layers of a user's own, beside those of Experts.
 
     Raises:
-        ValueError: A stacked weight is a DTensor that is sharded inside its experts.
+        ValueError: A stacked weight is a DTensor that is sharded inside its experts, or is none of the model's.
     """
-    found = dict.fromkeys(stacked)
+    found, trained = dict.fromkeys(stacked), [p for p in model.parameters() if p.requires_grad]
+    if strange := [one for one in found if all(one is not p for p in trained)]:
+        what = f"stacked has {quoted(strange[0])}, which the model does not train"
+        raise ValueError(f"{what}; allowed: a list of stacked weights of the model")
     for experts in (module for module in model.modules() if isinstance(module, Experts)):
         every = experts.parameters()
         found |= dict.fromkeys(p for p in every if p.ndim > 1 and p.shape[0] == experts.local_experts)
-    trained = [p for p in model.parameters() if p.requires_grad]
     apart = [one for p in trained if p in found for one in Stack(p).experts]
     return [{"params": apart}, {"params": [p for p in trained if p not in found]}]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -185,6 +187,8 @@ class Router(nn.Module):
         that hold this router in an engine, and then reset to zero. All of them must call this. Outside an engine nobody
         knows these ranks: without a group the load is this rank's, which several ranks are warned of.
         """
+        if not isinstance(rate, Real) or not math.isfinite(rate):
+            raise ValueError(f"rate={quoted(rate)}; allowed: a finite number")
         add_up = self._add_up and self._add_up()
         if group is not None:
             dist.all_reduce(self.load, group=group)

@@ -123,6 +123,13 @@ def test_one_memory_and_one_gradient() -> None:
     assert model[0].down.grad.sum(dim=(1, 2)).tolist() == [0, 20, 0]
 
 
+def test_a_weight_that_is_none_of_the_models_is_named() -> None:
+    layer = torch.nn.Linear(3, 2)
+    for stacked in (layer.weight, ["weight"], [torch.nn.Parameter(torch.zeros(2, 3))]):
+        with pytest.raises(ValueError, match=r"^stacked has .*, which the model does not train; allowed: a list of"):
+            parameter_groups(layer, stacked)  # type: ignore[arg-type]
+
+
 def test_a_gradient_goes_when_all_experts_have_dropped_it() -> None:
     model, parts = small()
     stack = model[0].gate_up

@@ -305,3 +305,9 @@ def test_bad_configurations_say_what_is_allowed(options: dict, message: str) -> 
     with pytest.raises(ValueError, match="allowed") as raised:
         RouterConfig(**{"experts": 8, "top_k": 2} | options)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, "0.1", None])
+def test_a_rate_that_is_no_number_is_named(rate: object) -> None:
+    with pytest.raises(ValueError, match=r"^rate=.*; allowed: a finite number$"):
+        Router(8, RouterConfig(4, 2)).update_correction_bias(rate)  # type: ignore[arg-type]
