@@ -104,7 +104,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "encoder and decoder": (encoder_decoder, "encoder-decoder"),
     # As accelerate's ``prepare`` returns it over several ranks.
     "a wrapper": (lambda: nn.DataParallel(tiny.build("mixtral")), "DataParallel has no config; allowed: a causal LM"),
-    "images": (takes_images, r"model\.visual\.patch_embed\.proj\.weight belongs to Conv3d, which a call with tokens"),
     "a forward that fails": (
         changed(fails),
         r"^MixtralForCausalLM's own forward fails with input_ids alone \(AttributeError: 'Mixtral",
