@@ -39,7 +39,7 @@ def takes_gradient(tensors: Sequence[Tensor]) -> bool:
 def holds_rows(tensors: Iterable[Tensor]) -> bool:
     """Return whether a collective of these tensors moves rows ``[R, …]``: not sizes, statistics or flat buckets."""
     return any(
-        t.requires_grad or (t.ndim > 1 and (t.is_floating_point() or t.dtype in (torch.uint8, torch.int8)))
+        t.ndim > 1 and (t.requires_grad or t.is_floating_point() or t.dtype in (torch.uint8, torch.int8))
         for t in tensors
     )
 

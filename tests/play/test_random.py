@@ -100,7 +100,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "measured": {},  # steps that measure, try plans and are compared with a plain loop
     "costs": {"costs": COSTS},
     "recompute": {"recompute": "block"},
-    "limited": {"memory": "1GB", "parts": 2},
+    "limited": {"memory": "1GB"},
 }
 
 
