@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from overlap1f1b.plan.beam import search
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
@@ -29,15 +28,6 @@ DEFERRED = (1, 2)
 GATHERED = (2.0, 3.0, 4.0, math.inf)
 """Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
 
-WIDTH, NODES = 100, 60_000
-"""Beginnings of an order that go on side by side on one rank, and how many nodes all of them play at most."""
-
-LEAST_WIDTH, FEWER = 20, 2
-"""Fewer of them, and only the largest number of open actions is tried; how many fewer live ones are tried."""
-
-NO_SLOWER = 1.005
-"""Of plans that take at most this multiple of the fastest, the one that holds the least is played."""
-
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
 
@@ -45,19 +35,17 @@ RETRIED = 6
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
     """Return the plan of a program: the order of every node on every rank.
 
-    For a number k, the compiler builds the fixed orders and, for every number of open actions up to k, an order by a
-    beam search on one rank, and by list scheduling on several. It plays each with the costs. List scheduling is greedy,
-    so it is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
+    For a number k, the compiler builds the fixed orders and an order for every number of open actions up to k, plays
+    each with the costs, and keeps the fastest: list scheduling is greedy, and a smaller k is sometimes better. Each
+    number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
     waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
-
-    Of the fastest plan and all that take at most ``NO_SLOWER`` of its time, that one is returned that holds the least.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
     >>> program = build_schedule("combined_1f1b", microbatches=8)
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5)
     >>> [compile(program, (BlockShape(expert_calls=1),) * 4, costs, k).predicted for k in ("serial", "pairs", 3)]
-    [1312.0, 880.0, 700.0]
+    [1312.0, 880.0, 701.0]
 
     Args:
         program: A checked program, on any number of ranks.
@@ -120,8 +108,6 @@ def fastest(
         if plan.order not in best or plan.predicted < best[plan.order].predicted:
             best[plan.order] = plan
     ordered = sorted(best.values(), key=lambda plan: plan.predicted)
-    alike = [plan for plan in ordered if plan.predicted <= NO_SLOWER * ordered[0].predicted]
-    ordered[: len(alike)] = sorted(alike, key=Plan.memory)
     return [replace(plan, ranks=receiving_in_order(plan.ranks, chains)) for plan in ordered]
 
 
@@ -134,38 +120,11 @@ def _candidates(
         yield "serial", None, [list(serial(program.actions(rank), chains)) for rank in ranks]
     if overlap != "serial":
         yield "pairs", None, [list(pairs(program.ranks[rank], chains)) for rank in ranks]
-    if not isinstance(overlap, int):
-        return
-    free = replace(costs, launch={})
-    size = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
-    most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more actions cannot be open
-    gathers = any(block.gathered for blocks in chains.shapes for block in blocks)  # a search does not know of them
-    alone = len(ranks) == 1 and not gathers
-    found = list(_searched(program, chains, free, most, counts_block)) if alone else []
-    yield from ((order, None, [nodes]) for order, nodes in found)
-    tries = list(product(DEFERRED, PATIENCES)) if size <= LARGE else [(DEFERRED[0], PATIENCES[0])]
-    if found:  # of many parts a greedy order may be faster
-        tries = tries[: len(PATIENCES)]
-    if size <= LARGE or not found:
-        for k, (deferred, patience) in product(range(most if found else 1, most + 1), tries):
+    if isinstance(overlap, int):
+        free = replace(costs, launch={})
+        nodes = sum(len(chains.of(action)) for rank in ranks for action in program.actions(rank))
+        tries = list(product(DEFERRED, PATIENCES)) if nodes <= LARGE else [(DEFERRED[0], PATIENCES[0])]
+        most = min(overlap, max(len(list(program.actions(rank))) for rank in ranks))  # more actions cannot be open
+        for k, (deferred, patience) in product(range(1, most + 1), tries):
             policy = Policy(k, counts_block, deferred, patience)
             yield f"k={k}", policy, schedule_ranks(program, chains, free, policy)
-
-
-def _searched(
-    program: Program, chains: Chains, costs: NodeCosts, most: int, counts_block: bool
-) -> Iterator[tuple[str, list[Node]]]:
-    """Yield orders of one rank with their names: for every number of open actions, and with fewer live ones."""
-    (peak,) = program.peak_activations
-    size = max(1, sum(len(chains.of(action)) for action in program.actions(0)))
-    least = len(program.placement.places(0))
-    tries = [(k, peak, 1) for k in range(1, most + 1)] + [(most, peak, 0)]
-    tries += [(most, live, 1) for live in range(peak - 1, max(least, peak - FEWER) - 1, -1)]
-    width = min(WIDTH, NODES // (size * len(tries)))
-    if width < LEAST_WIDTH:
-        tries, width = [(most, peak, 1)], max(1, min(WIDTH, NODES // size))
-    for k, live, deferred in tries:
-        found = search(program, chains, costs, k, width, peak=live, deferred=deferred, counts_block=counts_block)
-        if found is not None:
-            fewer = f", {live} live" if live < peak else ", none late" if not deferred else ""
-            yield f"k={k}{fewer}", found

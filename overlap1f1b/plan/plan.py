@@ -48,10 +48,6 @@ class Plan:
         """Return whether every pipeline rank keeps within its room, in bytes; by no rooms each does."""
         return all(peak <= room for peak, room in zip(self.peak_bytes, rooms, strict=False))
 
-    def memory(self) -> float:
-        """Return the most bytes that a rank holds; if nobody has counted any, (stage, microbatch) with activations."""
-        return max(self.peak_bytes, default=float(self.peak_held))
-
     @property
     def nodes(self) -> tuple[Node, ...]:
         """The nodes of the only rank."""

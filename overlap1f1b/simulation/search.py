@@ -8,17 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
-from overlap1f1b.plan import (
-    BlockShape,
-    NodeCosts,
-    Overlap,
-    Plan,
-    bound,
-    compile,
-    fastest,
-    found_orders,
-    pipeline_bound,
-)
+from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, bound, compile, found_orders, pipeline_bound
 from overlap1f1b.schedule import (
     AUTO,
     EXTRA_WARMUP,
@@ -137,20 +127,6 @@ class NodeModel:
         overlap = self.overlap if overlap is None else overlap
         plan = compile(program, shape, costs, overlap, counts_block=self._waits)
         return play_nodes(plan, costs, counts_block=self._waits)
-
-    def front(self, program: Program, overlap: Overlap | None = None) -> list[Plan]:
-        """Return the plans of a program that none is both faster and smaller than, the fastest first."""
-        shape, overlap = self._shape(program.placement), self.overlap if overlap is None else overlap
-        plans = fastest(program, shape, self._costs, overlap, counts_block=self._waits)
-        front = list[Plan]()
-        for plan in sorted(plans, key=lambda plan: (plan.predicted, plan.memory())):
-            if not front or plan.memory() < front[-1].memory():
-                front.append(plan)
-        return front
-
-    def least(self, program: Program) -> float:
-        """Return what no order of a program's placement can be faster than, if that has one pipe."""
-        return pipeline_bound(program.placement, program.microbatches, self._shape(program.placement), self._costs)
 
     def synthesized(self, ranks: int, microbatches: int, chunks: int, peak_activations: float | None) -> PlanTimeline:
         """Return the timeline of the best order that is found for the costs: in a loop, or in a V if there are chunks.

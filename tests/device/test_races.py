@@ -213,7 +213,7 @@ REMOVALS: dict[str, tuple[Any, ...]] = {
     ),
     "early rows have memory of their own": (BOTH, DeviceStream, "empty", _unready),
     "the way back waits for the way out": ("loopback", Event, "wait", lambda self, stream=None: None),
-    # "a place is filled when it is free": ("loopback", loopback, "_Buffer", _not_free) is not found in today's orders.
+    "a place is filled when it is free": ("loopback", loopback, "_Buffer", _not_free),
 }  # fmt: skip
 """The world in which a wait matters, and what is replaced: owner, name and value."""
 

@@ -71,7 +71,7 @@ def measured() -> tuple[NodeCosts, int]:
 
 @over(2, timeout=100)
 def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -> None:
-    """Those of steps that measure, and of plans: at most five per cent more, and eight less, as ranks run."""
+    """Within five per cent: those of steps that measure, and of plans."""
     mesh, data = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "ep")), tokens(rank)
     group = mesh.get_group("ep")
     engine = make(transformer(group), PROGRAM, mesh=mesh, memory="1TB", tries=0)
@@ -88,7 +88,7 @@ def test_peaks_are_predicted_over_ranks_with_uneven_rows(rank: int, size: int) -
             played.observers.append(Last(keeps_order=True))  # weight gradients that run early free memory early
             count, _ = counted(played, data)
             found.append((f"{program.name} {plan.order}", count.peak / plan.peak_bytes[0]))
-    problems = [one for one in found if not 0.92 <= one[1] <= 1.05]
+    problems = [one for one in found if abs(one[1] - 1) > 0.05]
     assert not problems, problems
 
 

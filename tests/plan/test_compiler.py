@@ -215,7 +215,7 @@ def test_the_rules_notice_a_node_that_is_moved(moved: str, before: str) -> None:
         pytest.param(4, 2, 8, 3, 0.05, marks=pytest.mark.wide),
     ],
 )
-def test_launches_cost_little(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
+def test_launches_cost_at_most_a_hundredth(ranks: int, layers: int, microbatches: int, k: int, counts: float) -> None:
     """Launches of 100 µs at exchange = compute, by plans that do not know them and by plans that do."""
     times = {"attention": 1.0, "experts": 4 / 3, "dispatch": 7 / 4, "counts": counts, "send": 0.2}
     free, late = (NodeCosts.uniform(launch=launch, **times) for launch in (0.0, 0.1))
@@ -228,8 +228,10 @@ def test_launches_cost_little(ranks: int, layers: int, microbatches: int, k: int
         assert meets(met[-1])
     least = min(simulate(plan, free, counts_block=True).makespan for plan in met)  # list scheduling is greedy
     unaware, aware = (simulate(plan, late, counts_block=True).makespan / least - 1 for plan in met)
-    assert 0 <= aware <= 0.0125
+    assert 0 <= aware <= 0.01
     assert aware <= unaware + 0.001
+    if (ranks, k, counts) == (1, 3, 0.0):
+        assert unaware > 0.02  # the host waits for counts with nothing queued
 
 
 def test_launch_costs_do_not_matter_to_a_host_that_waits_for_no_counts() -> None:

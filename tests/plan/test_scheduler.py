@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Plan, Recompute, Resource, compile
-from overlap1f1b.plan.compiler import NO_SLOWER
 from overlap1f1b.plan.orders import serial
 from overlap1f1b.plan.scheduler import ListScheduler, Policy
-from overlap1f1b.schedule import Kind, Program
+from overlap1f1b.schedule import Kind, Program, build_schedule
 from tests.plan.cases import (
     DENSE,
     MOE,
@@ -60,7 +59,7 @@ def test_step_over_bound(row: tuple[int, int], microbatches: int, ratio: float) 
     costs, bound = table_costs(ratio), table_bound(microbatches, 4, ratio)
     plan = compile(program, (MOE,) * 4, costs, k)
     assert not list(broken_rules(plan))
-    assert 1.0 <= plan.predicted / bound <= NO_SLOWER * COMPILED[row][column]
+    assert 1.0 <= plan.predicted / bound <= COMPILED[row][column] + 0.0005
     assert makespan(scheduled(program, Policy(k), costs), costs) / bound <= GREEDY[row][column] + 0.0005
 
 
@@ -97,7 +96,7 @@ def test_weight_gradients_make_room_for_a_forward() -> None:
 
 @pytest.mark.parametrize("mode", ["experts", "attention", "block"])
 @pytest.mark.parametrize("k", [1, 3])
-def test_weight_gradients_go_before_what_is_recomputed(mode: Recompute, k: int) -> None:
+def test_weight_gradients_go_before_what_is_recomputed_unless_the_program_places_them(mode: Recompute, k: int) -> None:
     """They hold activations, and with many of them waiting a step would take more memory than without recomputing."""
 
     def most_waiting(program: Program) -> int:
@@ -112,6 +111,9 @@ def test_weight_gradients_go_before_what_is_recomputed(mode: Recompute, k: int) 
         return most
 
     assert most_waiting(combined_1f1b(6, 1)) == 0
+    split = build_schedule("zb_h1", microbatches=6)
+    assert any(action.kind is Kind.W for action in split.actions(0))
+    assert most_waiting(split) > 0
 
 
 LATE_COUNTS = NodeCosts.uniform(attention=2, experts=2, dispatch=1, counts=3)

@@ -144,7 +144,7 @@ class Inner(nn.Module):
 def test_what_is_inside_a_block_goes_with_its_forward(mode: Recompute, kept: int) -> None:
     inner, data = Inner(), torch.randn(10, 4)
     program = build_schedule("afab", microbatches=5)
-    engine = make([inner], program, loss_fn=lambda y, _: y.sum(), costs=COSTS, recompute=mode, overlap="serial")
+    engine = make([inner], program, loss_fn=lambda y, _: y.sum(), costs=COSTS, recompute=mode)
     engine.step(data, target=data)
     assert inner.alive[:5] == [kept * earlier for earlier in range(5)]
     assert len(inner.alive) == 5  # what recomputation adds to a list is taken back

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions
-from overlap1f1b.cli.plan.results import content_of, found, front_of, per_rank, per_schedule, row_of
+from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
 from overlap1f1b.simulation import Costs, PlanTimeline
@@ -85,11 +85,6 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         check_scale(other, step["ranks"], step["microbatches"], layers)
         rows.append(row_of(*played(other, model, **step), other))
     begin(f"{total} of {total} programs played, now tables and drawings")
-    if isinstance(model, NodeModel) and len(program.ranks) == 1 and program.name != AUTO and not program.forward_only:
-        extra |= {
-            "least": model.least(program),
-            "front": front_of(model.front(program, None if candidate is None else candidate.overlap)),
-        }
     content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
     title = _title(content)
     _write(program, timeline, output, title, screen)
@@ -102,11 +97,6 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
     if options.compare:
         screen.print()
         screen.print(per_schedule(rows))
-    if "front" in extra:
-        held = (f"{row['makespan']:.6g} with {row['held']:g}" for row in extra["front"])
-        print_lines(
-            screen, f"no order takes less than {extra['least']:.6g}; makespan with held microbatches: {', '.join(held)}"
-        )
 
 
 def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Callable[[str], None]) -> Ranking:

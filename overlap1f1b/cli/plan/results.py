@@ -9,7 +9,6 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from overlap1f1b.plan import Plan
 from overlap1f1b.schedule import OPTIONS, Pair, Program
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
 from overlap1f1b.simulation.search import Candidate, Outcome, Played, Ranking
@@ -57,11 +56,6 @@ def found(ranking: Ranking) -> dict[str, Any]:
         "pruned": [named(candidate, bound=bound) for candidate, bound in ranking.pruned],
         "refused": [named(candidate, reason=reason) for candidate, reason in ranking.refused],
     }
-
-
-def front_of(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """Return the JSON of plans of which the faster hold more: ``held`` microbatches of a stage have activations."""
-    return [{"order": plan.order, "makespan": plan.predicted, "held": plan.peak_held} for plan in plans]
 
 
 def _asked(candidate: Candidate) -> dict[str, Any]:

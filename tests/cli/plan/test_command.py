@@ -95,17 +95,6 @@ def test_compare(capsys: Capture) -> None:
     assert len(table) == 5
 
 
-def test_one_rank_has_a_front_of_time_and_memory(capsys: Capture) -> None:
-    sizes = ("--ranks", 1, "--microbatches", 4, "--layers", 1, "--dispatch", 5.25)
-    result = plan.content(capsys, *sizes)
-    times, held = [row["makespan"] for row in result["front"]], [row["held"] for row in result["front"]]
-    assert times == sorted(times)
-    assert held == sorted(held, reverse=True)
-    assert len(held) > 1
-    assert result["least"] <= times[0] <= result["makespan"] <= 1.005 * times[0]
-    assert "front" not in plan.content(capsys, *sizes, "--forward-only")
-
-
 def test_search(capsys: Capture) -> None:
     result = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--peak-activations", 4)
     rows = result["search"]["rows"]
