@@ -1,4 +1,6 @@
-"""A stage: facts about its blocks, and how they are cut. Nothing here changes after the construction.
+"""A stage: facts about its blocks, and how they are cut. No attribute changes after the construction.
+
+What the first steps find out about blocks is added to its tables.
 
 What changes on modules while a step lasts is in :mod:`overlap1f1b.play.install`.
 """
