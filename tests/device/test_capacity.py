@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 from unittest.mock import patch
 
@@ -28,21 +27,22 @@ def _step(rank: int, size: int, capacity: float | None) -> tuple[int, int, Any]:
 
 
 def _waits(capacity: float | None) -> Any:
-    """Of every rank: dispatches, waits between the first and the last node, copies to the host; and what is wrong."""
-    world, copies, original = World(2), Counter[int](), HostCopy.on
+    """Of every rank: dispatches, then waits and copies to the host before the last node; and what is wrong."""
+    world, original = World(2), HostCopy.on
+    copies: dict[int, list[int]] = {0: [], 1: []}  # where they stand in what each rank has written down
 
     def counted(cls: type[HostCopy], *args: Any, **options: Any) -> HostCopy:
-        copies[here().number] += 1
+        copies[here().number].append(len(here().log))
         return original(*args, **options)
 
     with patch.object(HostCopy, "on", classmethod(counted)):
         found = world.run(_step, capacity)
     logs = [log[begin:] for log, (begin, *_) in zip(world.logs, found, strict=True)]
     rows = []
-    for number, (log, (_, dispatches, _)) in enumerate(zip(logs, found, strict=True)):
+    for number, (log, (begin, dispatches, _)) in enumerate(zip(logs, found, strict=True)):
         nodes = [at for at, entry in enumerate(log) if entry.kind == "node"]
         waits = sum(entry.kind in ("block", "sync") for entry in log[: nodes[-1]])
-        rows.append((dispatches, waits, copies[number]))
+        rows.append((dispatches, waits, sum(at < begin + nodes[-1] for at in copies[number])))
     return rows, stuck(logs), [gradients for *_, gradients in found]
 
 
