@@ -116,24 +116,21 @@ class Installation:
     @property
     def plain(self) -> Plain:
         """The blocks that may be called as a plain loop calls them, by what their forwards have shown."""
-        stage, at_once = self.stage, isinstance(self.exchange, LocalExchange)
-        blocks = frozenset(
-            block
-            for block, (shape, uses) in enumerate(zip(self.cut.shape, self.uses, strict=True))
-            if uses.plain and stage.draws.knows(block)
-            if shape.recompute == "none" and not shape.gathered and not shape.exchanges
-            if not shape.expert_calls or (at_once and self._plain_experts(block))
-            if not options_of(stage.blocks[block]).apart and not options_of(stage.blocks[block]).delays
-        )
-        experts = frozenset(block for block in blocks if self.cut.shape[block].expert_calls)
-        return Plain(blocks, experts, stage.sharing)
-
-    def _plain_experts(self, block: int) -> bool:
-        """Return whether plain autograd adds the gradients of a block's experts where the engine would."""
         stage = self.stage
-        if self._capacity is not None or options_of(stage.blocks[block]).state is not None:
-            return False
-        return not any(hasattr(p, "main_grad") for experts in stage.experts_of(block) for p in experts.parameters())
+        # Where it is so, plain autograd adds the gradients of experts where the engine would.
+        at_once = isinstance(self.exchange, LocalExchange) and self._capacity is None
+        at_once &= not any(hasattr(p, "main_grad") for every in stage.expert_parameters.values() for p in every)
+        blocks = set()
+        for block, (shape, uses) in enumerate(zip(self.cut.shape, self.uses, strict=True)):
+            options = options_of(stage.blocks[block])
+            if shape.recompute != "none" or shape.gathered or shape.exchanges or options.apart or options.delays:
+                continue
+            if shape.expert_calls and not (at_once and options.state is None):
+                continue
+            if uses.plain and stage.draws.knows(block):
+                blocks.add(block)
+        experts = frozenset(block for block in blocks if self.cut.shape[block].expert_calls)
+        return Plain(frozenset(blocks), experts, stage.sharing)
 
     def _replacements(self, aux_scale: float | None, *, divided: bool) -> Iterator[Replacement]:
         stage = self.stage
