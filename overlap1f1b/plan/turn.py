@@ -2,7 +2,7 @@
 
 A node is a turn. Neighbouring blocks that exchange nothing are one turn forward and one backward, a *stretch*, if their
 nodes follow one another both ways and nobody asks for each of them. A stretch is one call of autograd, as in a plain
-loop; its weight gradients stay in the backward, unless the plan has put them elsewhere.
+loop; its weight gradients stay in the backward, unless the plan has put those of all its blocks elsewhere.
 
     nodes   dense.f[0] dense.f[1] send.f | … | dense.b[1] dense.w[1] dense.b[0] dense.w[0]
     turns   blocks 0 and 1 send.f        | … | blocks 0 and 1
@@ -34,11 +34,11 @@ class Way(IntEnum):
 
 
 class Stretch(NamedTuple):
-    """Blocks ``first`` to ``last``; ``deferred`` are those that leave their weight gradients to a turn of its own."""
+    """Blocks ``first`` to ``last``; ``deferred`` says that each leaves its weight gradients to a turn of its own."""
 
     first: int
     last: int
-    deferred: frozenset[int] = frozenset()
+    deferred: bool = False
 
 
 class Plain(NamedTuple):
@@ -150,7 +150,7 @@ def _stretches(nodes: Sequence[Node], plain: Mapping[int, Plain]) -> dict[Node, 
         node: stretch
         for node in nodes
         if not _apart(node) and (stretch := of.get(((node.stage, node.microbatch), node.block))) is not None
-        if node.kind is not Kind.W or node.block not in stretch.deferred
+        if node.kind is not Kind.W or not stretch.deferred
     }
 
 
@@ -175,15 +175,12 @@ def _neighbours(rows: Mapping[int, Mapping[Kind, set[int]]], experts: Set[int]) 
     last: object = None
     for block in sorted(rows):
         forward, backward, weights = (rows[block].get(kind, set()) for kind in (Kind.F, Kind.I, Kind.W))
-        deferred = frozenset[int]() if weights <= backward else frozenset((block,))
-        if len(forward) != 1 or len(backward) > 1 or not experts.isdisjoint(deferred):
+        deferred = not weights <= backward
+        if len(forward) != 1 or len(backward) > 1 or (deferred and block in experts):
             continue
-        if last == (block - 1, forward, backward):
-            first, _, others = found.pop()
-            found.append(Stretch(first, block, others | deferred))
-        else:
-            found.append(Stretch(block, block, deferred))
-        last = block, forward, backward
+        joins = last == (block - 1, forward, backward, deferred)
+        found.append(Stretch(found.pop().first if joins else block, block, deferred))
+        last = block, forward, backward, deferred
     return found
 
 

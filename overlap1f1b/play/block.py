@@ -156,7 +156,7 @@ class BlockRun:
         with installed.stage.draws.through(blocks, microbatch.random), torch.set_grad_enabled(microbatch.grad):
             for block in blocks:
                 installed.queue = None
-                if block in stretch.deferred:
+                if stretch.deferred:
                     installed.queue = self.deferred[block] = WeightQueue()
                 passed = call_block(microbatch, block, *passed)
         return passed
@@ -436,7 +436,8 @@ class BlockRun:
             self._take(received)
         # 2. Walk the segment once.
         segment = self.segments[-1]
-        self.installed.queue = segment.queue
+        # A checkpoint runs its forward again here, and must find what the first one found.
+        self.installed.queue = segment.queue if self.stretch is None or self.stretch.deferred else None
         if segment.parameters or self._summed or self.microbatch.tied:
             self._add_tied(segment)
         self._walk(segment)
@@ -526,6 +527,7 @@ class BlockRun:
         shape = self.shape
         if self.stretch is not None:
             self.microbatch.queues |= {(Op.DENSE, block, 0): queue for block, queue in self.deferred.items()}
+            accumulate(self.queue.compute())  # of forwards that ran again, and whose graph was walked
         elif shape.split:
             self.microbatch.queues[shape.own, self.block, 0] = self.queue
         else:

@@ -199,3 +199,44 @@ def test_a_part_that_does_not_repeat_itself_is_refused(rank: int, size: int) -> 
         stepped(init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), Own, "checkpoint", differs=True)
     text = "\n".join([str(caught.value), *caught.value.__notes__])
     assert "block 0 (Own) computes something else when a part of it is computed again" in text, text
+
+
+class Square(nn.Module):
+    """As many rows as features: a weight and an activation that change places would not be told apart by shape."""
+
+    how: Callable[..., Any] | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + (self.part(x) if self.how is None else self.how(self.part, x))
+        return y
+
+    def part(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()).sin()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", *wide("zb_h1", "zb_v", "dualpipev")])
+@over(2)
+def test_blocks_that_are_one_call_repeat_as_they_ran(rank: int, size: int, schedule: str) -> None:
+    """What a checkpoint runs again in the backward finds the layers as the first forward found them."""
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)), list[str]()
+    x, y = torch.randn(2, 4 * 8, 8, generator=torch.Generator().manual_seed(2))
+    program = build_schedule(schedule, ranks=size, microbatches=4)  # type: ignore[arg-type]
+    expected: dict[str, Tensor] = {}
+    for how in (None, plainly, selective):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(Square() for _ in range(8)))
+        for block in model:
+            block.how = how
+        engine = make(model, program, mesh=mesh, loss_fn=F.mse_loss, costs=COSTS, timeout=30, verify=False)
+        for _ in range(3):
+            model.zero_grad()
+            engine.step(x, target=y)
+        if unequal := models.equal(models.held(engine, model), expected or models.held(engine, model)):
+            problems.append(f"{how}: other {unequal}")
+        expected = expected or models.held(engine, model)
+        engine.close()
+    assert not problems, problems
