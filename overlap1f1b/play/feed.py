@@ -120,11 +120,13 @@ class Feed(NamedTuple):
             ``loss_grad``, ``return_outputs``) by the numbers of stage and microbatch.
         shares: Share of each microbatch in the mean loss over all ranks, by its number.
         aux_scale: Scale of auxiliary losses; None for the scale that each router has.
+        draws: Whether ``given`` may draw random numbers, as one that reads data does: they are the loop's own.
     """
 
     given: Callable[[int, int], Mapping[str, Any]]
     shares: Mapping[int, float]
     aux_scale: float | None
+    draws: bool = True
 
 
 def check_scale(loss_scale: object) -> None:
@@ -178,7 +180,7 @@ def feed_batch(
             }
         return arguments
 
-    return Feed(given, shares, loss_scale / (count * mesh.token_ranks))
+    return Feed(given, shares, loss_scale / (count * mesh.token_ranks), draws=False)
 
 
 def _nothing(index: int) -> Tensors:

@@ -80,7 +80,8 @@ class Step:
             loop = Loop([stage.draws for stage in self.stages.values()])
             reductions = self._begin()
             with self._install(feed.aux_scale, every) as (turns, installations):
-                feed = feed._replace(given=loop.watching(feed.given))
+                if feed.draws:
+                    feed = feed._replace(given=loop.watching(feed.given))
                 microbatches = Microbatches(installations, program, links.rank, feed, seed=loop.seed, grad=self.grad)
                 player.play(turns, microbatches)
             loop.end()
