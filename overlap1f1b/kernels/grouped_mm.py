@@ -7,7 +7,7 @@ the weights. The backward has two such products. Triton adds a weight gradient t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -46,6 +46,9 @@ class ExpertRows(Sequence[int]):
         if self.host is None:
             self.host = [end - start for start, end in pairwise([0, *self.ends.tolist()])]
         return self.host[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
 
     def __len__(self) -> int:
         return len(self.ends)

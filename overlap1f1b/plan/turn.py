@@ -46,12 +46,12 @@ class Plain(NamedTuple):
 
     Args:
         blocks: Their numbers.
-        experts: Those of them that hold experts: their weight gradients must follow their backward.
+        whole: Those of them whose weight gradients must stay in their backward.
         sharing: Blocks that share parameters, and must all be in the same stretch.
     """
 
     blocks: frozenset[int]
-    experts: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
     sharing: frozenset[int] = frozenset()
 
 
@@ -139,8 +139,8 @@ def _stretches(nodes: Sequence[Node], plain: Mapping[int, Plain]) -> dict[Node, 
     """Return the stretch of each node that is in one."""
     of: dict[tuple[MicrobatchKey, int], Stretch] = {}
     for key, rows in _rows(nodes, plain).items():
-        _, experts, sharing = plain[key[0]]
-        found = _neighbours(rows, experts)
+        _, whole, sharing = plain[key[0]]
+        found = _neighbours(rows, whole)
         every = [range(one.first, one.last + 1) for one in found]
         together = any(sharing <= set(blocks) for blocks in every)
         for one, blocks in zip(found, every, strict=True):
@@ -169,14 +169,14 @@ def _rows(nodes: Sequence[Node], plain: Mapping[int, Plain]) -> _Rows:
     return rows
 
 
-def _neighbours(rows: Mapping[int, Mapping[Kind, set[int]]], experts: Set[int]) -> list[Stretch]:
+def _neighbours(rows: Mapping[int, Mapping[Kind, set[int]]], whole: Set[int]) -> list[Stretch]:
     """Return the stretches of blocks of one microbatch: neighbours with their nodes in the same rows."""
     found: list[Stretch] = []
     last: object = None
     for block in sorted(rows):
         forward, backward, weights = (rows[block].get(kind, set()) for kind in (Kind.F, Kind.I, Kind.W))
         deferred = not weights <= backward
-        if len(forward) != 1 or len(backward) > 1 or (deferred and block in experts):
+        if len(forward) != 1 or len(backward) > 1 or (deferred and block in whole):
             continue
         joins = last == (block - 1, forward, backward, deferred)
         found.append(Stretch(found.pop().first if joins else block, block, deferred))

@@ -129,8 +129,9 @@ class Installation:
                 continue
             if uses.plain and stage.draws.knows(block):
                 blocks.add(block)
-        experts = frozenset(block for block in blocks if self.cut.shape[block].expert_calls)
-        return Plain(frozenset(blocks), experts, stage.sharing)
+        # Of a weight that is used in another way, too, autograd would add that gradient earlier than a queue does.
+        whole = [block for block in blocks if self.cut.shape[block].expert_calls or self.uses[block].several]
+        return Plain(frozenset(blocks), frozenset(whole), stage.sharing)
 
     def _replacements(self, aux_scale: float | None, *, divided: bool) -> Iterator[Replacement]:
         stage = self.stage

@@ -27,7 +27,7 @@ def said(turns: list[Turn]) -> list[str]:
 
 def test_neighbours_are_one_turn_each_way() -> None:
     plan = planned("sequential", (DENSE, DENSE, MOE))
-    turns = turns_of(plan.nodes, {0: Plain(frozenset((0, 1, 2)), experts=frozenset((2,)))})
+    turns = turns_of(plan.nodes, {0: Plain(frozenset((0, 1, 2)), whole=frozenset((2,)))})
     assert said(turns) == ["dense.f[0, 2]", "aggregate.b[0, 2]"]
     assert undivided(turns) == {0}
 
@@ -56,7 +56,7 @@ def test_weight_gradients_that_the_schedule_puts_elsewhere_are_deferred() -> Non
 
 def test_experts_whose_weight_gradients_are_elsewhere_are_no_stretch() -> None:
     plan = planned("zb_h1", (MOE,), ranks=2)
-    turns = turns_of(plan.ranks[1], {1: Plain(frozenset((0,)), experts=frozenset((0,)))})
+    turns = turns_of(plan.ranks[1], {1: Plain(frozenset((0,)), whole=frozenset((0,)))})
     assert any(turn.way is Way.WEIGHTS for turn in turns)
     assert all(turn.stretch is None for turn in turns)
 
