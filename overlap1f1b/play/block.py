@@ -546,6 +546,7 @@ class BlockRun:
     def recompute(self, op: Op) -> None:
         """Compute a part again whose activations were dropped: the experts of the last segment, or everything else."""
         assert self.recomputation is not None
+        self.installed.queue = self.queue  # as in its first forward; a block behind it may have left none
         self.recomputation.compute(op, self.installed.stacks)
 
     def stop(self) -> None:
