@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -24,8 +23,8 @@ from overlap1f1b.integrations.dualpipe import DualPipe, DualPipeV, set_p2p_tenso
 from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.ranks import Ranks, over, run
-from tests.tiers import first, wide
+from tests.ranks import over, run
+from tests.tiers import wide
 
 CLASSES = {"dualpipe": DualPipe, "dualpipev": DualPipeV}
 MICROBATCHES = {"dualpipe": {2: 6, 4: 10}, "dualpipev": {1: 3, 2: 5, 4: 9}}
@@ -58,6 +57,20 @@ class Streams(nn.Module):
         return torch.tanh(self.a(x)) + y, self.b(x * mask), mask
 
 
+class Mean(nn.Module):
+    """The last stage ends in one number of each microbatch beside its output."""
+
+    last = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        y: Tensor = self.linear(x)
+        return (y.square().mean(), y) if self.last else y
+
+
 class Routed(nn.Module):
     """Experts and a router whose auxiliary loss counts for less than the loss."""
 
@@ -79,17 +92,20 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "sequential": lambda group: nn.Sequential(Mlp(), nn.LayerNorm(H), Mlp()),
     "experts": models.Block,
     "routed": lambda group: Routed(),
+    "mean": lambda group: Mean(),
 }
 
 
 def criterion(*values: Tensor) -> Tensor:
     *outputs, label = values
-    return sum((F.mse_loss(output, label) for output in outputs[:2]), start=torch.zeros(()))
+    return sum(((output - label).square().mean() for output in outputs[:2]), start=torch.zeros(()))
 
 
 def stages_of(kind: str, count: int, group: Any = None) -> list[nn.Module]:
     torch.manual_seed(3)
-    return [KINDS[kind](group) for _ in range(count)]
+    modules = [KINDS[kind](group) for _ in range(count)]
+    modules[-1].last = kind == "mean"  # type: ignore[assignment]
+    return modules
 
 
 def batch(kind: str, microbatches: int, seed: int) -> tuple[list[Tensor], Tensor]:
@@ -118,7 +134,8 @@ class Expected:
             losses.append(loss.detach())
             outputs.append([value.detach() for value in values])
         self.loss = torch.stack(losses)
-        self.outputs = [torch.cat(of) for of in zip(*outputs, strict=True)]
+        # What is one number of a microbatch is returned as losses are.
+        self.outputs = [torch.cat(of) if of[0].dim() else torch.stack(of) for of in zip(*outputs, strict=True)]
         self.input_grad = leaves[0].grad
         self.modules = modules
 
@@ -141,15 +158,6 @@ def different(found: nn.Module, expected: list[nn.Module], shard: int) -> list[s
         if parameter.grad is None or cosine_difference(parameter.grad, reference) > 1e-13:
             problems.append(name)
     return problems
-
-
-@contextmanager
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 class Case:
@@ -229,8 +237,9 @@ STEPS = 3  # the first two measure; outputs are returned from all but the second
     [
         (2, "dualpipe", "streams", 1, [1, 0]),
         (2, "dualpipev", "experts", 2, None),
+        (2, "dualpipe", "mean", 1, None),
         *wide(*((2, "dualpipe", kind, 1, None) for kind in ("sequential", "routed"))),
-        *wide(*((2, "dualpipev", kind, 1, None) for kind in ("mlp", "streams", "routed"))),
+        *wide(*((2, "dualpipev", kind, 1, None) for kind in ("mlp", "streams", "routed", "mean"))),
         *wide(*((4, name, "streams", 1, [2, 0, 3, 1]) for name in CLASSES)),
         *wide(*((4, name, "experts", 2, None) for name in CLASSES)),
     ],
@@ -241,7 +250,7 @@ def test_over_ranks(rank: int, size: int, ranks: int, name: str, kind: str, ep: 
 
 
 def compare(size: int, name: str, kind: str, ep: int = 1, mapping: Any = None) -> None:
-    with double():
+    with models.default_dtype(torch.float64):
         case = Case(name, kind, size, ep, mapping)
         pipeline, problems = case.pipeline, []
         for step in range(STEPS):
@@ -302,46 +311,38 @@ def test_a_step_under_autocast_and_after_the_end(alone: None) -> None:
         pipeline.step(torch.randn(8, H), num_chunks=4, criterion=criterion, labels=torch.randn(8, H))
 
 
-def _changes(rank: int, size: int, steps: list[tuple[int, int]], tied: bool = False, **options: Any) -> list[str]:
-    """What differs from one process in steps of other rows and numbers of microbatches by one pipeline in a V."""
-    problems = []
-    with double():
-        stages = _tied(stages_of("mlp", 2 * size), tied)
+CHANGES: dict[str, tuple[list[tuple[int, int]], dict[str, Any]]] = {  # rows and microbatches of steps; options
+    "microbatches": ([(11, 5), (21, 7), (18, 6), (11, 5)], {}),
+    "sizes": ([(8, 4), (13, 4)], {"dynamic_shapes": True}),
+    "a shared weight": ([(9, 4)], {}),
+}
+
+
+def _stages(what: str, count: int) -> list[nn.Module]:
+    """The first and the last stage, which lie on one rank, may share a weight."""
+    stages = stages_of("mlp", count)
+    if what == "a shared weight":
+        stages[-1].down.weight = stages[0].down.weight
+    return stages
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@over(2)
+def test_what_may_change_from_step_to_step_and_be_shared(rank: int, size: int, what: str) -> None:
+    """By one pipeline in a V, against one process."""
+    (steps, options), problems = CHANGES[what], []
+    with models.default_dtype(torch.float64):
+        stages = _stages(what, 2 * size)
         pipeline = DualPipeV([stages[rank], stages[-1 - rank]], options=EngineOptions(timeout=30, **options))
         for rows, microbatches in steps:
             x, y = torch.randn(2, rows, H, generator=torch.Generator().manual_seed(rows))
-            expected = Expected(_tied(stages_of("mlp", 2 * size), tied), [x], y, microbatches)
+            expected = Expected(_stages(what, 2 * size), [x], y, microbatches)
             pipeline.zero_grad()
             loss, _ = pipeline.step(x, num_chunks=microbatches, criterion=criterion, labels=[y])
             if rank == 0 and not torch.equal(loss, expected.loss):
                 problems.append(f"{rows} rows in {microbatches} microbatches: loss {loss}")
             for stage, module in zip((rank, -1 - rank), pipeline.module, strict=True):
                 problems += different(module, [expected.modules[stage]], 0)
-    return problems
-
-
-def _tied(stages: list[nn.Module], tied: bool) -> list[nn.Module]:
-    """The first and the last stage, which lie on one rank, may share a weight."""
-    if tied:
-        stages[-1].down.weight = stages[0].down.weight
-    return stages
-
-
-@over(2)
-def test_the_number_of_microbatches_may_change(rank: int, size: int) -> None:
-    problems = _changes(rank, size, [(11, 5), (21, 7), (18, 6), (11, 5)])
-    assert not problems, problems
-
-
-@over(2)
-def test_sizes_may_change(rank: int, size: int) -> None:
-    problems = _changes(rank, size, [(8, 4), (13, 4)], dynamic_shapes=True)
-    assert not problems, problems
-
-
-@over(2)
-def test_stages_of_a_rank_may_share_a_parameter(rank: int, size: int) -> None:
-    problems = _changes(rank, size, [(9, 4)], tied=True)
     assert not problems, problems
 
 
@@ -431,46 +432,6 @@ def test_faults_are_told_to_the_other_rank() -> None:
         assert "rank pp 0 failed " in others
         assert expected.split(";", maxsplit=1)[0] in others
         assert all("allowed: a new one, on all ranks" in again for again in (*mine_again, *others_again))
-
-
-class Mean(nn.Module):
-    """Ends in one number of each microbatch, which is its loss already."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.linear, self.last = nn.Linear(H, H), last
-
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        y: Tensor = self.linear(x)
-        return (y.square().mean(), y) if self.last else y
-
-
-def _first(loss: Tensor, *_: Tensor) -> Tensor:
-    return loss.clone()
-
-
-def _one_number(rank: int, size: int, name: str) -> list[tuple[Any, ...]]:
-    """Shapes of losses and outputs, and whether they are the same numbers, of a step and of its forwards alone."""
-    microbatches = MICROBATCHES[name][size]
-    stages = size if name == "dualpipe" else 2 * size
-    places = build_schedule(name, ranks=size, microbatches=microbatches).placement.places(rank)
-    torch.manual_seed(3)
-    pipeline = CLASSES[name]([Mean(stage == stages - 1) for _, stage in places], options=EngineOptions(timeout=20))
-    x, found = torch.randn(2 * microbatches, H), []
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            loss, outputs = pipeline.step(x, num_chunks=microbatches, criterion=_first, return_outputs=True)
-        if loss is not None:
-            found.append((loss.shape, outputs[0].shape, outputs[1].shape, torch.equal(loss, outputs[0])))
-    return found
-
-
-@pytest.mark.parametrize("name", first(CLASSES, "dualpipe"))
-def test_outputs_that_are_one_number_are_returned_as_losses_are(ranks2: Ranks, name: str) -> None:
-    microbatches = MICROBATCHES[name][2]
-    ended = microbatches // 2 if name == "dualpipe" else microbatches
-    expected = [((ended,), (ended,), (2 * microbatches, H), True)] * 2
-    assert ranks2.run(_one_number, name) == [expected, expected if name == "dualpipe" else []]
 
 
 def test_the_original_s_settings_are_accepted() -> None:

@@ -91,10 +91,11 @@ class Spec:
     resume: str | None = None
     seed: int = 3
     on_meta: bool = False
+    configures: Callable[..., Any] = transformers.TrainingArguments  # the class of the trainer's arguments
 
     def build(self) -> Any:
         """Return the trainer of this process."""
-        given: dict[str, Any] = {
+        chosen: dict[str, Any] = {
             "output_dir": str(self.folder),
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -110,14 +111,15 @@ class Spec:
             "use_cpu": True,
             "dataloader_pin_memory": False,
         }
-        arguments = transformers.TrainingArguments(**{**given, **self.arguments})
+        arguments = self.configures(**{**chosen, **self.arguments})
         more = {} if self.layout is None else {"overlap_args": self.layout}
         with torch.device("meta" if self.on_meta else "cpu"):
             sizes = {"num_hidden_layers": self.layers, **self.config}
             model = None if self.model is None else tiny.build(self.model, seed=self.seed, **sizes)
         data: dict[str, Any] = {"train_dataset": Sentences(self.rows), "eval_dataset": Sentences(16, seed=9)}
         kind = self.kind if self.layout is None else mixed(self.kind)
-        return kind(model, arguments, **{"data_collator": pad, **data, **more, **self.trainer})
+        given = {"data_collator": pad, **data, **more, **self.trainer}
+        return kind(model=model, args=arguments, **{name: value for name, value in given.items() if value is not None})
 
 
 def mixed(kind: Any) -> Any:

@@ -171,23 +171,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("number", "pp"), [(0, 2), *wide((1, 1), (2, 1), (3, 2))]
-)  # below every model has stages and expert ranks
-def test_two_ranks(ranks2: Ranks, number: int, pp: int) -> None:
+TWO = {"qwen3_moe": PLAYED[2:], "deepseek_v3": PLAYED[1:2]}
+"""What is played over stages and expert ranks of a model, where it is not all."""
+
+
+@pytest.mark.parametrize(  # four ranks are two stages and two expert ranks, in float64
+    ("number", "ranks", "pp"),
+    [(0, 2, 2), *wide((1, 2, 1), (2, 2, 1), (3, 2, 2), *((number, 4, 2) for number in range(len(CASES))))],
+)
+def test_over_ranks(kept: dict[int, Ranks], number: int, ranks: int, pp: int) -> None:
     name, options = CASES[number]
-    build = partial(tiny.build, name, **options)
-    own = own_of(build(), MICROBATCHES, 2 // pp)
-    assert ranks2.run(compare, build, pp, PLAYED[1:], 1e-5, 2, own) == [[]] * 2
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("name", "options"), CASES, ids=[name for name, _ in CASES])
-def test_two_stages_and_two_expert_ranks(ranks4: Ranks, name: str, options: dict[str, Any]) -> None:
-    build = partial(tiny.build, name, double=True, **options)
-    own = own_of(build(), MICROBATCHES, 2)
-    played = {"qwen3_moe": PLAYED[2:], "deepseek_v3": PLAYED[1:2]}.get(name, PLAYED[1:])
-    assert ranks4.run(compare, build, 2, played, 1e-12, 2, own) == [[]] * 4
+    build = partial(tiny.build, name, double=ranks == 4, **options)
+    own, limit = own_of(build(), MICROBATCHES, ranks // pp), 1e-12 if ranks == 4 else 1e-5
+    played = TWO.get(name, PLAYED[1:]) if ranks == 4 else PLAYED[1:]
+    assert kept[ranks].run(compare, build, pp, played, limit, 2, own) == [[]] * ranks
 
 
 def _inputs(rows: int) -> dict[str, dict[str, Tensor]]:

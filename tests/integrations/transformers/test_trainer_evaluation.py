@@ -33,22 +33,15 @@ def metrics(prediction: Any) -> dict[str, float]:
     }
 
 
-def test_logits_that_are_reduced_first(ranks2: Ranks, tmp_path: Path) -> None:
-    trainer = {"eval_dataset": Sentences(ROWS, seed=9), "preprocess_logits_for_metrics": chosen}
-    spec = spec_of(tmp_path, 2, trainer={**trainer, "compute_metrics": of_choices})
-    expected = evaluated(0, 1, replace(spec, kind=transformers.Trainer))
-    assert 0 < expected[0][1]["eval_right"] < 1
-    for found in ranks2.run(evaluated, replace(spec, layout=OverlapArguments(pp=2))):
-        same(found, expected, 2)
-
-
 def chosen(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
 
 
 def of_choices(prediction: Any) -> dict[str, float]:
     right = prediction.predictions[:, :-1] == prediction.label_ids[:, 1:]
-    return {"right": float(right[prediction.label_ids[:, 1:] != -100].mean())}
+    counted = float(right[prediction.label_ids[:, 1:] != -100].mean())
+    assert 0 < counted < 1
+    return {"right": counted, "rows": len(prediction.label_ids)}
 
 
 class Batch:
@@ -97,20 +90,24 @@ def spec_of(folder: Path, batch: int, **changes: Any) -> Spec:
     return Spec(folder, arguments={"per_device_eval_batch_size": batch}, **given)
 
 
-LAYOUTS = {
-    "one rank": (1, OverlapArguments(), 2),
-    "ep 2": (2, OverlapArguments(ep=2), 2),  # 4 batches at a time
-    "pp 2 × ep 2": (4, OverlapArguments(pp=2, ep=2), 2),
-    "dp 2 × ep 2": (4, OverlapArguments(dp=2, ep=2), 1),
-    "both pipes": (2, OverlapArguments(pp=2, schedule="dualpipe"), 4),  # 2 at a time: those that end on one rank
+REDUCED = {"preprocess_logits_for_metrics": chosen, "compute_metrics": of_choices}
+CASES: dict[str, tuple[int, OverlapArguments, int, dict[str, Any]]] = {  # ranks, and plays of each evaluation
+    "one rank": (1, OverlapArguments(), 2, {}),
+    "rows without a length": (1, OverlapArguments(), 2, {"eval_dataset": Stream(Sentences(ROWS, seed=9))}),
+    "logits that are reduced first": (2, OverlapArguments(pp=2), 2, REDUCED),
+    "ep 2": (2, OverlapArguments(ep=2), 2, {}),  # 4 batches at a time
+    "pp 2 × ep 2": (4, OverlapArguments(pp=2, ep=2), 2, {}),
+    "dp 2 × ep 2": (4, OverlapArguments(dp=2, ep=2), 1, {}),
+    "both pipes": (2, OverlapArguments(pp=2, schedule="dualpipe"), 4, {}),  # 2 at a time: those that end on one rank
 }
 
 
-@pytest.mark.parametrize("layout", first(LAYOUTS, "one rank"))
-def test_over_ranks(kept: dict[int, Ranks], layout: str, tmp_path: Path) -> None:
-    ranks, sizes, plays = LAYOUTS[layout]
+@pytest.mark.parametrize("case", first(CASES, *list(CASES)[:3]))
+def test_figures_are_trainers(kept: dict[int, Ranks], case: str, tmp_path: Path) -> None:
+    ranks, sizes, plays, more = CASES[case]
     shards = ranks // sizes.pp
-    spec = spec_of(tmp_path, max(1, 2 // shards), layout=sizes)  # 7 batches, with four shards 4
+    trainer = {"eval_dataset": Sentences(ROWS, seed=9), **more}
+    spec = spec_of(tmp_path, max(1, 2 // shards), layout=sizes, trainer=trainer)  # 7 batches, with four shards 4
     plain = replace(spec, kind=transformers.Trainer, layout=None)
     expected = kept[shards].run(evaluated, plain)[0] if shards > 1 else evaluated(0, 1, plain)
     assert expected[0][1]["eval_rows"] == ROWS
@@ -132,13 +129,6 @@ def _by_batch(rank: int, size: int, spec: Spec) -> dict[str, float]:
     with launched(rank, size):
         found = spec.build().evaluate()
     return {name: found[name] for name in ("eval_batches", "eval_rows")}
-
-
-def test_rows_without_a_length(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, 2, trainer={"eval_dataset": Stream(Sentences(ROWS, seed=9))})
-    expected = evaluated(0, 1, replace(spec, kind=transformers.Trainer))
-    assert expected[0][1]["eval_rows"] == ROWS
-    same(evaluated(0, 1, spec), expected, 2)
 
 
 class Again(OverlapTrainer):
