@@ -48,9 +48,9 @@ def test_gradients_are_those_without_it(rank: int, size: int) -> None:
     inputs, target = models.batch(4, seed=rank)
     for paced in (False, True):
         group = mesh.get_group("ep")
-        exchange = PacedExchange(own_exchange(group), 1e-3) if paced else None
+        exchange = PacedExchange(own_exchange(group), 1e-2) if paced else None
         model, program = models.build(group), build_schedule("combined_1f1b", microbatches=4)
-        engine: Engine = make(model, program, mesh=mesh, costs=COSTS, exchange=exchange, timeout=60)
+        engine: Engine = make(model, program, mesh=mesh, costs=COSTS, exchange=exchange, verify=False)
         for _ in range(2):
             result = engine.step(inputs, target=target)
         grads.append([p.grad for p in engine.parameters()])

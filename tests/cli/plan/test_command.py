@@ -146,7 +146,7 @@ def test_a_search_for_an_order_says_how_far_it_is(capsys: Capture, monkeypatch: 
 
 
 def test_a_search_by_sub_ops_says_what_it_did_not_play(capsys: Capture) -> None:
-    args = (*SUB_OPS, "--layers", 1, "--search", "--chunks", 1, "--overlap", 2)
+    args = (*SUB_OPS, "--layers", 1, "--search", "--chunks", 1, "--overlap", 2, "--seconds", 0.02)
     with few_tries():
         asked, more, silent = (plan(capsys, *args, *top, "--json", "-") for top in (("--top", 1), ("--top", 99), ()))
     few, whole, unasked = (json.loads(found.out)["search"] for found in (asked, more, silent))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from overlap1f1b.running.bench.measure import Bench, compare
-from overlap1f1b.running.options import BenchOptions
+from overlap1f1b.running.options import BenchOptions, ModelOptions
 from overlap1f1b.running.ranks import Rank
 
 NAN, INF = float("nan"), float("inf")
@@ -45,18 +46,21 @@ def test_other_parameters_are_no_comparison() -> None:
         compare([torch.ones(1)], [])
 
 
-def on_a_device(**options: Any) -> Bench:
+SMALL = ModelOptions(layers=1, hidden=16, heads=2, intermediate=16)
+
+
+def on_a_device(text: Path, **options: Any) -> Bench:
     """A benchmark on the device "meta", which stands for a GPU."""
-    return Bench(BenchOptions(ep=1, **options), Rank(0, 1, torch.device("meta"), None), lambda _: None)
+    given = BenchOptions(ep=1, model=SMALL, text=(text,), **options)
+    return Bench(given, Rank(0, 1, torch.device("meta"), None), lambda _: None)
 
 
-def test_the_batch_is_on_the_device_of_the_model() -> None:
-    bench = on_a_device()
+def test_the_batch_is_on_the_device_of_the_model(text: Path) -> None:
+    bench = on_a_device(text)
     assert {tensor.device.type for tensor in (bench.inputs, bench.target, *bench.model.parameters())} == {"meta"}
 
 
-@pytest.mark.parametrize("option", [{"wire": "1gbit"}, {"compute": "timed"}])
-def test_a_gpu_has_neither_a_wire_nor_timed_compute(option: dict[str, str]) -> None:
-    (name, value) = next(iter(option.items()))
+@pytest.mark.parametrize(("name", "value"), [("wire", "1gbit"), ("compute", "timed")])
+def test_a_gpu_has_neither_a_wire_nor_timed_compute(text: Path, name: str, value: str) -> None:
     with pytest.raises(ValueError, match=rf"--{name} {value}.*on meta; allowed: on a CPU alone"):
-        on_a_device(**option)
+        on_a_device(text, **{name: value})
