@@ -89,7 +89,7 @@ def _left_by_both_ways(
     several = []
     for by_node in (False, True):
         model = models.build(group, tied=tied, dropout=dropout)
-        blocks = [*model[:1], nn.Linear(models.H, models.H), nn.Dropout(dropout), *model[1:]]
+        blocks = [*model[:1], *(nn.Linear(models.H, models.H) for _ in range(2)), nn.Dropout(dropout), *model[1:]]
         played = make(blocks, program, mesh=mesh, costs=COSTS, overlap=overlap, verify=False)
         inputs, target = models.batch(4)
         if by_node:
