@@ -7,18 +7,26 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap1f1b.plan import Overlap
+from overlap1f1b.engine import EngineOptions
+from overlap1f1b.integrations.megatron import get_forward_backward_func
+from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.plan import Overlap, Resource
+from overlap1f1b.play.recompute import DroppedPart
+from overlap1f1b.transport.exchange import PeerExchange
+from tests.engines import COSTS
+from tests.integrations.megatron.chunks import engine_of
 from tests.integrations.megatron.core import flex, models, shim
 from tests.integrations.megatron.core.cases import BLOCKS, CASES, FULL, PROGRAMS, Case, Fields, selective
-from tests.integrations.megatron.core.steps import of_pipeline, our_step, serial_step, unlike
+from tests.integrations.megatron.core.steps import of_pipeline, one_step, our_step, serial_step, unlike
 from tests.ranks import over
-from tests.tiers import first
+from tests.tiers import first, wide
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -95,3 +103,47 @@ def test_a_recomputation_repeats_the_masks_of_its_forward(rank: int, size: int, 
         with _dropout(known, repeats=True):
             problems = unlike(serial_step(case), ours)
     assert not problems, problems
+
+
+# ----------------------------------------------------------------------------------------------- libraries, recompute
+
+LANE = "overlap1f1b-combine-start"
+
+
+@pytest.mark.parametrize("name", ["DeepEP", *wide("HybridEP")])
+@over(2)
+def test_a_library_is_called_by_a_lane(rank: int, size: int, name: str) -> None:
+    """In a thread behind compute, in the two steps after one that hides nothing."""
+    shim.apply()
+    flex.apply()
+    case = CASES[name]
+    with models.init_parallel(ep=case.ep):
+        flex.threads.clear()
+        our_step(case, 3, verify=False)
+    once = 4 * case.layers * case.microbatches  # a dispatch and a combine, there and back
+    assert len(flex.threads) == case.steps * once
+    assert set(flex.threads[:once]) == {"MainThread"}, flex.threads
+    assert set(flex.threads[once:]) == {LANE}, flex.threads
+
+
+LAYERS, MICROBATCHES = 2, 3
+
+
+@pytest.mark.parametrize(("fields", "again"), [(FULL, LAYERS), *wide((BLOCKS, 1), (selective("moe"), LAYERS))])
+@over(2)
+def test_nothing_is_exchanged_twice(rank: int, size: int, fields: Fields, again: int) -> None:
+    """Of layers that Megatron-Core computes again, whose exchanges are hidden."""
+    shim.apply()
+    with models.init_parallel(ep=size):
+        (chunk,) = models.build(models.config_of(layers=LAYERS, ep=size, **fields))
+        options = EngineOptions(costs=COSTS, verify=False, timeout=30)
+        function = get_forward_backward_func(schedule=COMBINED_NO_PIPELINING, options=options)
+        one_step(function, chunk, MICROBATCHES)  # shows where the chunk exchanges
+        with (
+            patch.object(PeerExchange, "rows", autospec=True, side_effect=PeerExchange.rows) as made,
+            patch.object(DroppedPart, "compute", autospec=True, side_effect=DroppedPart.compute) as computed,
+        ):
+            planned = sum(node.resource is Resource.EXCHANGE for node in engine_of(function, chunk).plan.nodes)
+            one_step(function, chunk, MICROBATCHES)
+    assert planned == made.call_count == 4 * LAYERS * MICROBATCHES  # there and back, forward and backward
+    assert computed.call_count == again * MICROBATCHES
