@@ -5,8 +5,11 @@ All communicators are made here, in one order on all ranks, and end with :meth:`
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from threading import Timer
 from typing import Literal, get_args
 
 import torch
@@ -28,16 +31,19 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.exchange import Exchange
-from overlap1f1b.transport.failures import DifferentCallsError
+from overlap1f1b.transport.failures import DifferentCallsError, LostRankError
 from overlap1f1b.transport.groups import Group
 from overlap1f1b.transport.lanes import Lane
+from overlap1f1b.transport.limits import CLOSE_S, LATE_CALL_S
 from overlap1f1b.transport.mesh import DATA, DIMENSIONS, Comparison, Mesh
 from overlap1f1b.transport.suspension import Forward
 
 Failing = type[BaseException] | tuple[type[BaseException], ...]
 
 
-Call = Literal["step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "another call"]
+Call = Literal[
+    "step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "close", "another call"
+]
 _CALLS = get_args(Call)
 _RANKS = 2**20  # more than there are
 _FACTS = 4  # numbers that a call may compare
@@ -225,7 +231,8 @@ class Connection:
             with self._reporting(place or f"in {call}", of), self._communicators.watched():
                 comparison = self._compared(call, facts)
                 if call != "step":
-                    self._check(comparison)
+                    with self._naming(call):
+                        self._check(comparison)
                 yield comparison
                 if call == "step":
                     self._check(comparison)
@@ -244,7 +251,24 @@ class Connection:
     def _compared(self, call: Call, facts: Sequence[float]) -> Comparison:
         self._calls += 1
         numbers = (*facts, *(0.0,) * (_FACTS - len(facts)))
-        return self.mesh.compared(_CALLS.index(call) * _RANKS + self.mesh.number, *numbers)
+        limit = timedelta(seconds=CLOSE_S) if call == "close" else self.mesh.failures.limit
+        return self.mesh.compared(_CALLS.index(call) * _RANKS + self.mesh.number, *numbers, limit=limit)
+
+    @contextmanager
+    def _naming(self, call: Call) -> Iterator[None]:
+        """Name a call that waits for other ranks: in a warning when it is late, and in the error at its limit."""
+        name = f"call {self._calls} of the engine, {call} on {self.mesh.label}"
+        waits = f"{name}, waits for the other ranks since {LATE_CALL_S:g} s; allowed: the same call on all ranks"
+        late = Timer(LATE_CALL_S, lambda: warnings.warn(waits, stacklevel=1))
+        late.daemon = True
+        if self.mesh.several:
+            late.start()
+        try:
+            yield
+        except LostRankError as error:
+            raise LostRankError(f"{name}, which all ranks must make, met no other: {error}") from error
+        finally:
+            late.cancel()
 
     def _check(self, comparison: Comparison) -> None:
         """Check that all ranks of this one's lines have made the same call."""
@@ -272,6 +296,17 @@ class Connection:
             failures.explain(error)
             raise
 
+    def _part(self) -> None:
+        """Meet the other ranks before connections end; ranks that have ended, or come late, are not missed."""
+        try:
+            with self.guarded("close", DifferentCallsError) as comparison:
+                comparison.differ()  # ranks of other lines have met, too
+        except LostRankError as error:
+            self._failed = True  # whoever comes later has nobody to wait for
+            if self.mesh.failures.read(wait=True) is not None:
+                self.mesh.failures.explain(error)
+                raise
+
     def close(self, *, failed: bool = False, before: Callable[[], None] = lambda: None) -> None:
         """Release communicators and threads; all ranks must call this, unless this one has ``failed``.
 
@@ -280,10 +315,13 @@ class Connection:
         self._failed |= failed and self.mesh.several  # the other ranks may not come here
         if self._closed:
             return
+        failed = self._failed
         try:
             before()
+            if not failed:
+                self._part()
         except (OSError, RuntimeError):
-            if not self._failed:
+            if not failed:
                 raise
         finally:
             self._closed = True

@@ -11,6 +11,8 @@ COMMAND_LINE_LIMIT_S = 120.0  # the same of train and bench: small models     �
 DOCTOR_LIMIT_S = 30.0         # the same of doctor: a few megabytes           → the same, in its report
 LATE_FACTOR = 2.0             # timeouts: a transfer behind another; a device → LostRankError; of a device: abort
 WATCHDOG_FACTOR = 4.0         # timeouts: NCCL's watchdog, since the launch   → NCCL ends the process: comes last
+LATE_CALL_S = 10.0            # a call that all ranks make, on another rank   → a warning, and the wait goes on
+CLOSE_S = 10.0                # the same of close                             → it ends alone: nothing is lost
 LOOK_S = 1.0                  # a period of waiting ranks                     → they look for failures, and wait on
 
 # after a failure

@@ -313,9 +313,9 @@ class Mesh:
                             said = f"{name} differ between {here} and {there}"
                         raise ValueError(f"{said}; allowed: the same on all ranks{besides}")
 
-    def compared(self, *numbers: float) -> Comparison:
-        """Start to compare numbers over all ranks."""
-        return Comparison(self._control, numbers)
+    def compared(self, *numbers: float, limit: timedelta | None = None) -> Comparison:
+        """Start to compare numbers over all ranks; ``limit`` is of waits, None for the mesh's own."""
+        return Comparison(self._control, numbers, limit or self.failures.limit)
 
     def along(self, dimension: Dimension) -> list[int]:
         """Return the default group's numbers of the ranks along a dimension, in the mesh's order."""
@@ -357,8 +357,8 @@ class Comparison:
     Waits raise a LostRankError if a rank failed, or did not answer within the limit.
     """
 
-    def __init__(self, groups: Mapping[Dimension, Group], numbers: Sequence[float]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Mapping[Dimension, Group], numbers: Sequence[float], limit: timedelta) -> None:
+        self._groups, self._limit = groups, limit
         self._options = dist.AllreduceOptions()
         self._options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         self._own = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.float64, device="cpu")
@@ -379,7 +379,7 @@ class Comparison:
         # One dimension after the other: otherwise a rank would not learn of a difference elsewhere.
         for name in () if here or len(lines) < 2 else self._groups:
             with _naming(name):
-                self._groups[name].allreduce([found], self._options).wait()
+                self._groups[name].allreduce([found], self._options).wait(self._limit)
         return [bool(one) for one in found.tolist()]
 
     def extremes(self, position: int, *over: Dimension) -> tuple[float, float]:
@@ -391,7 +391,7 @@ class Comparison:
     def _lines(self) -> dict[Dimension, torch.Tensor]:
         for name, work in self._works.items():
             with _naming(name):
-                work.wait()
+                work.wait(self._limit)
         return self._most
 
 

@@ -21,6 +21,8 @@ RANKS: dict[Kind, tuple[int, ...]] = {
     "hidden": (2,),
 }  # fmt: skip
 """Numbers of ranks that are drawn."""
+CALLS = ("step", "evaluate", "mean_loss", "clip_gradients", "save_checkpoint", "load_checkpoint", "close")
+"""Calls of an engine that all ranks must make."""
 OVERLAPS: tuple[Overlap, ...] = ("serial", "pairs", 1, 2, 3, 4, 5)
 TORCH_SCHEDULES = {  # by name: whether stages lie in a V, and fewest microbatches a pipeline rank
     "ScheduleDualPipeV": (True, 2),
@@ -135,6 +137,8 @@ class Case(Drawn):
         updates: For each step whether the optimizer follows; else gradients add up.
         max_norm: To which gradients are clipped before it; 0 for none.
         paused: Whether threads pause at random wherever two of them meet.
+        calls: At the end the call of one rank and that of all others, which must be named; none if they are the same.
+        alone: This one rank.
     """
 
     seed: int
@@ -150,6 +154,8 @@ class Case(Drawn):
     loss_scale: float = 1.0
     max_norm: float = 0.0
     paused: bool = False
+    calls: tuple[str, ...] = ()
+    alone: int = 0
 
     def layout(self, step: int) -> Layout:
         """Return the layout of a step: the second one from the second step on."""
@@ -192,7 +198,13 @@ def draw(seed: int) -> Case | Hidden:
     if not isinstance(case, Case) or kind != "engine":
         return case
     masked, biased = random.random() < 0.4, not case.autocast and random.random() < 0.4
-    return replace(case, model=replace(case.model, masked=masked, biased=biased))
+    differ = case.ranks > 1 and random.random() < 0.4
+    return replace(
+        case,
+        model=replace(case.model, masked=masked, biased=biased),
+        calls=tuple(random.sample(CALLS, 2)) if differ else (),
+        alone=random.randrange(case.ranks) if differ else 0,
+    )
 
 
 def _engine(seed: int, random: Random) -> Case:

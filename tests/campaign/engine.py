@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -35,7 +36,35 @@ def play(rank: int, size: int, case: Case) -> list[str]:
     with paused(case, rank):
         found, problems = train(case, expected)
     again, _ = train(replace(case, layouts=tuple(map(serial, case.layouts))), [])
-    return problems + [f"{name} is not that of a serial step" for name in unequal(found, again)]
+    problems += [f"{name} is not that of a serial step" for name in unequal(found, again)]
+    return problems + (differ(rank, case) if case.calls else [])
+
+
+def differ(rank: int, case: Case) -> list[str]:
+    """One rank makes another call than all others behind a step: all of them must hear of both, at once."""
+    training = Training(case, case.layout(0))
+    engine, optimizer = training.engine, training.optimizer
+    inputs, target = training.batch(0)
+    with plain.autocast(case):
+        result = engine.step(inputs, target=target)
+    with folder_of_all() as folder:
+        calls: dict[str, Callable[[], object]] = {
+            "step": lambda: engine.step(inputs, target=target),
+            "evaluate": lambda: engine.evaluate(inputs, target=target),
+            "mean_loss": lambda: engine.mean_loss(result),
+            "clip_gradients": lambda: engine.clip_gradients(1.0),
+            "save_checkpoint": lambda: save_checkpoint(engine, folder, 1, optimizer),
+            "load_checkpoint": lambda: load_checkpoint(engine, folder, optimizer),
+            "close": engine.close,
+        }
+        try:
+            with plain.autocast(case):
+                calls[case.calls[0 if rank == case.alone else 1]]()
+        except RuntimeError as error:
+            said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            wanted = [f"{call} on rank " for call in case.calls]
+            return [] if all(one in said for one in wanted) else [f"calls {case.calls} are not named in: {said}"]
+    return [f"calls {case.calls} differ without an error"]
 
 
 def serial(layout: Layout) -> Layout:
@@ -63,13 +92,20 @@ def train(case: Case, expected: Sequence[plain.Expected]) -> tuple[Values, list[
 
 def resumed(training: Training, step: int) -> Training:
     """The training in the layout of a step, which goes on from a checkpoint."""
+    with folder_of_all() as folder:
+        save_checkpoint(training.engine, folder, step, training.optimizer)
+        other = Training(training.case, training.case.layout(step))
+        load_checkpoint(other.engine, folder, other.optimizer)
+    return other
+
+
+@contextmanager
+def folder_of_all() -> Iterator[Path]:
+    """A new folder for the checkpoints of all ranks, until each of them has left the body."""
     folder = Path(plain.on_first_rank(lambda: tempfile.mkdtemp(prefix="campaign-")))
-    save_checkpoint(training.engine, folder, step, training.optimizer)
-    other = Training(training.case, training.case.layout(step))
-    load_checkpoint(other.engine, folder, other.optimizer)
+    yield folder
     dist.barrier()
     shutil.rmtree(folder, ignore_errors=True)
-    return other
 
 
 class Training:
@@ -131,11 +167,14 @@ class Training:
         rank = self.mesh.get_local_rank("pp")
         return {stage: Stage(parts[stage], ties.get(stage, {})) for _, stage in placement.places(rank)}
 
+    def batch(self, step: int) -> Iterator[Any]:
+        """Return inputs and targets of this rank in a step."""
+        return (joined(part, self.case) for part in zip(*batch(self.case, step, self.shard), strict=True))
+
     def step(self, step: int) -> Values:
         """A step with all that belongs to it: losses, gradients, and parameters where the optimizer follows."""
         case, engine = self.case, self.engine
-        parts = batch(case, step, self.shard)
-        inputs, target = (joined(part, case) for part in zip(*parts, strict=True))
+        inputs, target = self.batch(step)
         found: Values = {}
         with plain.autocast(case):
             if case.evaluated:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from overlap1f1b.engine import Engine, StepResult
 from tests.campaign.__main__ import main
-from tests.campaign.draw import KINDS, RANKS, Case, draw
+from tests.campaign.draw import CALLS, KINDS, RANKS, Case, draw
 from tests.campaign.play import play
 
 
@@ -23,6 +23,9 @@ def test_a_seed_is_one_case() -> None:
     assert {(case.model.masked, case.model.biased) for case in drawn if isinstance(case, Case)} == set(
         product((False, True), repeat=2)
     )
+    pairs = {case.calls for seed in range(600) if isinstance(case := draw(seed), Case)}
+    assert () in pairs
+    assert {frozenset(pair) for pair in pairs if pair} == set(map(frozenset, combinations(CALLS, 2)))
 
 
 @pytest.mark.parametrize(
