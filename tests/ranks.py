@@ -193,6 +193,23 @@ class Ranks:
         return texts
 
 
+class Kept(dict[int, Ranks]):
+    """Processes by their number, which start with the first test that needs so many: ``kept[2].run(function)``."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__()
+        self._timeout = timeout
+
+    def __missing__(self, size: int) -> Ranks:
+        self[size] = Ranks(size, timeout=self._timeout)
+        return self[size]
+
+    def close(self) -> None:
+        """End them."""
+        for ranks in self.values():
+            ranks.close()
+
+
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """Whose processes begin as forks (20 ms) of one that has imported torch and transformers once (5 s)."""
     context = multiprocessing.get_context("forkserver")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.integrations.torchtitan import on_cpu
 from tests.play.plain import HIDDEN, MICROBATCHES, compare
-from tests.ranks import Ranks
+from tests.ranks import Kept
 
 pytestmark = pytest.mark.skipif(
     find_spec("torchtitan") is None or find_spec("spmd_types") is None, reason="torchtitan is not installed"
@@ -58,5 +58,5 @@ def _compared(rank: int, size: int) -> list[str]:
     return compare("overlap 3", build, mesh, exchanges=exchanges, overlap=3)
 
 
-def test_two_ranks(titan2: Ranks) -> None:
-    assert titan2.run(_compared) == [[], []]
+def test_two_ranks(titan: Kept) -> None:
+    assert titan[2].run(_compared) == [[], []]

@@ -17,7 +17,7 @@ from tests.engines import COSTS
 from tests.integrations.torchtitan import on_cpu
 from tests.integrations.torchtitan.conftest import Plain
 from tests.integrations.torchtitan.trainers import SEQUENCES, STEPS, STOPPED, own, train, weights_of
-from tests.ranks import Ranks
+from tests.ranks import Kept, Ranks
 from tests.tiers import wide
 
 installed = pytest.mark.skipif(bool(on_cpu.MISSING), reason=on_cpu.REASON)
@@ -33,6 +33,15 @@ def assert_close(found: Sequence[float], expected: Sequence[float]) -> None:
     """Compare the norms of steps: sums of another order differ in the last bits, and AdamW enlarges this."""
     assert equal(found[:1], expected[:1], 1e-6)
     assert equal(found, expected, 1e-4)
+
+
+def as_own(ranks: Ranks, folder: str, expected: dict[str, Any], last: int = -1, **case: Any) -> list[dict[str, Any]]:
+    """Train; the norms of all ranks, and the losses of the ``last``, are those of torchtitan's own trainer."""
+    found = [logged for (logged,) in ranks.run(train, [{"folder": folder, **case}])]
+    assert equal(found[last]["loss"], expected["loss"], 1e-6)
+    for rank in found:
+        assert_close(rank["norm"], expected["norm"])
+    return found
 
 
 def assert_same_weights(folder: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -55,20 +64,17 @@ def assert_same_weights(folder: str, ours: dict[str, Any], theirs: dict[str, Any
     ],
     ids=str,
 )
-def test_two_stages(titan2: Ranks, folder: str, plain: Plain, case: dict[str, Any]) -> None:
-    expected, last = plain(), 0 if case.get("schedule") in ("DualPipeV", "ZBVZeroBubble") else 1
-    found = titan2.run(train, [{"folder": folder, "run": str(case), "by": "pipelining_fn", "pp": 2, **case}])
-    assert equal(found[last][0]["loss"], expected["loss"], 1e-6)
-    for rank in found:
-        assert_close(rank[0]["norm"], expected["norm"])
+def test_two_stages(titan: Kept, folder: str, plain: Plain, case: dict[str, Any]) -> None:
+    last = 0 if case.get("schedule") in ("DualPipeV", "ZBVZeroBubble") else 1
+    as_own(titan[2], folder, plain(), last, run=str(case), by="pipelining_fn", pp=2, **case)
 
 
 @pytest.mark.wide
 @installed
-def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
+def test_bfloat16(titan: Kept, folder: str, plain: Plain) -> None:
     expected = plain(dtype="bfloat16")
     case = {"folder": folder, "run": "bf16", "by": "pipelining_fn", "pp": 2, "dtype": "bfloat16"}
-    ((_,), (found,)) = titan2.run(train, [case])
+    ((_,), (found,)) = titan[2].run(train, [case])
     assert equal(found["loss"][:1], expected["loss"][:1], 1e-6)
     assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
     assert equal(found["loss"], expected["loss"], 1e-3)
@@ -77,20 +83,17 @@ def test_bfloat16(titan2: Ranks, folder: str, plain: Plain) -> None:
 
 @pytest.mark.wide
 @installed
-def test_experts_over_two_ranks(titan4: Ranks, folder: str, plain: Plain) -> None:
+def test_experts_over_two_ranks(titan: Kept, folder: str, plain: Plain) -> None:
     """Loss, norm and weights are those of torchtitan's trainer with its FSDP2 over the same ranks."""
     family: dict[str, Any] = {"family": "qwen3"}
     case = {**family, "chunked": True, "checkpointing": "selective", "schedule": "Interleaved1F1B"}
     ours = {"run": "ours", "pp": 2, "ep": 2, "batch": SEQUENCES // 2, "writes": True, **case}
     theirs = {"ep": 2, "writes": True, **family}
     expected = plain(2, **theirs)
-    found = titan4.run(train, [{"folder": folder, "by": "pipelining_fn", **ours}])
-    assert equal(found[2][0]["loss"], expected["loss"], 1e-6)
     assert equal(expected["norm"], plain(**family)["norm"], 1e-4)
-    for rank in found:
-        assert_close(rank[0]["norm"], expected["norm"])
-        assert sum(rank[0]["cut"]) == 2 * 2  # two layers with experts, there and back
-        assert rank[0]["ops"]["DISPATCH"] == rank[0]["ops"]["COMBINE"] > 0
+    for rank in as_own(titan[4], folder, expected, 2, by="pipelining_fn", **ours):
+        assert sum(rank["cut"]) == 2 * 2  # two layers with experts, there and back
+        assert rank["ops"]["DISPATCH"] == rank["ops"]["COMBINE"] > 0
     assert_same_weights(folder, ours, own(folder, **theirs))
 
 
@@ -102,9 +105,7 @@ def test_experts_over_two_ranks(titan4: Ranks, folder: str, plain: Plain) -> Non
         *wide((2, {"overlap": "pairs", "capacity": 4.0, "recompute": "experts"})),
     ],
 )
-def test_our_exchange_in_its_layers(
-    request: pytest.FixtureRequest, folder: str, plain: Plain, pp: int, options: dict[str, Any]
-) -> None:
+def test_our_exchange_in_its_layers(titan: Kept, folder: str, plain: Plain, pp: int, options: dict[str, Any]) -> None:
     """Loss, norm and weights are as by torchtitan's own dispatcher; the checkpoint has the same entries.
 
     torchtitan's experts multiply in bfloat16, so sums of another order differ more than elsewhere.
@@ -113,8 +114,7 @@ def test_our_exchange_in_its_layers(
     given, by = {"dispatcher": "rows", **options}, "mixin" if pp == 1 else "pipelining_fn"
     ours = {"run": f"rows {options}", "by": by, "options": given, "pp": pp, "batch": SEQUENCES // 2, **theirs}
     expected = plain(2, **theirs)
-    ranks: Ranks = request.getfixturevalue(f"titan{2 * pp}")
-    every = [found for (found,) in ranks.run(train, [{"folder": folder, **ours}])]
+    every = [found for (found,) in titan[2 * pp].run(train, [{"folder": folder, **ours}])]
     assert equal(every[-1]["loss"], expected["loss"], 1e-5)
     for found in every:
         assert equal(found["norm"][:1], expected["norm"][:1], 1e-5)
@@ -126,7 +126,7 @@ def test_our_exchange_in_its_layers(
 
 @pytest.mark.wide
 @installed
-def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
+def test_resume(titan: Kept, folder: str, plain: Plain) -> None:
     """From torchtitan's full checkpoint of the second step: weights, optimizer, rate and data go on as unbroken.
 
     The unbroken run validates after each step, and gives what one rank does.
@@ -134,7 +134,7 @@ def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
     unbroken: dict[str, Any] = {"run": "unbroken", "by": "pipelining_fn", "pp": 2, "saves": True, "validates": True}
     again = {**unbroken, "run": "again", "resumes": "unbroken"}
     for rank, (expected, found) in enumerate(
-        titan2.run(train, [{"folder": folder, **case} for case in (unbroken, again)])
+        titan[2].run(train, [{"folder": folder, **case} for case in (unbroken, again)])
     ):
         assert_close(expected["norm"], plain()["norm"])
         assert found["norm"] == expected["norm"][STOPPED:]
@@ -152,17 +152,13 @@ def test_resume(titan2: Ranks, folder: str, plain: Plain) -> None:
 
 @pytest.mark.wide
 @installed
-def test_tensor_parallelism(titan4: Ranks, folder: str, plain: Plain) -> None:
+def test_tensor_parallelism(titan: Kept, folder: str, plain: Plain) -> None:
     """Loss and norm are those of torchtitan's own trainer over a tensor group, which shares the experts."""
     # DTensors take their time for each microbatch and step, so costs are given: the second step is overlapped.
     same: dict[str, Any] = {"family": "qwen3", "tp": 2, "ep": 2, "micro": SEQUENCES // 2, "steps": 2}
     ours = {"run": "tensor", "by": "pipelining_fn", "pp": 2, "options": {"costs": COSTS}}
-    expected = plain(2, **same)
-    found = titan4.run(train, [{"folder": folder, **ours, **same}])
-    assert equal(found[-1][0]["loss"], expected["loss"], 1e-6)
-    for rank in found:
-        assert_close(rank[0]["norm"], expected["norm"])
-        assert sum(rank[0]["cut"]) == 2 * 2
+    for rank in as_own(titan[4], folder, plain(2, **same), **ours, **same):
+        assert sum(rank["cut"]) == 2 * 2
 
 
 def _given(**changed: Any) -> dict[str, Any]:
