@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Choice, use_kernels
 from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
-from overlap1f1b.moe.layer import MoE, SwiGLU
+from overlap1f1b.moe.layer import MoE
 from overlap1f1b.moe.router import RouterConfig
 from overlap1f1b.schedule.values import check_size
 
@@ -39,8 +39,6 @@ class MoEConfig(RouterConfig):
     hidden: int = 256
     heads: int = 4
     intermediate: int = 512  # of an expert
-    shared_intermediate: int = 0  # of the expert that every token uses; 0 for none
-    dense_layers: int = 0  # the first ones, with one dense MLP, as wide as K experts
     sequence: int = 256  # the longest
     dropout: float = 0.0  # of a layer's output, before it is added to the residual
     weights_in: WeightsIn = "combine"
@@ -55,8 +53,6 @@ class MoEConfig(RouterConfig):
             raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
-        if not 0 <= self.dense_layers <= self.layers:
-            raise ValueError(f"dense_layers={self.dense_layers} of {self.layers} layers; allowed: 0 to {self.layers}")
 
 
 class Attention(nn.Module):
@@ -94,7 +90,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A decoder layer, normalised before each part: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: MoEConfig, mlp: MoE | SwiGLU, **factory: Any) -> None:
+    def __init__(self, config: MoEConfig, mlp: MoE, **factory: Any) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, EPSILON, **factory)
         self.attention = Attention(config, **factory)
@@ -128,16 +124,13 @@ class MoETransformer(nn.Sequential):
         router = RouterConfig(**{field.name: getattr(config, field.name) for field in fields(RouterConfig)})
         options = {"weights_in": config.weights_in, "precision": config.precision, "group": group, **factory}
 
-        def mlp(layer: int) -> MoE | SwiGLU:
-            if layer < config.dense_layers:
-                return SwiGLU(config.hidden, config.top_k * config.intermediate, **factory)
-            shared = config.shared_intermediate
-            return MoE(config.hidden, config.intermediate, router, shared_intermediate=shared, **options)
+        def block() -> Block:
+            return Block(config, MoE(config.hidden, config.intermediate, router, **options), **factory)
 
         norm = nn.RMSNorm(config.hidden, EPSILON, **factory)
         out = nn.Linear(config.hidden, config.vocabulary, bias=False, **factory)
         children: dict[str, nn.Module] = {"embedding": nn.Embedding(config.vocabulary, config.hidden, **factory)}
-        children |= {f"layer{layer}": Block(config, mlp(layer), **factory) for layer in range(config.layers)}
+        children |= {f"layer{layer}": block() for layer in range(config.layers)}
         super().__init__(OrderedDict(children, head=nn.Sequential(OrderedDict(norm=norm, out=out))))
         self.config = config
         use_kernels(self, config.kernels)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b import Engine, build_schedule
@@ -17,7 +17,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.grouped_mm import add_weight_grad_
 from overlap1f1b.kernels.permute import take_rows
 from overlap1f1b.kernels.slots import place_rows, place_slots
-from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.moe import MoE, RouterConfig, SwiGLU
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from tests import models
 from tests.engines import COSTS, make
@@ -185,7 +185,8 @@ def test_triton_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_layers_of_a_model_choose_together() -> None:
-    model = MoETransformer(MoEConfig(**{**vars(CONFIG), "shared_intermediate": 5, "dense_layers": 1}))
+    model = nn.Sequential(SwiGLU(32, 12), MoE(32, 12, RouterConfig(6, 2), shared_intermediate=5))
+    use_kernels(model, "torch")
     held = [m for m in model.modules() if hasattr(m, "kernels")]
     assert [type(m).__name__ for m in held] == ["SwiGLU", "Router", "GroupedExperts", "SwiGLU"]
     assert len({id(m.kernels) for m in held}) == 1
@@ -197,7 +198,7 @@ def test_layers_of_a_model_choose_together() -> None:
 @pytest.mark.triton
 @pytest.mark.parametrize(
     "options",
-    [{"shared_intermediate": 5}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}],
+    [{}, {"score": "sigmoid", "groups": 3, "top_groups": 2, "weights_in": "activation"}],
 )
 def test_a_step_by_triton_is_one_by_torch(options: dict[str, Any]) -> None:
     inputs, labels = torch.randint(11, (2, 4, 8), device=DEVICE)

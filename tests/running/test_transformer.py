@@ -16,18 +16,7 @@ from overlap1f1b.running import transformer
 from overlap1f1b.running.transformer import Attention, Block, MoEConfig, MoETransformer
 from tests.ranks import over
 
-SMALL = MoEConfig(
-    vocabulary=13,
-    layers=2,
-    hidden=12,
-    heads=2,
-    experts=4,
-    top_k=2,
-    intermediate=5,
-    shared_intermediate=3,
-    dense_layers=1,
-    sequence=9,
-)
+SMALL = MoEConfig(vocabulary=13, layers=2, hidden=12, heads=2, experts=4, top_k=2, intermediate=5, sequence=9)
 
 
 def tokens(batch: int = 2, sequence: int = 9, seed: int = 0) -> Tensor:
@@ -99,8 +88,10 @@ def test_names_are_stable() -> None:
         "layer0.attention.qkv.weight",
         "layer0.attention.out.weight",
         "layer0.mlp_norm.weight",
-        "layer0.mlp.gate_up.weight",
-        "layer0.mlp.down.weight",
+        "layer0.mlp.router.correction_bias",
+        "layer0.mlp.router.gate.weight",
+        "layer0.mlp.experts.gate_up",
+        "layer0.mlp.experts.down",
         "layer1.attention_norm.weight",
         "layer1.attention.qkv.weight",
         "layer1.attention.out.weight",
@@ -109,8 +100,6 @@ def test_names_are_stable() -> None:
         "layer1.mlp.router.gate.weight",
         "layer1.mlp.experts.gate_up",
         "layer1.mlp.experts.down",
-        "layer1.mlp.shared.gate_up.weight",
-        "layer1.mlp.shared.down.weight",
         "head.norm.weight",
         "head.out.weight",
     ]
@@ -127,7 +116,7 @@ def test_a_seed_gives_one_model() -> None:
 
 
 def test_deviations() -> None:
-    config = MoEConfig(layers=2, hidden=64, heads=2, experts=4, intermediate=96, shared_intermediate=80, dense_layers=1)
+    config = MoEConfig(layers=2, hidden=64, heads=2, experts=4, intermediate=96)
     for name, parameter in MoETransformer(config).named_parameters():
         if name.endswith("norm.weight"):
             assert torch.equal(parameter, torch.ones_like(parameter))
@@ -155,7 +144,6 @@ def test_a_seed_gives_one_model_for_every_number_of_expert_ranks(rank: int, size
         ({"sequence": -1}, "sequence=-1; allowed: 1 or more"),
         ({"dropout": 1.0}, "dropout=1.0; allowed: 0 to less than 1"),
         ({"hidden": 12, "heads": 4}, "hidden=12 with heads=4; allowed: multiples of 8"),
-        ({"dense_layers": 5}, "dense_layers=5 of 4 layers; allowed: 0 to 4"),
         ({"groups": 3}, "8 experts cannot be divided into groups=3; allowed: 1, 2, 4, 8"),
     ],
 )
@@ -178,6 +166,6 @@ def test_every_router_field_of_the_configuration_arrives() -> None:
         "z_coefficient": 0.125,
         "force_load_balance": True,
     }
-    model = MoETransformer(replace(SMALL, **fields))
+    model = MoETransformer(replace(SMALL, layers=1, **fields))
     (router,) = (m for m in model.modules() if isinstance(m, Router))
     assert vars(router.config) == fields
