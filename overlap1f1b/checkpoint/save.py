@@ -14,6 +14,7 @@ state, the others are stored as zeros, which is the state of rows that never had
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -156,6 +157,13 @@ def _tensors_to_write(
 
     def collect() -> tuple[Shards, OptimizerTable, dict[str, Tensor], dict[str, Tensor]]:
         shards = Shards(engine, optimizer, parts)
+        if shards.optimizers and (left := shards.left_out):
+            warnings.warn(
+                f"none of these optimizers has {left[0]} ({len(left)} such parameters), whose gradient adds up over "
+                "steps; allowed: every parameter that has a gradient in an optimizer, experts as "
+                "parameter_groups(engine) gives them",
+                stacklevel=2,
+            )
         table, large = shards.of_optimizer()
         return shards, table, shards.of_model(facts["model"]) | large, pack(with_random(states))
 

@@ -146,6 +146,12 @@ class Shards:
             first += chunk.offsets[0]
         return range(first, first + here)
 
+    @property
+    def left_out(self) -> list[str]:
+        """Names of parameters that have a gradient and are in none of the optimizers, as experts of a stack may be."""
+        held = {p.stack.weight if isinstance(p, ExpertParameter) else p for p in self.parameters.values()}
+        return [name for name, p in self.model.named_parameters() if p.grad is not None and p not in held]
+
     def is_elsewhere(self, key: str) -> bool:
         """Return whether other ranks alone store a tensor, by its name in a checkpoint."""
         _, *path = key.split(".")

@@ -246,6 +246,8 @@ def test_several_optimizers(tmp_path: Path) -> None:
                 parameter.grad = torch.randn_like(parameter)
             for optimizer in optimizers:
                 optimizer.step()
+            with pytest.warns(UserWarning, match=r"none of these optimizers has 0.weight \(3 such parameters\)"):
+                save_checkpoint(engine, tmp_path / "one", 1, optimizers[1])
             path = save_checkpoint(engine, tmp_path, 1, optimizers).result()
             assert stored(path)["optimizer.1.gate_up.1.momentum_buffer"] == ([8, 3], 1)
         else:
