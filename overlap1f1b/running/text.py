@@ -2,7 +2,7 @@
 
 corpus = Corpus.load(sequence=256)              # the standard library's sources of the running interpreter
 corpus = Corpus.load([Path("notes")], sequence=256)
-inputs, targets = corpus.batch(step=7, rank=0, batch=4, sequence=256, seed=0)   # int64 [B, S] each
+inputs, targets = corpus.batch(step=7, rank=0, batch=4, seed=0)   # int64 [B, S] each
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class Corpus:
 
     train, held_out: uint8 [bytes], files one after another with nothing between them.
     name: the source of the text.
+    sequence: bytes of the inputs of a window.
     """
 
     train: Tensor
     held_out: Tensor
     name: str
+    sequence: int
 
     @classmethod
     def load(
@@ -65,7 +67,7 @@ class Corpus:
             )
         at = min(max(round((1 - held_out) * total), window), total - window)
         content = torch.frombuffer(whole, dtype=torch.uint8)
-        return cls(content[:at], content[at:], name)
+        return cls(content[:at], content[at:], name, sequence)
 
     def __str__(self) -> str:
         train, held_out = (len(part) / 1e6 for part in (self.train, self.held_out))
@@ -90,20 +92,18 @@ class Corpus:
             digest.update(part.numpy().data)
         return digest.hexdigest()[:16]
 
-    def batch(self, step: int, rank: int, *, batch: int, sequence: int, seed: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, rank: int, *, batch: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return random windows of the training part: inputs and targets, int64 [B, S], targets one byte ahead.
 
         They depend on (seed, step, rank) alone, by a hash, so that a resumed run needs no state, and another release of
         torch gives the same windows.
         """
-        positions = len(self.train) - sequence
+        positions = len(self.train) - self.sequence
         keys = (f"{seed} {step} {rank} {row}".encode() for row in range(batch))
         starts = [int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") % positions for key in keys]
-        return _windows(self.train, starts, sequence)
+        return self._windows(self.train, starts)
 
-    def held_out_batches(
-        self, rank: int, ranks: int, batch: int, sequence: int, limit: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out_batches(self, rank: int, ranks: int, batch: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of evenly spaced windows of the held-out part, in pairs as `batch` returns them.
 
         There are at most `limit` windows in all, without overlap. Their number is rounded down to a multiple of ranks ×
@@ -111,18 +111,17 @@ class Corpus:
         text that is long enough, any number of ranks has the same windows. With less than one batch per rank, each rank
         gets one batch, and windows overlap.
         """
-        last = len(self.held_out) - sequence - 1
-        apart = (len(self.held_out) - 1) // sequence
+        last = len(self.held_out) - self.sequence - 1
+        apart = (len(self.held_out) - 1) // self.sequence
         count = max(min(limit, apart) // (ranks * batch), 1) * ranks * batch
         starts = [i * last // max(count - 1, 1) for i in range(count)][rank::ranks]
         for first in range(0, len(starts), batch):
-            yield _windows(self.held_out, starts[first : first + batch], sequence)
+            yield self._windows(self.held_out, starts[first : first + batch])
 
-
-def _windows(text: Tensor, starts: Sequence[int], sequence: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
-    windows = text[torch.tensor(starts)[:, None] + torch.arange(sequence + 1)].long()
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    def _windows(self, text: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, int64 [len(starts), sequence], of the windows that begin at `starts`."""
+        windows = text[torch.tensor(starts)[:, None] + torch.arange(self.sequence + 1)].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 # Each function yields the bytes of one file after another, of a file at most one byte more than the limit.

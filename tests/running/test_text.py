@@ -43,7 +43,7 @@ def test_the_standard_library_is_the_default() -> None:
     assert 0.025 < len(corpus.held_out) / (len(corpus.train) + len(corpus.held_out)) < 0.1
     assert str(corpus).startswith("standard library of Python 3.")
     assert 2.5 < corpus.unigram_entropy < 4
-    text = bytes(corpus.train.tolist()[:2_000_000])
+    text = bytes(corpus.train[:2_000_000].tolist())
     assert b"import" in text
     assert Corpus.load(sequence=256).digest == corpus.digest
 
@@ -125,8 +125,8 @@ def test_the_digest_tells_texts_and_splits_apart(tmp_path: Path) -> None:
 def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
     corpus = of(tmp_path, bytes(range(1, 201)), held_out=0.25)
     for inputs, targets in [
-        corpus.batch(0, 0, batch=50, sequence=S, seed=0),
-        *corpus.held_out_batches(0, 1, batch=2, sequence=S, limit=99),
+        corpus.batch(0, 0, batch=50, seed=0),
+        *corpus.held_out_batches(0, 1, batch=2, limit=99),
     ]:
         assert inputs.dtype == targets.dtype == torch.int64
         assert inputs.shape == targets.shape
@@ -140,7 +140,7 @@ def test_a_batch_is_a_function_of_seed_step_and_rank(tmp_path: Path) -> None:
     corpus = of(tmp_path, bytes(i % 251 + 1 for i in range(100_000)))
 
     def batch(step: int, rank: int, seed: int) -> tuple[int, ...]:
-        return tuple(corpus.batch(step, rank, batch=6, sequence=S, seed=seed)[0].flatten().tolist())
+        return tuple(corpus.batch(step, rank, batch=6, seed=seed)[0].flatten().tolist())
 
     first = batch(5, 1, 0)
     torch.rand(3)
@@ -149,12 +149,12 @@ def test_a_batch_is_a_function_of_seed_step_and_rank(tmp_path: Path) -> None:
     different = {batch(step, rank, seed) for step in range(3) for rank in range(3) for seed in (-1, 0, 1)}
     assert len(different) == 27
     # Fixed for good: a checkpoint written under one release of torch resumes under another with the same data.
-    assert corpus.batch(5, 1, batch=6, sequence=S, seed=0)[0][:, 0].tolist() == [105, 233, 186, 242, 229, 162]
+    assert corpus.batch(5, 1, batch=6, seed=0)[0][:, 0].tolist() == [105, 233, 186, 242, 229, 162]
 
 
 def test_windows_are_drawn_from_the_whole_training_part_alone(tmp_path: Path) -> None:
     corpus = of(tmp_path, bytes(range(1, 101)), held_out=0.3)
-    inputs, targets = corpus.batch(0, 0, batch=2000, sequence=S, seed=0)
+    inputs, targets = corpus.batch(0, 0, batch=2000, seed=0)
     assert values(inputs[:, 0]) == set(range(1, 71 - S))
     assert values(inputs) | values(targets) == set(range(1, 71))
 
@@ -165,7 +165,7 @@ def test_held_out_windows_are_the_same_for_any_number_of_ranks(tmp_path: Path) -
     def windows(ranks: int, limit: int) -> list[Counter[tuple[int, ...]]]:
         return [
             Counter(
-                tuple(row) for inputs, _ in corpus.held_out_batches(rank, ranks, 2, S, limit) for row in inputs.tolist()
+                tuple(row) for inputs, _ in corpus.held_out_batches(rank, ranks, 2, limit) for row in inputs.tolist()
             )
             for rank in range(ranks)
         ]
@@ -182,11 +182,9 @@ def test_held_out_windows_are_the_same_for_any_number_of_ranks(tmp_path: Path) -
 
 def test_held_out_windows_reach_both_ends_and_do_not_overlap(tmp_path: Path) -> None:
     corpus = of(tmp_path, bytes(range(1, 201)), held_out=0.5)
-    (batch,) = corpus.held_out_batches(0, 1, batch=4, sequence=S, limit=4)
+    (batch,) = corpus.held_out_batches(0, 1, batch=4, limit=4)
     assert batch[0][:, 0].tolist() == [101, 131, 161, 192]
-    predicted = [
-        target for _, targets in corpus.held_out_batches(0, 1, 3, S, 99) for target in targets.flatten().tolist()
-    ]
+    predicted = [target for _, targets in corpus.held_out_batches(0, 1, 3, 99) for target in targets.flatten().tolist()]
     assert len(predicted) == len(set(predicted)) == 12 * S
 
 
@@ -194,7 +192,7 @@ def test_a_short_held_out_part_still_gives_every_rank_a_batch(tmp_path: Path) ->
     corpus = of(tmp_path, bytes(range(1, 101)))
     assert len(corpus.held_out) == S + 1
     for rank in range(2):
-        ((inputs, _),) = corpus.held_out_batches(rank, 2, 3, S, 99)
+        ((inputs, _),) = corpus.held_out_batches(rank, 2, 3, 99)
         assert inputs.tolist() == [list(range(92, 100))] * 3
 
 

@@ -69,9 +69,8 @@ class Bench:
             )
         self.options, self.rank, self.say = options, rank, say
         self.model, self.played, self.loss_fn, self.block_weights = build(options, rank, options.program())
-        batch = Corpus.load(options.text, sequence=options.sequence).batch(
-            0, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
-        )
+        corpus = Corpus.load(options.text, sequence=options.sequence)
+        batch = corpus.batch(0, rank.data_rank, batch=options.batch, seed=options.seed)
         self.inputs, self.target = fed(options, rank, *batch)
         gbps = None if options.exchange is None else parse_loopback(options.exchange)
         self.loopback_rate = None if gbps is None else 8e9 * gbps

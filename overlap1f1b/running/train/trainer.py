@@ -80,9 +80,7 @@ class Trainer:
         """
         options, rank, start, waited = self.options, self.rank, time.perf_counter(), waited_s()
         purpose = self.engine.tuner.coming.purpose
-        batch = self.corpus.batch(
-            index, rank.data_rank, batch=options.batch, sequence=options.sequence, seed=options.seed
-        )
+        batch = self.corpus.batch(index, rank.data_rank, batch=options.batch, seed=options.seed)
         inputs, target = fed(options, rank, *batch)
         # The stream of a step's random numbers, dropout for example.
         key = hashlib.blake2b(f"{options.seed} {index} {rank.rank}".encode(), digest_size=7).digest()
@@ -121,9 +119,7 @@ class Trainer:
     def evaluate(self) -> float:
         """Return the mean loss on held-out text, on the same windows each time."""
         options, rank = self.options, self.rank
-        batches = self.corpus.held_out_batches(
-            rank.data_rank, rank.data_ranks, options.batch, options.sequence, EVAL_WINDOWS
-        )
+        batches = self.corpus.held_out_batches(rank.data_rank, rank.data_ranks, options.batch, EVAL_WINDOWS)
         self.model.eval()
         try:
             losses = [

@@ -1,4 +1,4 @@
-"""Weight gradients of Megatron-Core's linear layers are computed apart from those of their inputs."""
+"""Weight gradients of linear layers, Megatron-Core's and those that wait for backward_dw, are computed apart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from overlap1f1b.cut.blocks import MicrobatchBlock
 from overlap1f1b.cut.replacement import replaced
+from overlap1f1b.cut.stage import Stage
 from overlap1f1b.integrations.megatron import get_forward_backward_func, layers
 from overlap1f1b.integrations.megatron.forward_backward import COMBINED_NO_PIPELINING
+from overlap1f1b.integrations.megatron.layers import delayed_of
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.play.gradients import WeightQueue
 from tests import products
-from tests.integrations.megatron.core import models, shim
-from tests.integrations.megatron.core.cases import FULL, OVERLAP_REDUCE, Case, selective
+from tests.integrations.megatron.core import models, shim, transformer_engine
+from tests.integrations.megatron.core.cases import CASES, FULL, OVERLAP_REDUCE, Case, selective
 from tests.integrations.megatron.core.steps import one_step, our_step
 from tests.ranks import over
 
@@ -126,3 +129,80 @@ def test_the_kernel_gets_rows_without_gaps(monkeypatch: pytest.MonkeyPatch) -> N
         forward(rows, weight, gradient_accumulation_fusion=True).backward(grad)
     queue.compute()
     torch.testing.assert_close(weight.main_grad, grad.flatten(0, 1).t() @ rows.flatten(0, 1))
+
+
+# ------------------------------------------------------------------------- gradients that wait for backward_dw
+
+
+@over(2)
+def test_delayed_gradients_are_computed_by_weight_nodes(rank: int, size: int) -> None:
+    shim.apply()
+    stores: dict[transformer_engine.Store, int] = {}
+    inside, apart, left = 0, 0, 0  # gradients computed inside a backward and apart from it, and most that a store had
+    backward, pop = transformer_engine.Products.backward, transformer_engine.Store.pop
+
+    def counted_backward(ctx: Any, *grads: Any) -> Any:
+        nonlocal left
+        store = ctx.layer.wgrad_store
+        stores[store] = stores.get(store, 0) + 1
+        returned = backward(ctx, *grads)
+        left = max(left, store.context.qsize())
+        return returned
+
+    def counted_pop(store: transformer_engine.Store) -> Any:
+        nonlocal inside, apart
+        names = {frame.f_code.co_name for frame, _ in traceback.walk_stack(None)}
+        walks = bool(names & {"counted_backward", "walk"})
+        inside, apart = inside + walks, apart + (not walks)
+        stores[store] -= 1
+        return pop(store)
+
+    case = CASES["delayed, grouped"]
+    with (
+        patch.object(transformer_engine.Products, "backward", staticmethod(counted_backward)),
+        patch.object(transformer_engine.Store, "pop", counted_pop),
+        models.init_parallel(ep=case.ep),
+    ):
+        our_step(case, 3, verify=False)
+    assert not any(stores.values())
+    assert not any("put" in store.__dict__ for store in stores)
+    assert not inside
+    assert apart > 0
+    assert not left  # in the plan's queues, not in the store
+
+
+def _model(*, bias: bool = False, skip_bias_add: bool = False, delay: bool = True) -> nn.Module:
+    config = SimpleNamespace(
+        gradient_accumulation_fusion=False, delay_wgrad_compute=delay, expert_model_parallel_size=1
+    )
+    layer = transformer_engine.Linear(4, 3, config=config, bias=bias, is_expert=False, skip_bias_add=skip_bias_add)
+    return nn.Sequential(layer)
+
+
+def test_layers_that_delay_are_found() -> None:
+    assert delayed_of(_model(delay=False)) == []
+    assert delayed_of(nn.Linear(4, 3)) == []
+    assert delayed_of(_model().requires_grad_(False)) == []
+    model = _model(bias=True)
+    assert delayed_of(model) == [model[0]]  # type: ignore[index]
+
+
+def test_blocks_that_delay_have_weight_nodes() -> None:
+    block = MicrobatchBlock()
+    assert not Stage([block]).shape[0].split
+    block.delays = True
+    assert Stage([block]).shape[0].split
+
+
+def test_gradients_that_could_get_lost_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"in 0 \(Linear\), which returns its bias; allowed: no such bias"):
+        delayed_of(_model(bias=True, skip_bias_add=True))
+    old = _model()
+    for parameter in old.parameters():
+        del parameter.skip_backward_post_hook  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="which marks no parameter by skip_backward_post_hook; allowed: "):
+        delayed_of(old)
+    wrapper: Any = nn.Module()
+    wrapper.module, wrapper.ddp_config = _model(), SimpleNamespace(delay_wgrad_compute=False)
+    with pytest.raises(ValueError, match="delay_wgrad_compute=False in ddp_config, and True in the model's layers"):
+        delayed_of(wrapper)
