@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from overlap1f1b.plan import Span
-from overlap1f1b.schedule import Pair, Slot, actions_of
+from overlap1f1b.plan import RECOMPUTES, Op, Span
+from overlap1f1b.schedule import Kind, Pair, Slot, actions_of
 from overlap1f1b.simulation import PlanTimeline, ProgramTimeline
-from overlap1f1b.simulation.drawing import LANES, stacked, staged, style_of, text_of
+from overlap1f1b.simulation.drawing import LANES, LETTERS, stacked, staged, style_of, text_of
 from overlap1f1b.terminal.output import writing
 
 if TYPE_CHECKING:
@@ -90,6 +90,30 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
         return Cell(text, start, end, "pair" if isinstance(slot, Pair) else slot.kind.value)
 
     return [Track(f"rank {rank}", [cell(*span) for span in spans]) for rank, spans in enumerate(timeline.ranks)]
+
+
+def legend(timeline: ProgramTimeline | PlanTimeline) -> str:
+    """Return what the letters of a drawing mean, of those that it has.
+
+    >>> from overlap1f1b.schedule import build_schedule
+    >>> from overlap1f1b.simulation import Costs, simulate
+    >>> legend(simulate(build_schedule("1f1b", ranks=2, microbatches=1), Costs()))
+    'F forward, B backward; behind it the microbatch, in front the stage if a rank has several'
+    """
+    place = "behind it the microbatch, in front the stage if a rank has several"
+    if isinstance(timeline, PlanTimeline):
+        nodes = [span.node for rank in timeline.ranks for span in rank.spans]
+        ops = {node.op for node in nodes}
+        letters = [f"{LETTERS[op]} {op.value}" for op in Op if op in ops and op not in RECOMPUTES]
+        if any(node.kind is not Kind.F for node in nodes):
+            letters.append("small backward")
+        extra = {"w weight gradient": any(node.kind is Kind.W for node in nodes), "r recomputed": ops & RECOMPUTES}
+        return ", ".join([*letters, *(text for text, used in extra.items() if used)]) + f"; {place}"
+    slots = [slot for rank in timeline.program.ranks for slot in rank]
+    kinds = {action.kind.value for slot in slots for action in actions_of(slot)}
+    letters = [f"{name} {style.label}" for name, style in STYLES.items() if name in kinds]
+    letters += ["‖ fused pair"] * any(isinstance(slot, Pair) for slot in slots)
+    return ", ".join(letters) + f"; {place}"
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:

@@ -18,6 +18,7 @@ from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
 from overlap1f1b.moe.layer import MoE
 from overlap1f1b.moe.router import RouterConfig
+from overlap1f1b.running.options import check_sizes
 from overlap1f1b.schedule.values import check_size
 
 EPSILON = 1e-6
@@ -47,12 +48,9 @@ class MoEConfig(RouterConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("vocabulary", "layers", "hidden", "heads", "intermediate", "sequence"):
+        check_sizes(self)
+        for name in ("vocabulary", "sequence"):
             check_size(name, getattr(self, name))
-        if self.hidden % (step := 2 * self.heads):
-            raise ValueError(f"hidden={self.hidden} with heads={self.heads}; allowed: multiples of {step}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}; allowed: 0 to less than 1")
 
 
 class Attention(nn.Module):

@@ -25,6 +25,8 @@ from overlap1f1b.schedule import Program
 from overlap1f1b.transport import devices
 
 BYTES = 256
+HUB_LIMIT_S = 5.0
+"""Within this time a hub of models must answer; without an answer, files that it has sent before are read."""
 
 
 def model_config(options: RunOptions) -> MoEConfig:
@@ -73,9 +75,9 @@ def _hf_model(name: str) -> Any:
     except ImportError:
         raise ValueError(f"--hf-config {name} needs transformers; pip install transformers") from None
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, local_files_only=not (Path(name).exists() or _hub_answers()))
     except (OSError, ValueError, KeyError) as error:
-        why = str(error).strip().splitlines()[0]
+        why = str(error).strip().splitlines()[0].rstrip(".")
         if not Path(name).exists():
             why = f"no such file or folder; as a name: {why}"
         raise ValueError(f"--hf-config {name}: {why}; allowed: a name, a folder or a config.json") from None
@@ -87,6 +89,18 @@ def _hf_model(name: str) -> Any:
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: the configuration of a causal LM") from None
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub of models answers at once: its own client tries for up to a minute."""
+    from huggingface_hub import get_session
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        get_session().head(ENDPOINT, timeout=HUB_LIMIT_S)
+    except Exception:  # of any of the libraries that its client has been built on
+        return False
+    return True
 
 
 def build(

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from math import inf
+from math import inf, isfinite
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import docstring_parser
@@ -24,10 +24,10 @@ _MESSAGES = {
     r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
     r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
     r"invalid choice (.*) for argument '(.*)'\. Expected one of \((.*)\)": r"\2 \1; allowed: \3",
-    r" \(applied to [\w ]+\)": "",
     r"Missing value for argument '(.*)'\. Expected (\d+) values": r"\1 without a value; allowed: \2 after it",
     r"allowed: (?:INT\|)?\{([\w,]+)\}(?:\|INT)?$": r"allowed: a whole number, or \1",
     r"allowed: INT$": "allowed: a whole number",
+    r"allowed: \{((?:[A-Z]+ ?)+)\}$": r"allowed: \1",
     r"allowed: FLOAT$": "allowed: a number",
 }
 """Patterns of tyro's messages, and the same in the words of this project's errors; applied in this order."""
@@ -76,7 +76,8 @@ def check_ranges(options: Any) -> None:
         for allowed in getattr(hint, "__metadata__", ()):
             if isinstance(allowed, Range) and isinstance(value, int | float) and value not in allowed:
                 text = format(value, "g" if isinstance(value, float) else "")
-                raise ValueError(f"--{name.replace('_', '-')} {text}; allowed: {allowed}")
+                finite = "" if isfinite(value) else ", finite"
+                raise ValueError(f"--{name.replace('_', '-')} {text}; allowed: {allowed}{finite}")
 
 
 def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, description: str) -> Any:
@@ -88,11 +89,15 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
     if first not in verbs and not first.startswith("--tyro-"):
         raise ValueError(f"unknown verb {first!r}; allowed: {', '.join(verbs)}, --help")
     said = io.StringIO()
+    options: Any
     try:
         with contextlib.redirect_stderr(said):
-            options = tyro.extras.subcommand_cli_from_dict(
-                dict(verbs), args=argv, prog=prog, description=description, sort_subcommands=False
-            )
+            if first in verbs:  # alone, so that no option of another verb is suggested
+                options = tyro.cli(verbs[first], args=argv[1:], prog=f"{prog} {first}")
+            else:  # completion of a shell
+                options = tyro.extras.subcommand_cli_from_dict(
+                    dict(verbs), args=argv, prog=prog, sort_subcommands=False
+                )
     except SystemExit as error:
         if not error.code or first not in verbs:
             sys.stderr.write(said.getvalue())
@@ -124,5 +129,4 @@ def _one_line(box: str) -> str:
         sentence = re.sub(pattern, words, sentence)
     similar = [text for text in others if text.startswith("Perhaps you meant")]
     found = dict.fromkeys(name for text in similar for name in re.findall(r"^--[\w-]+", text, re.MULTILINE))
-    names = [name for name in found if name not in sentence.split()]  # tyro may know it from another verb
-    return sentence + (f"; perhaps {', '.join(names)}" if names else "")
+    return sentence + (f"; perhaps {', '.join(found)}" if found else "")

@@ -31,7 +31,9 @@ def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) ->
     assert resumed["losses"] == pytest.approx(unbroken["losses"], rel=1e-5)
 
 
-def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_configurations(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refusal(folder: Path) -> str:
         return Verb("train").refused(capsys, "--hf-config", folder, "--text", text, "--ep", 1)
 
@@ -42,5 +44,10 @@ def test_bad_configurations(text: Path, tmp_path: Path, capsys: pytest.CaptureFi
     tiny.configuration("mixtral").save_pretrained(small)
     assert refusal(dense).endswith("found none: a dense model?")
     assert refusal(small) == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing answers; the hub's client would say that it tries
+    text_of_a_name = refusal(Path("nobody/nothing"))
+    assert text_of_a_name.startswith(
+        "--hf-config nobody/nothing: no such file or folder; as a name: We couldn't connect"
+    )
     none = tmp_path / "none"
     assert refusal(none).startswith(f"--hf-config {none}: no such file or folder; as a name: ")

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from overlap1f1b.cli.draw import STYLES, Grid, paint, tracks_of
+from overlap1f1b.cli.draw import STYLES, Grid, legend, paint, tracks_of
 from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions
-from overlap1f1b.cli.plan.results import content_of, found, per_rank, per_schedule, row_of
+from overlap1f1b.cli.plan.results import content_of, distinct, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
 from overlap1f1b.simulation import Costs, PlanTimeline
@@ -34,8 +34,8 @@ from overlap1f1b.terminal.status import Say, showing
 
 ROWS = 15
 """Rows of the table of a search."""
-MOST = 10_000_000
-"""Largest number of actions, or of nodes with --layers, that a simulation takes."""
+MOST_NODES = 1_000_000
+"""Largest number of nodes of a simulation with --layers: some minutes on one core."""
 
 
 def plan(options: PlanOptions) -> None:
@@ -45,7 +45,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
-    model, layers, output = model_of(options), options.sub_op_costs.layers, options.output
+    model, output = model_of(options), options.output
     text = ""
 
     def begin(what: str) -> None:
@@ -71,18 +71,17 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
         step["forward_only"] = program.forward_only
     else:
+        check_scale(step["ranks"], step["microbatches"], options.sub_op_costs.layers)
         candidate = requested(options)
         if options.search:
             ranking = _search(options, step, model, begin)
             candidate, extra["search"] = ranking.found[0][0], found(ranking)
             _show_search(extra["search"], options.top, screen)
-        check_scale(candidate, step["ranks"], step["microbatches"], layers)
         begin(f"0 of {total} programs played, now {candidate}")
         program, timeline = played(candidate, model, **step)
     rows = [row_of(program, timeline, candidate)]
     for number, other in enumerate(map(parse, options.compare), 1):
         begin(f"{number} of {total} programs played, now {other}")
-        check_scale(other, step["ranks"], step["microbatches"], layers)
         rows.append(row_of(*played(other, model, **step), other))
     begin(f"{total} of {total} programs played, now tables and drawings")
     content = content_of(program, timeline) | extra | ({"compare": rows} if options.compare else {})
@@ -94,6 +93,8 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         _draw(timeline, screen, screen.width if output.width is None else output.width)
     screen.print()
     screen.print(per_rank(content["per_rank"]))
+    if isinstance(model, Costs) and model.pair == 1 and any(row["pairs"] for row in content["per_rank"]):
+        print_lines(screen, "a pair takes as long as both its members here; --pair 0.8 or --layers N has what it hides")
     if options.compare:
         screen.print()
         screen.print(per_schedule(rows))
@@ -101,8 +102,6 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
 
 def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Callable[[str], None]) -> Ranking:
     tried, ranks, microbatches = searched(options, model), step["ranks"], step["microbatches"]
-    for candidate in tried:
-        check_scale(candidate, ranks, microbatches, options.sub_op_costs.layers)
     if options.schedule not in (None, AUTO):
         requested(options).build(ranks, microbatches)  # raises if none of them is possible
     text = f"of {len(tried)} schedules tried"
@@ -122,10 +121,12 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Cal
 
 
 def _show_search(result: dict[str, Any], top: int | None, screen: Console) -> None:
-    rows, shown = result["rows"], ROWS if top is None else top
+    rows, shown = distinct(result["rows"]), ROWS if top is None else top
     screen.print(per_schedule(rows[:shown]))
     if len(rows) > shown:
         screen.print(f"… {len(rows) - shown} slower ones; --top {len(rows)} shows them")
+    if alike := len(result["rows"]) - len(rows):
+        print_lines(screen, f"left out: {alike} that take as long as one above with as many chunks and no more memory")
     if pruned := result["pruned"]:
         place = f"among the first {top}" if top else "the fastest"
         further = "" if top else "; --top N plays what the first N need"
@@ -145,6 +146,7 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
         text = Text.assemble(*((piece.text, colours.get(piece.style, "")) for piece in line))
         text.rstrip()
         screen.print(text, soft_wrap=True)
+    print_lines(screen, legend(timeline), style="dim")
     if grid.until is not None:
         cut = f"cut at {grid.until:.6g} of {timeline.makespan:.6g}"
         print_lines(screen, f"{cut}: --width N draws more, --svg FILE all of it")
@@ -184,17 +186,11 @@ def requested(options: PlanOptions) -> Candidate:
     return Candidate(name, {option: value for option, value in given.items() if value is not None})
 
 
-def check_scale(candidate: Candidate, ranks: int, microbatches: int, layers: int | None) -> None:
-    """Raise ``ValueError`` for a program that is too large to be simulated."""
-    chunks = candidate.options.get("chunks", 1)
-    if chunks < 1:  # building the program refuses it
-        return
-    per_microbatch, of = (2 * chunks, f"{chunks=}") if layers is None else (13 * layers, f"{layers=}")
-    if (count := per_microbatch * ranks * microbatches) > MOST:
-        what = f"{count} {'actions' if layers is None else 'nodes'}"
-        raise ValueError(
-            f"{candidate.schedule} with {ranks=}, {microbatches=}, {of} has about {what}; allowed: at most {MOST}"
-        )
+def check_scale(ranks: int, microbatches: int, layers: int | None) -> None:
+    """Raise ``ValueError`` for a program of too many nodes; ``build_schedule`` counts actions."""
+    if layers is not None and (count := 13 * layers * ranks * microbatches) > MOST_NODES:
+        sizes = f"{ranks=}, {microbatches=}, {layers=}"
+        raise ValueError(f"{sizes} are about {count} nodes; allowed: at most {MOST_NODES}")
 
 
 def searched(options: PlanOptions, model: Model) -> list[Candidate]:

@@ -94,7 +94,8 @@ class OutputOptions:
 class PlanOptions:
     """Draw a schedule, simulate its time, compare it with others, or search for the fastest.
 
-    Nothing is trained and torch is not loaded. Times have the unit of the costs.
+    Nothing is trained and torch is not loaded. Times have the unit of the costs. Programs have up to 5 million actions,
+    or 1 million nodes with --layers: these take some minutes.
 
     For example
       overlap1f1b plan --schedule zb_h1 --ranks 4 --microbatches 8

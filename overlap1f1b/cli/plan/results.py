@@ -122,6 +122,21 @@ def per_rank(rows: Sequence[Mapping[str, Any]]) -> Table:
     return _table(middle_left_out(kept, lambda gap: {"rank": gap}))
 
 
+def distinct(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of a search, fastest first, without those that say nothing new.
+
+    One before such a row takes as long, with as many chunks and copies of the parameters. It is of the same schedule,
+    or needs less memory.
+    """
+    kept: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        alike = kept.setdefault(tuple(_text(key, row[key]) for key in ("makespan", "chunks", "parameter_copies")), [])
+        name, peak = row["schedule"], row["peak_activations"]
+        if not any(other["schedule"] == name or other["peak_activations"] < peak for other in alike):
+            alike.append(row)
+    return [row for alike in kept.values() for row in alike]
+
+
 def per_schedule(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table with a row for each schedule, its makespan also as a multiple of the first one's."""
     first = rows[0]["makespan"] if rows else 0.0

@@ -42,6 +42,8 @@ OPTIONS = tuple(dict.fromkeys(field.name for name in SCHEDULES for field in fiel
 DEFAULT_CHUNKS = f"1; 2 for {' and '.join(name for name in SCHEDULES if BY_NAME[name].fixed_chunks == 2)}"
 """The default number of chunks in words, for the help of a command."""
 DEFAULT_PROGRAM = "combined_1f1b"
+MOST_ACTIONS = 5_000_000
+"""Largest number of forwards and backwards of a program: made in some seconds, simulated in two minutes."""
 EXTRA_WARMUP = (0, 1, 2)
 """Extra warm-ups that a search tries."""
 
@@ -116,8 +118,14 @@ def build_schedule(
             owners = ", ".join(other for other, of in BY_NAME.items() if of.takes(option))
             belongs = f" ({option} is an option of {owners})" if owners else ""
             raise ValueError(f"{option}={value!r} with {name}; allowed: {allowed}{belongs}")
-    build = partial(schedule(**own).program, ranks=ranks)
-    program = replace(made := build(microbatches), build=made.build or build)
+    made = schedule(**own)
+    chunks = getattr(made, "chunks", made.fixed_chunks)
+    if (count := 2 * ranks * chunks * microbatches) > MOST_ACTIONS:
+        sizes = f"{name} with {ranks=}, {microbatches=}, {chunks=}"
+        raise ValueError(f"{sizes} has about {count} actions; allowed: at most {MOST_ACTIONS}")
+    build = partial(made.program, ranks=ranks)
+    program = build(microbatches)
+    program = replace(program, build=program.build or build)
     if forward_only and name == AUTO:
         raise ValueError(f"forward_only with {AUTO}; allowed: none, since an order is found for a whole step")
     return forwards_of(program) if forward_only else program

@@ -54,6 +54,8 @@ def test_it_draws_the_grid_and_the_table(capsys: Capture) -> None:
         "rank 0 F0-F1-   I0-W0-F2-I1-W1-I2-W2-",
         "rank 1    F0-I0-F1-I1-W0-F2-I2-W1-W2-",
         "time   |0    |2    |4    |6    |8    |10",
+        "F forward, I input gradient, W weight gradient; "
+        "behind it the microbatch, in front the stage if a rank has several",
         "",
         "rank  busy  bubble  share  peak activations  pairs",
         "   0     9       1  10.0%                 2      0",
@@ -74,7 +76,7 @@ def test_long_programs_and_many_ranks_are_cut_with_a_note(capsys: Capture) -> No
     out = plan(capsys, "--schedule", "1f1b", "--microbatches", 100, "--width", 80).out
     lines = out.splitlines()
     assert all(len(line) <= 80 for line in lines[1:6])
-    assert lines[6].startswith("cut at 18.25 of 309: ")
+    assert lines[7].startswith("cut at 18.25 of 309: ")
     assert "… 4 more" in plan(capsys, "--ranks", 20, "--microbatches", 20).out
 
 
@@ -108,6 +110,36 @@ def test_search(capsys: Capture) -> None:
     assert result["schedule"] == "zb_h1"
     only = plan.content(capsys, "--search", "--ranks", 4, "--microbatches", 8, "--chunks", 2, "--schedule", "afab")
     assert [(row["schedule"], row["chunks"]) for row in only["search"]["rows"]] == [("afab", 2)]
+
+
+def test_a_search_shows_no_program_that_costs_memory_alone(capsys: Capture) -> None:
+    sizes = ("--search", "--ranks", 4, "--microbatches", 8)
+    for more in ((), ("--schedule", "combined_1f1b")):
+        rows, out = plan.content(capsys, *sizes, *more)["search"]["rows"], plan(capsys, *sizes, *more).out
+        table, rest = out.split("left out: ")
+        shown = table.splitlines()[1:]
+        assert len(shown) + int(rest.split()[0]) == len(rows) > len(shown)
+        figures = [tuple(line.split()) for line in shown]
+        assert len(figures) == len(set(figures))
+    assert "combined_1f1b" not in plan(capsys, *sizes).out  # its pairs gain nothing where they take as long
+    assert "combined_1f1b" in plan(capsys, *sizes, "--pair", 0.8).out
+
+
+def test_pairs_that_gain_nothing_say_what_shows_their_gain(capsys: Capture) -> None:
+    hint = "a pair takes as long as both its members here; --pair 0.8 or --layers N has what it hides"
+    assert plan(capsys).out.splitlines()[-1] == hint
+    for words in (("--pair", 0.8), ("--layers", 1), ("--schedule", "1f1b")):
+        assert hint not in plan(capsys, *words).out
+
+
+def test_a_line_says_what_letters_mean(capsys: Capture) -> None:
+    out = plan(capsys, *SUB_OPS, "--layers", 1, "--ranks", 1).out
+    assert (
+        "A attention, N counts, D dispatch, E experts, C combine, G aggregate, small backward, w weight gradient; "
+        in out
+    )
+    assert "F forward, B backward, ‖ fused pair; behind it the microbatch" in plan(capsys).out
+    assert "attention" not in plan(capsys, *SUB_OPS, "--layers", 1, "--tables").out
 
 
 def test_a_search_that_lasts_says_how_far_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +378,16 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--compare dualpipev:chunks=1", "chunks=1 with dualpipev; allowed: 2 (chunks is an option of sequential, "),
         ("--ranks 100000000000000000000", "combined_1f1b with ranks=100000000000000000000, microbatches=8, chunks=1 h"),
         ("--compare afab:chunks=9999999", "afab with ranks=4, microbatches=8, chunks=9999999 has about 639999936"),
-        ("--search --microbatches 100000000", "sequential with ranks=4, microbatches=100000000, chunks=1 has about 8"),
+        (
+            "--search --microbatches 100000000",
+            "none of 43 schedules is possible: sequential with ranks=4, microbatches=100000000, chunks=1 has about 8",
+        ),
+        ("--microbatches 1000000", "combined_1f1b with ranks=4, microbatches=1000000, chunks=1 has about 8000000 act"),
+        ("--ranks 1000000", "combined_1f1b with ranks=1000000, microbatches=8, chunks=1 has about 16000000 actions; a"),
+        (
+            "--layers 4 --microbatches 5000",
+            "ranks=4, microbatches=5000, layers=4 are about 1040000 nodes; allowed: at most 1000000",
+        ),
         ("--weight 2", "--weight 2 with --backward 2, which it is a part of; allowed: from 0 to below 2"),
         ("--compare 1f1b:overlap=2", "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
         ("--search --compare 1f1b", "--compare 1f1b with --search, which tries all; allowed: one"),
