@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from os import PathLike
 from pathlib import Path
 
 from overlap1f1b.checkpoint.folder import checkpoint_in
 from overlap1f1b.checkpoint.tensors import check_tensors, empty, read_index, read_tensors
+from overlap1f1b.schedule.values import check_kind, check_size
 
 FILE_BYTES = 5_000_000_000
 
@@ -31,6 +33,9 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     """
     from safetensors.torch import save_file
 
+    for name, value in (("checkpoint", checkpoint), ("folder", folder)):
+        check_kind(name, value, str, PathLike)
+    check_size("file_bytes", file_bytes)
     path, folder = checkpoint_in(Path(checkpoint)), Path(folder)
     if path is None:
         raise ValueError(f"{checkpoint} has no checkpoint; allowed: a folder of save_checkpoint, or a checkpoint in it")

@@ -7,7 +7,6 @@ DCP keeps its index as a pickle: load only checkpoints from people you trust.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -21,7 +20,7 @@ from torch import nn
 from overlap1f1b.checkpoint.folder import checkpoint_in
 from overlap1f1b.checkpoint.optimizer import Entries, Optimizers, OptimizerTable, fill, first_difference
 from overlap1f1b.checkpoint.shards import Shards, parts_of
-from overlap1f1b.checkpoint.state import States, described, keys_of, unpack, with_random
+from overlap1f1b.checkpoint.state import States, described, json_of, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.schedule.values import check_kind, quoted
@@ -68,7 +67,7 @@ def load_checkpoint(
             return 0
         together = Together(engine.mesh, f"checkpoint {checkpoint} cannot be loaded")
         together.each(lambda: check_tensors(checkpoint, together.rank, together.size))
-        facts = together.first(lambda: _facts(checkpoint, config or {}))
+        facts = together.first(lambda: _facts(checkpoint, config))
         parts = together.each(lambda: parts_of(engine))
         fill = together.own(lambda: _prepared(Shards(engine, optimizer, parts), checkpoint, facts, with_random(state)))
         names = sorted(chain.from_iterable(together.each(fill)))
@@ -81,13 +80,13 @@ def load_checkpoint(
         return facts["step"]
 
 
-def _facts(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(checkpoint: Path, config: Mapping[str, Any] | None) -> dict[str, Any]:
     index = read_index(checkpoint)
     if FACTS not in index:
         raise ValueError(f"checkpoint {checkpoint} has no {FACTS!r}; allowed: one of save_checkpoint, of this version")
     read_tensors(checkpoint, packed := {FACTS: empty(index[FACTS])})
     facts = decoded(packed[FACTS])
-    _compare(checkpoint, facts["config"], json.loads(json.dumps(dict(config))))
+    _compare(checkpoint, facts["config"], json_of(config))
     return facts
 
 

@@ -13,7 +13,6 @@ state, the others are stored as zeros, which is the state of rows that never had
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from os import PathLike
@@ -32,10 +31,10 @@ from overlap1f1b.checkpoint.background import Saving
 from overlap1f1b.checkpoint.folder import abandon, begin, name_of, publish
 from overlap1f1b.checkpoint.optimizer import Optimizers, OptimizerTable, first_difference
 from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
-from overlap1f1b.checkpoint.state import States, key_of, pack, with_random
+from overlap1f1b.checkpoint.state import States, json_of, key_of, pack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, checksum, encoded
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import check_kind, check_size, quoted, shortened
+from overlap1f1b.schedule.values import check_kind, check_size, quoted
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.failures import LostRankError
@@ -98,7 +97,7 @@ def save_checkpoint(
     with engine.guarded("save_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, failed)
-        facts = together.own(lambda: _facts(engine, step, config or {}, model))
+        facts = together.own(lambda: _facts(engine, step, config, model))
         tensors = _tensors_to_write(together, engine, optimizer, state, facts)
         folder = together.first(lambda: begin(directory, step))
         planner, writer = _planned(together, folder, tensors)
@@ -125,14 +124,10 @@ def save_checkpoint(
     return saving
 
 
-def _facts(engine: Engine, step: int, config: Mapping[str, Any], model: Stored) -> dict[str, Any]:
+def _facts(engine: Engine, step: int, config: Mapping[str, Any] | None, model: Stored) -> dict[str, Any]:
     if model not in (allowed := get_args(Stored)):
         raise ValueError(f"model={quoted(model)}; allowed: {', '.join(allowed)}")
-    try:
-        values = json.loads(json.dumps(dict(config)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"config={quoted(config)}: {shortened(str(error))}; allowed: JSON values") from None
-    return {"step": int(step), "config": values, "layout": engine.mesh.layout, "model": model}
+    return {"step": int(step), "config": json_of(config), "layout": engine.mesh.layout, "model": model}
 
 
 class _Description(NamedTuple):

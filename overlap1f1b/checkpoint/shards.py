@@ -39,6 +39,7 @@ from overlap1f1b.engine.engine import Engine
 from overlap1f1b.moe import ExpertParameter, Experts
 from overlap1f1b.moe.parameters import Stack
 from overlap1f1b.reduce.ties import ties_in
+from overlap1f1b.schedule.values import check_each
 
 Stored = Literal["all", "trained", "none"]
 """Tensors of the model that a checkpoint stores."""
@@ -85,7 +86,9 @@ class Shards:
 
     def __init__(self, engine: Engine, optimizer: Optimizers, parts: Sequence[Mapping[int, Part]]) -> None:
         """Find the tensors and their names; ``parts`` are those of :func:`parts_of` on all ranks."""
-        self.optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+        check_each("optimizer", several, torch.optim.Optimizer)
+        self.optimizers = list(several)
         self.mesh = engine.mesh
         self.model: nn.Module = nn.Module()
         self.elsewhere: set[str] | None = None

@@ -9,6 +9,7 @@ layout. Otherwise each rank stores its own, with its number behind the name, for
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from overlap1f1b.checkpoint.tensors import decoded, encoded
-from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.schedule.values import check_kind, quoted, shortened
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import Mesh
 
@@ -54,8 +55,18 @@ class RandomState:
             gpu.set_rng_state(state[device.type])
 
 
+def json_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a run's configuration is in JSON; ``ValueError`` for other values than JSON has."""
+    try:
+        values: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"config={quoted(config)}: {shortened(str(error))}; allowed: JSON values") from None
+    return values
+
+
 def with_random(states: States | None) -> dict[str, Stateful | None]:
     """Return the states of a run, with the state of the random numbers."""
+    check_kind("state", states, Mapping, None)
     for name, state in (states or {}).items():
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"state has the name {quoted(name)}; allowed: a letter, then letters, digits and _")

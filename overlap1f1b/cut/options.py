@@ -7,7 +7,6 @@ forgotten. :class:`EngineOptions` adds what follows from the model and its loop:
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_overlap, parse_parts, parse_recompute
-from overlap1f1b.schedule.values import check_kind, check_size, naming_nearest, quoted
+from overlap1f1b.schedule.values import check_kind, check_number, check_size, naming_nearest, quoted
 from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -110,10 +109,8 @@ class UserOptions:
                 "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or one of "
                 f"{', '.join(get_args(Recompute))}"
             )
-        if self.capacity is not None and not (
-            isinstance(self.capacity, SupportsFloat) and 0 < float(self.capacity) < math.inf
-        ):
-            raise ValueError(f"capacity={quoted(self.capacity)}; allowed: more than 0, or None")
+        if self.capacity is not None:
+            check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)
         check_switches(self, "verify")
         if self.finite not in (None, "warn", "raise"):
@@ -173,8 +170,7 @@ class EngineOptions(UserOptions):
             if getattr(self, name) == "auto" and (self.costs, self.plan) != (None, None):
                 raise ValueError(f"{name}='auto' with costs or a plan, which have one already; allowed: that one")
         check_switches(self, "reduce", "dynamic_shapes")
-        if self.count_tokens is not None and not callable(self.count_tokens):
-            raise ValueError(f"count_tokens={quoted(self.count_tokens)}; allowed: a function, or None")
+        check_kind("count_tokens", self.count_tokens, Callable, None)
 
     @property
     def limit(self) -> timedelta:

@@ -25,6 +25,7 @@ from overlap1f1b.cut.blocks import CarriedState
 from overlap1f1b.cut.contents import contents_of
 from overlap1f1b.cut.replacement import ABSENT, is_table
 from overlap1f1b.moe.experts import Experts
+from overlap1f1b.schedule.values import check_kind, quoted
 
 Key = tuple[int, Any]
 """Number of a place's owner, and a name in the place."""
@@ -123,7 +124,11 @@ def carried(block: nn.Module, *holders: object) -> None:
         block: The block, before its first step.
         holders: Objects, classes and dictionaries, whose entries travel; modules of Python, whose globals do.
     """
-    held = (vars(holder) if isinstance(holder, ModuleType) else holder for holder in holders)
+    check_kind("block", block, nn.Module)
+    held = [vars(holder) if isinstance(holder, ModuleType) else holder for holder in holders]
+    for holder in held:
+        if not (is_table(holder) or hasattr(holder, "__dict__")):
+            raise ValueError(f"holder {quoted(holder)}; allowed: an object, class, dictionary or module of Python")
     vars(block).setdefault(_CARRIED, []).extend(held)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -42,7 +42,7 @@ from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_kind, check_size, naming_nearest, quoted
+from overlap1f1b.schedule.values import check_each, check_kind, check_size, naming_nearest
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
 
@@ -118,8 +118,7 @@ class Engine:
         check_kind("program", program, Program)
         check_kind("options", options, EngineOptions)
         check_kind("exchange", exchange, Exchange, None)
-        if loss_fn is not None and not callable(loss_fn):
-            raise ValueError(f"loss_fn={quoted(loss_fn)}; allowed: a function, or None")
+        check_kind("loss_fn", loss_fn, Callable, None)
         _check_trains(program)
         self.loss_fn, self.options, self.model = loss_fn, options, model
         # 2. Groups, stages, lanes, sums.
@@ -238,7 +237,7 @@ class Engine:
         grad: bool = True,
         loss_scale: float = 1.0,
         microbatches: int | None = None,
-        observers: Iterable[Observer] = (),
+        observers: Sequence[Observer] = (),
     ) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
 
@@ -257,6 +256,9 @@ class Engine:
             RuntimeError: As of :meth:`step`.
         """
         check_scale(loss_scale)
+        check_kind("make_feed", make_feed, Callable)
+        for looking in (self.observers, observers):
+            check_each("observers", looking, Observer)
         if microbatches is not None:
             check_size("microbatches", microbatches)
         if grad and microbatches is not None:

@@ -12,7 +12,7 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
-from overlap1f1b.moe.router import Router, RouterConfig, blanked, flat_mask
+from overlap1f1b.moe.router import Router, RouterConfig, blanked, check_tokens, flat_mask
 from overlap1f1b.schedule.values import check_kind, check_size
 
 
@@ -79,7 +79,6 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_size("hidden", hidden)
         check_size("shared_intermediate", shared_intermediate, 0)
         check_kind("router", router, RouterConfig)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -90,6 +89,7 @@ class MoE(nn.Module):
         use_kernels(self, "auto")  # one choice for all
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        check_tokens(x, self.router.gate.in_features)
         tokens, shape = x.flatten(0, -2), x.shape
         masks = () if mask is None else (flat_mask(mask, x),)
         indices, weights = self.router(tokens, *masks)

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, Self, get_args
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
 from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
-from overlap1f1b.schedule.values import check_size, quoted
+from overlap1f1b.schedule.values import check_kind, check_number, check_size, quoted
 
 Score = Literal["softmax", "sigmoid"]
 
@@ -70,17 +69,25 @@ class RouterConfig:
         if not 1 <= self.top_k <= available:
             within = f" in {self.top_groups} of {self.groups} groups" if self.groups > 1 else ""
             raise ValueError(f"top_k={self.top_k} of {available} experts{within}; allowed: 1 to {available}")
-        if not self.scaling > 0:
-            raise ValueError(f"scaling={self.scaling}; allowed: more than 0")
+        check_number("scaling", self.scaling, above=True)
         for name in ("aux_coefficient", "z_coefficient"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: 0 and more")
+            check_number(name, getattr(self, name))
+        for name in ("normalize", "force_load_balance"):
+            check_kind(name, getattr(self, name), bool)
 
     @property
     def rule(self) -> Rule:
         """The rule of the choice, without losses."""
         normalize = self.normalize and self.top_k > 1
         return Rule(self.top_k, self.score == "softmax", normalize, self.scaling, self.groups, self.top_groups)
+
+
+def check_tokens(tokens: object, hidden: int) -> None:
+    """Raise ``ValueError`` for what is no tensor of floating tokens ``[…, H]``."""
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens of type {type(tokens).__name__}; allowed: a tensor [..., {hidden}]")
+    if tokens.shape[-1:] != (hidden,) or not tokens.is_floating_point():
+        raise ValueError(f"tokens {tokens.dtype} {[*tokens.shape]}; allowed: floating [..., {hidden}]")
 
 
 class Router(nn.Module):
@@ -130,6 +137,8 @@ class Router(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_size("hidden", hidden)
+        check_kind("config", config, RouterConfig)
         self.config, self.kernels = config, Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
@@ -149,6 +158,7 @@ class Router(nn.Module):
         return self.__dict__ | {"_add_up": None}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_tokens(tokens, self.gate.in_features)
         rule, dtype = self.config.rule, tokens.dtype
         if mask is not None:
             mask = flat_mask(mask, tokens)
@@ -187,8 +197,7 @@ class Router(nn.Module):
         that hold this router in an engine, and then reset to zero. All of them must call this. Outside an engine nobody
         knows these ranks: without a group the load is this rank's, which several ranks are warned of.
         """
-        if not isinstance(rate, Real) or not math.isfinite(rate):
-            raise ValueError(f"rate={quoted(rate)}; allowed: a finite number")
+        check_number("rate", rate, -math.inf)
         add_up = self._add_up and self._add_up()
         if group is not None:
             dist.all_reduce(self.load, group=group)

@@ -15,6 +15,7 @@ from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gath
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import check_kind
 
 LARGE = 20_000
 """Number of nodes in a step beyond which fewer variants are tried."""
@@ -75,8 +76,7 @@ def fastest(
     ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
     are left out.
     """
-    if not isinstance(costs, NodeCosts):
-        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
+    check_kind("costs", costs, NodeCosts)
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)

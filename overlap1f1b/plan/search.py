@@ -44,7 +44,7 @@ from overlap1f1b.schedule import (
     check_search,
     variants,
 )
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_kind, check_size
 
 NODES_PER_SECOND = 150_000
 """Nodes that one processor schedules in a second; it turns the seconds of a search into a number of nodes."""
@@ -123,8 +123,7 @@ def found_orders(
     """
     check_size("microbatches", microbatches)
     limits = check_search(placement, peak_activations, seconds)
-    if not isinstance(costs, NodeCosts):
-        raise ValueError(f"costs={costs!r} of a plan; allowed: NodeCosts")
+    check_kind("costs", costs, NodeCosts)
     chains = Chains(placement, shape)
     limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
     search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import isfinite
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import quoted
+from overlap1f1b.schedule.values import check_number
 from overlap1f1b.transport.mesh import Mesh
 
 MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
@@ -131,8 +129,7 @@ class Feed(NamedTuple):
 
 def check_scale(loss_scale: object) -> None:
     """Raise ``ValueError`` for a factor of gradients that is no finite number."""
-    if not isinstance(loss_scale, Real) or not isfinite(loss_scale):
-        raise ValueError(f"loss_scale={quoted(loss_scale)}; allowed: a finite number")
+    check_number("loss_scale", loss_scale, float("-inf"))
 
 
 def feed_batch(
@@ -206,9 +203,14 @@ def _shares(
     here = sorted({index for pipe in pipes for index in program.microbatches_of(pipe)})
     counted = [count_tokens(*target_of(index)) for index in here]
     # Tensors are read together: each read may wait for a device.
-    unread = [count.reshape(()) for count in counted if isinstance(count, Tensor)]
-    read = iter(torch.stack(unread).tolist() if unread else ())
-    tokens = [int(next(read) if isinstance(count, Tensor) else count) for count in counted]
+    unread = [count for count in counted if isinstance(count, Tensor)]
+    if strange := [count for count in unread if count.numel() != 1]:
+        raise ValueError(f"count_tokens returns a tensor {[*strange[0].shape]}; allowed: one number")
+    read = iter(torch.stack([count.reshape(()) for count in unread]).tolist() if unread else ())
+    tokens = [next(read) if isinstance(count, Tensor) else count for count in counted]
+    for number in tokens:
+        check_number("a result of count_tokens", number)
+    tokens = list(map(int, tokens))
     (total,) = mesh.sums(sum(tokens) / mesh.size("tp"))
     if total <= 0:
         raise ValueError(f"count_tokens gives {total:g} for the whole batch; allowed: 1 or more")

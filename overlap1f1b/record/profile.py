@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -53,6 +54,7 @@ class Profile:
         if tool not in get_args(Tool):
             raise ValueError(f"tool={tool!r}; allowed: {', '.join(map(repr, get_args(Tool)))}")
         check_kind("engine", engine, Engine)
+        check_kind("folder", folder, str, PathLike)
         check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
         if tool == "nsys" and devices.gpu_of(devices.present()) is None:

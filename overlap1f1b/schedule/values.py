@@ -6,8 +6,10 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from math import inf, isfinite
+from numbers import Real
 from reprlib import Repr
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,7 +113,25 @@ def check_size(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name}={quoted(value, plain=True)}; allowed: {least} or more")
 
 
-def check_kind(name: str, value: object, *kinds: type | None) -> None:
+def check_number(name: str, value: object, least: float = 0.0, *, above: bool = False) -> None:
+    """Raise ``ValueError`` for a value that is not a finite number, or is less than ``least``.
+
+    >>> check_number("scaling", float("inf"), above=True)
+    Traceback (most recent call last):
+    ValueError: scaling=inf; allowed: a finite number, more than 0
+
+    Raises:
+        ValueError: The value is no number (a bool counts as none), not finite, less than ``least`` or, with ``above``,
+            equal to it.
+    """
+    real = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    if real and (value > least if above else value >= least):  # type: ignore[operator]
+        return
+    limit = "" if least == -inf else f", more than {least:g}" if above else f", {least:g} or more"
+    raise ValueError(f"{name}={quoted(value, plain=real)}; allowed: a finite number{limit}")
+
+
+def check_kind(name: str, value: object, *kinds: Any) -> None:
     """Raise ``ValueError`` for a value that is of none of these classes; None among them allows None.
 
     >>> check_kind("costs", 3, str, None)
@@ -123,5 +143,22 @@ def check_kind(name: str, value: object, *kinds: type | None) -> None:
     """
     if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
         return
-    allowed = " or ".join("None" if kind is None else kind.__name__ for kind in kinds)
-    raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")
+    names = ("None" if kind is None else "a function" if kind is Callable else kind.__name__ for kind in kinds)
+    raise ValueError(f"{name}={quoted(value)}; allowed: {' or '.join(names)}")
+
+
+def check_each(name: str, values: object, *kinds: type) -> None:
+    """Raise ``ValueError`` for what is no list or tuple, or has an element of none of these classes.
+
+    >>> check_each("observers", ["x"], dict)
+    Traceback (most recent call last):
+    ValueError: observers[0]='x'; allowed: dict
+
+    Raises:
+        ValueError: As above.
+    """
+    if not isinstance(values, list | tuple):
+        allowed = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"{name}={quoted(values)}; allowed: a list of {allowed}")
+    for number, value in enumerate(values):
+        check_kind(f"{name}[{number}]", value, *kinds)

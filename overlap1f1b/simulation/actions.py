@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from typing import NamedTuple
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
 from overlap1f1b.schedule.action import peaks_of
 from overlap1f1b.schedule.program import flow
+from overlap1f1b.schedule.values import check_number
 from overlap1f1b.simulation.trace import Event, write_trace
 
 
@@ -153,14 +153,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, Real):
-                raise ValueError(f"{name}={value!r}; allowed: a number")
-        for name in ("forward", "backward", "pair"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: a finite number > 0")
-        for name in ("weight", "send"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)}; allowed: a finite number ≥ 0")
+            check_number(name, value, above=name not in ("weight", "send"))
         if self.weight >= self.backward:
             raise ValueError(
                 f"weight={self.weight} with backward={self.backward}, which it is a part of; "

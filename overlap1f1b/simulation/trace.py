@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from itertools import count
-from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from overlap1f1b.schedule.values import check_number
 from overlap1f1b.simulation.drawing import stacked
 
 
@@ -38,8 +38,7 @@ def write_trace(
     Raises:
         ValueError: ``unit_us`` is not a finite number above 0.
     """
-    if not isinstance(unit_us, Real) or not 0 < unit_us < float("inf"):
-        raise ValueError(f"unit_us={unit_us!r}; allowed: a finite number > 0")
+    check_number("unit_us", unit_us, above=True)
     tracks: dict[str, dict[str, list[Event]]] = {}
     for event in events:
         tracks.setdefault(event.process, {}).setdefault(event.track, []).append(event)

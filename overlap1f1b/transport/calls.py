@@ -8,6 +8,7 @@ the forward: the engine launches the exchange, computes for other microbatches, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from overlap1f1b.schedule.values import check_kind, quoted
 from overlap1f1b.transport.exchange import Exchange, LocalExchange, Transfer, build_exchange
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.streams import HostCopy, Mark
@@ -174,11 +176,12 @@ def exchange(
     Raises:
         ValueError: Sizes of another number than ranks, negative, or with another sum than there are rows.
     """
-    given = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-    rows = len(given[0]) if given else 0
-    if not given or any(len(tensor) != rows for tensor in given):
-        raise ValueError(f"tensors of {[len(tensor) for tensor in given]} rows; allowed: as many in each")
-    splits = splits_of(rows, send, receive, 1 if group is None else group.size())
+    given: tuple[Tensor, ...] = tuple(tensors) if isinstance(tensors, tuple | list) else (tensors,)
+    if not all(isinstance(tensor, Tensor) and tensor.dim() for tensor in given) or len(set(map(len, given))) != 1:
+        shapes: list[Any] = [list(part.shape) if torch.is_tensor(part) else quoted(part) for part in given]
+        raise ValueError(f"tensors {', '.join(map(str, shapes))}; allowed: one or several [R, ...], of as many rows")
+    check_kind("group", group, dist.ProcessGroup, None)
+    splits = splits_of(len(given[0]), send, receive, 1 if group is None else group.size())
     if group is None:
         return tensors
     forward = Forward.running()
@@ -242,9 +245,12 @@ def _sizes(given: Sequence[int] | None, name: str, rows: int, ranks: int) -> lis
         if rows % ranks:
             raise ValueError(f"{name}=None for {rows} rows and {ranks} ranks; allowed: a multiple, or sizes")
         return [rows // ranks] * ranks
-    sizes = [int(size) for size in given]
+    try:
+        sizes = list(map(index, given))
+    except TypeError:  # no sequence, or of something else than whole numbers
+        sizes = []
     if len(sizes) != ranks or min(sizes) < 0:
-        raise ValueError(f"{name}={sizes}; allowed: a size of 0 or more for each of {ranks} ranks")
+        raise ValueError(f"{name}={quoted(given)}; allowed: a size of 0 or more for each of {ranks} ranks")
     return sizes
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap1f1b.schedule.values import check_kind
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.budget import DEFAULT_CTAS
 from overlap1f1b.transport.groups import Groups, abort, backend_of, close, side_by_side
@@ -354,7 +355,11 @@ def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None
         group: Ranks that share the experts; None for one rank. All transfers share it.
         device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
             for it.
+
+    Raises:
+        ValueError: ``group`` is no process group.
     """
+    check_kind("group", group, dist.ProcessGroup, None)
     if group is None or group.size() == 1:
         return LocalExchange()
     if backend_of(group, device or _carried_by(group)) == "gloo":

@@ -65,7 +65,8 @@ class Mesh:
         if mesh is not None and not isinstance(mesh, DeviceMesh):
             raise ValueError(f"mesh of type {type(mesh).__name__}; allowed: a DeviceMesh, or None for one rank")
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
-        if not isinstance(experts_over, list | tuple) or not experts_over or not set(experts_over) <= set(EXPERTS):
+        listed = isinstance(experts_over, list | tuple) and len(experts_over) > 0
+        if not listed or any(name not in EXPERTS for name in experts_over):
             raise ValueError(f"experts_over={experts_over!r}; allowed: some of {', '.join(map(repr, EXPERTS))}")
         if mesh is not None and (not names or not set(names) <= set(DIMENSIONS)):
             what = f"with dimensions {names}" if names else "without mesh_dim_names"

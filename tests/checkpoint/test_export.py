@@ -49,6 +49,12 @@ def test_the_whole_model(ranks2: Ranks, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^checkpoint=3; allowed: str or PathLike$"):
+        consolidate(3, tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^folder=None; allowed: str or PathLike$"):
+        consolidate(tmp_path, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^file_bytes=0; allowed: 1 or more$"):
+        consolidate(tmp_path, tmp_path / "out", file_bytes=0)
     with pytest.raises(ValueError, match="has no checkpoint; allowed: a folder of save_checkpoint"):
         consolidate(tmp_path, tmp_path / "out")
     path = Tiny().save(tmp_path, 1)

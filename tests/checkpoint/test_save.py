@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="allowed: JSON values"):
             model.save(tmp_path, 1, config=config)
     assert os.listdir(tmp_path) == []
+    model.save(tmp_path / "there", 1)
+    with pytest.raises(ValueError, match=r"^config=5: .*; allowed: JSON values$"):
+        model.load(tmp_path / "there", config=5)  # type: ignore[arg-type]
+    optimizers = {None: "optimizer=None; allowed: a list of Optimizer", "adam": "optimizer='adam'; allowed: a list of"}
+    for optimizer, message in (*optimizers.items(), ([3], r"optimizer\[0\]=3; allowed: Optimizer")):
+        model.adamw = optimizer  # type: ignore[assignment]
+        for way in (partial(model.save, tmp_path / "new", 1), partial(model.load, tmp_path / "there")):
+            with pytest.raises(ValueError, match=f"^{message}"):
+                way()
+    model = Tiny()
+    for state in ("x", [model.adamw]):
+        with pytest.raises(ValueError, match=r"^state=.*; allowed: Mapping or None$"):
+            model.save(tmp_path / "new", 1, state=state)
 
 
 # Killed, or out of disk.

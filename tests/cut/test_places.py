@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap1f1b.cut.places import KnownPlaces, places
+from overlap1f1b.cut.places import KnownPlaces, carried, places
 from overlap1f1b.moe import GroupedExperts
 from overlap1f1b.plan import Recompute
 from overlap1f1b.play.values import PlaceValues
@@ -191,3 +191,15 @@ def test_every_place_has_a_name() -> None:
         "attribute 'order' of Slots in STATE of test_places.py",
     ):
         assert name in names["object"]
+
+
+@pytest.mark.parametrize(
+    ("block", "holder", "message"),
+    [
+        ("x", gc, "block='x'; allowed: Module"),
+        (nn.Identity(), 3, "holder 3; allowed: an object, class, dictionary or module of Python"),
+    ],
+)
+def test_what_cannot_be_carried(block: Any, holder: object, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        carried(block, holder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import random
 import re
 import sys
@@ -324,13 +325,15 @@ def test_a_step_that_torch_would_sum_again_is_refused(rank: int, size: int) -> N
         ({"model": ["x"]}, "'x' as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
         ({"model": 3}, "3 as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
         ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
-        ({"capacity": "2"}, "capacity='2'; allowed: more than 0, or None"),
-        ({"capacity": 0.0}, "capacity=0.0; allowed: more than 0, or None"),
+        ({"capacity": "2"}, "capacity='2'; allowed: a finite number, more than 0"),
+        ({"capacity": 0.0}, "capacity=0.0; allowed: a finite number, more than 0"),
+        ({"capacity": True}, "capacity=True; allowed: a finite number, more than 0"),
+        ({"experts_over": [["ep"]]}, "experts_over=[['ep']]; allowed: some of 'ep', 'cp', 'tp'"),
         ({"device": 24}, "device=24; allowed: DeviceOptions"),
         ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),
         ({"plan": "fast"}, "plan='fast'; allowed: Plan or None"),
-        ({"loss_fn": "mse"}, "loss_fn='mse'; allowed: a function, or None"),
-        ({"count_tokens": 3}, "count_tokens=3; allowed: a function, or None"),
+        ({"loss_fn": "mse"}, "loss_fn='mse'; allowed: a function or None"),
+        ({"count_tokens": 3}, "count_tokens=3; allowed: a function or None"),
         ({"timeout": float("inf")}, "timeout=inf; allowed: seconds > 0, at most 1e+09"),
         ({"tries": -1}, "tries=-1; allowed: 0 or more"),
         ({"tries": 1.5}, "tries=1.5; allowed: a whole number, 0 or more"),
@@ -342,6 +345,39 @@ def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}") as caught:
         make(**{"model": models.build(), "program": programs(2)[0], **options})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("x", "a result of count_tokens='x'; allowed: a finite number, 0 or more"),
+        (None, "a result of count_tokens=None; allowed: a finite number, 0 or more"),
+        (math.nan, "a result of count_tokens=nan; allowed: a finite number, 0 or more"),
+        (torch.ones(2), "count_tokens returns a tensor [2]; allowed: one number"),
+    ],
+)
+def test_counts_of_tokens_of_another_kind(result: Any, message: str) -> None:
+    engine = make(models.build(), programs(2)[0], count_tokens=lambda target: result)
+    inputs, target = models.batch(2)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        engine.step(inputs, target=target)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"observers": 3}, "observers=3; allowed: a list of Observer"),
+        ({"observers": ["x"]}, "observers[0]='x'; allowed: Observer"),
+        ({"make_feed": None}, "make_feed=None; allowed: a function"),
+    ],
+)
+def test_values_of_another_kind_that_a_step_gets(given: dict[str, Any], message: str) -> None:
+    engine = make(models.build(), programs(2)[0])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        engine.play(**{"make_feed": list} | given)
+    engine.observers.append(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^observers\[[0-9]\]=3; allowed: Observer$"):
+        engine.play(list)  # type: ignore[arg-type]
 
 
 def test_bad_input_is_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from copy import deepcopy
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from overlap1f1b.moe import Router, RouterConfig
+from overlap1f1b.moe import MoE, Router, RouterConfig
 from tests.ranks import over
 
 H = 5
@@ -295,16 +296,42 @@ def test_copies_of_a_shared_router_know_no_ranks() -> None:
         ({"groups": 4, "top_groups": 0}, "top_groups=0; allowed: 1 or more"),
         ({"groups": 4, "top_groups": 1, "top_k": 3}, "top_k=3 of 2 experts in 1 of 4 groups; allowed: 1 to 2"),
         ({"top_k": 1.5}, "top_k=1.5; allowed: a whole number, 1 or more"),
-        ({"scaling": 0.0}, "scaling=0.0; allowed: more than 0"),
-        ({"scaling": math.nan}, "scaling=nan; allowed: more than 0"),
-        ({"aux_coefficient": -0.1}, "aux_coefficient=-0.1; allowed: 0 and more"),
-        ({"z_coefficient": -1.0}, "z_coefficient=-1.0; allowed: 0 and more"),
+        ({"scaling": 0.0}, "scaling=0.0; allowed: a finite number, more than 0"),
+        ({"scaling": "2"}, "scaling='2'; allowed: a finite number, more than 0"),
+        ({"z_coefficient": None}, "z_coefficient=None; allowed: a finite number, 0 or more"),
+        ({"normalize": "yes"}, "normalize='yes'; allowed: bool"),
+        ({"scaling": math.nan}, "scaling=nan; allowed: a finite number, more than 0"),
+        ({"aux_coefficient": -0.1}, "aux_coefficient=-0.1; allowed: a finite number, 0 or more"),
+        ({"z_coefficient": -1.0}, "z_coefficient=-1.0; allowed: a finite number, 0 or more"),
     ],
 )
 def test_bad_configurations_say_what_is_allowed(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match="allowed") as raised:
         RouterConfig(**{"experts": 8, "top_k": 2} | options)
     assert str(raised.value) == message
+
+
+def test_routers_and_tokens_of_another_kind_say_what_is_allowed() -> None:
+    config = RouterConfig(experts=8, top_k=2)
+    for given, message in (
+        (("a", config), "hidden='a'; allowed: a whole number, 1 or more"),
+        ((8, 3), "config=3; allowed: RouterConfig"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            Router(*given)
+    layer = MoE(8, 16, config)
+    for tokens, found in (
+        (torch.zeros(3, 9), "torch.float32 [3, 9]; allowed: floating [..., 8]"),
+        (torch.zeros(()), "torch.float32 []; allowed: floating [..., 8]"),
+        (torch.ones(3, 8, dtype=torch.int64), "torch.int64 [3, 8]; allowed: floating [..., 8]"),
+        ("x", "of type str; allowed: a tensor [..., 8]"),
+    ):
+        for module in (layer, layer.router):
+            with pytest.raises(ValueError, match=f"^{re.escape(f'tokens {found}')}$"):
+                module(tokens)
+    for group in (3, "ep"):
+        with pytest.raises(ValueError, match=f"^group={group!r}; allowed: ProcessGroup or None$"):
+            MoE(8, 16, config, group=group)
 
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, "0.1", None])

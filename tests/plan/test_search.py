@@ -170,7 +170,7 @@ def test_a_program_that_is_found_is_written_and_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"costs": None}, "costs=None of a plan; allowed: NodeCosts"),
+        ({"costs": None}, "costs=None; allowed: NodeCosts"),
         ({"microbatches": 0}, "microbatches=0; allowed: 1 or more"),
         ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more, since a rank holds all of one"),
     ],

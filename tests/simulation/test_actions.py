@@ -125,13 +125,13 @@ def test_costs_of_steps() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"forward": 0}, "forward=0; allowed: a finite number > 0"),
-        ({"pair": -1.0}, "pair=-1.0; allowed: a finite number > 0"),
-        ({"forward": float("nan")}, "forward=nan; allowed: a finite number > 0"),
-        ({"weight": -0.5}, "weight=-0.5; allowed: a finite number ≥ 0"),
+        ({"forward": 0}, "forward=0; allowed: a finite number, more than 0"),
+        ({"pair": -1.0}, "pair=-1.0; allowed: a finite number, more than 0"),
+        ({"forward": float("nan")}, "forward=nan; allowed: a finite number, more than 0"),
+        ({"weight": -0.5}, "weight=-0.5; allowed: a finite number, 0 or more"),
         ({"weight": 2, "backward": 2}, "weight=2 with backward=2, which it is a part of; allowed: from 0 to below 2"),
-        ({"forward": "1"}, "forward='1'; allowed: a number"),
-        ({"send": None}, "send=None; allowed: a number"),
+        ({"forward": "1"}, "forward='1'; allowed: a finite number, more than 0"),
+        ({"send": None}, "send=None; allowed: a finite number, 0 or more"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

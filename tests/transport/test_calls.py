@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -51,5 +52,24 @@ def test_a_rank_alone_exchanges_with_itself() -> None:
 
 
 def test_tensors_of_other_lengths_do_not_travel_together() -> None:
-    with pytest.raises(ValueError, match=r"^tensors of \[2, 3\] rows; allowed: as many in each$"):
-        exchange((torch.ones(2), torch.ones(3)), None, None, None)
+    allowed = "allowed: one or several \\[R, ...\\], of as many rows$"
+    for tensors, found in (
+        ((torch.ones(2), torch.ones(3)), "\\[2\\], \\[3\\]"),
+        (torch.ones(()), "\\[\\]"),
+        ("rows", "'rows'"),
+        ((), ""),
+    ):
+        with pytest.raises(ValueError, match=f"^tensors {found}; {allowed}"):
+            exchange(tensors, None, None, None)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("send", [[2.0], 2, "2", [1, 1], [-2]])
+def test_sizes_of_another_kind_are_named(send: Any) -> None:
+    message = f"send={send!r}; allowed: a size of 0 or more for each of 1 ranks"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        exchange(torch.ones(2), send, None, None)
+
+
+def test_a_group_of_another_kind_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^group='ep'; allowed: ProcessGroup or None$"):
+        exchange(torch.ones(2), None, None, "ep")  # type: ignore[arg-type]

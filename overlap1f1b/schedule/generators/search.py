@@ -10,7 +10,7 @@ from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.generators.sequences import one_by_one
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program
-from overlap1f1b.schedule.values import check_kind
+from overlap1f1b.schedule.values import check_kind, check_number
 
 AUTO = "auto"
 """Name of the programs whose order of actions is found for costs."""
@@ -82,8 +82,7 @@ def check_search(placement: Placement, peak_activations: float | None, seconds: 
         ValueError: As of :func:`auto`.
     """
     check_kind("placement", placement, Placement)
-    if not isinstance(seconds, Real) or not 0 < seconds < float("inf"):
-        raise ValueError(f"seconds={seconds!r}; allowed: a finite number > 0")
+    check_number("seconds", seconds, above=True)
     if len(placement.pipes) > 1:
         raise ValueError(f"a placement with {len(placement.pipes)} pipes; allowed: one pipe, a loop or a V")
     if peak_activations is None:

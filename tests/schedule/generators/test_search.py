@@ -26,7 +26,7 @@ def test_until_costs_are_known_it_is_sequential() -> None:
     [
         ({"peak_activations": 0.5}, "peak_activations=0.5; allowed: 1 or more, since a rank holds all of one"),
         ({"peak_activations": "x"}, "peak_activations='x'; allowed: 1 or more, since a rank holds all of one"),
-        ({"seconds": 0}, "seconds=0; allowed: a finite number > 0"),
+        ({"seconds": 0}, "seconds=0; allowed: a finite number, more than 0"),
         ({"placement": "loop"}, "placement='loop'; allowed: Placement"),
         ({"placement": Placement.bidirectional(2)}, "a placement with 2 pipes; allowed: one pipe, a loop or a V"),
         (
