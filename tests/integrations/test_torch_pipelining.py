@@ -12,23 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleDualPipeV
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
-from torch.nn.parallel import DistributedDataParallel
 
 import overlap1f1b as o1
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.integrations import torch_pipelining
 from overlap1f1b.integrations.torch_pipelining import overlapped
-from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.moe import set_auxiliary_scale
 from overlap1f1b.plan import Overlap
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.transport.exchange import own_exchange
 from tests import models
-from tests.campaign import hidden
 from tests.engine.test_engine import Delayed
 from tests.engines import COSTS
 from tests.ranks import over
@@ -289,20 +285,6 @@ def test_looped_bfs(rank: int, size: int) -> None:
     assert not problems, problems
 
 
-@over(2)
-def test_a_step_is_compared_with_a_plain_loop(rank: int, size: int) -> None:
-    """A block that keeps something where the engine does not look, and finds another microbatch's."""
-    mesh, group = mesh_of(size, 1)
-    torch.manual_seed(5)
-    stages = stages_of(mesh, [hidden.Block(group, "a closure", "behind") for _ in STAGES])
-    data = torch.randn(2, 20, hidden.HIDDEN, generator=torch.Generator().manual_seed(0))
-    schedule = ScheduleDualPipeV(stages, 4, nn.functional.mse_loss)
-    with pytest.raises(VerificationError, match="ScheduleDualPipeV with overlap"):
-        Step(
-            overlapped(schedule, mesh=mesh, options=EngineOptions(costs=COSTS, timeout=20)), stages, (data[0], data[1])
-        )
-
-
 # ------------------------------------------------------------------------------------------------- one process
 
 
@@ -370,13 +352,6 @@ def test_what_is_refused(alone: None) -> None:
     ours, (inputs, target) = overlapped(built()), models.batch(4)
     with pytest.raises(ValueError, match=r"^keyword arguments that require a gradient; allowed: "):
         ours.step(inputs, target=target, scale=torch.ones(8, requires_grad=True))
-    model = models.build()
-    ours = overlapped(built(model[:2], DistributedDataParallel(model[2:])))
-    with pytest.raises(ValueError, match="holds a DistributedDataParallel; allowed: "):
-        ours.step(inputs, target=target)
-    sharded = fully_shard(models.build()[:2], mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="reduce=False over FSDP2; allowed: "):
-        overlapped(built(sharded, model[2:])).step(inputs, target=target)
 
 
 class OwnLoss(ScheduleDualPipeV):

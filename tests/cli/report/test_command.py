@@ -199,19 +199,17 @@ def test_compare(capsys: Capture, tmp_path: Path) -> None:
     assert f"{second['step_ms'] / first['step_ms']:.2f} times as long" in found["verdict"]
 
 
-def test_pictures(capsys: Capture, run: Path, tmp_path: Path) -> None:
+def test_picture(capsys: Capture, run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = {name: tmp_path / f"step.{name}" for name in ("svg", "png")}
-    arguments = [part for name, path in files.items() for part in (f"--{name}", path)]
-    assert report(capsys, run, "--predicted", "--step", 1, *arguments).status == 0
-    texts = {"".join(node.itertext()).strip() for node in ElementTree.parse(files["svg"]).iter()}
+    path = tmp_path / "step.svg"
+    assert report(capsys, run, "--predicted", "--step", 1, "--svg", path).status == 0
+    texts = {"".join(node.itertext()).strip() for node in ElementTree.parse(path).iter()}
     assert {
         "rank 0 compute",
         "rank 0 predicted exchange",
         "rank 1 peers",
         "2 ranks, 2 steps (records), step 1",
     } <= texts
-    assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
 def test_trace_with_arrows(capsys: Capture, run: Path, tmp_path: Path) -> None:
@@ -260,17 +258,12 @@ def test_refusals(capsys: Capture, run: Path, tmp_path: Path) -> None:
     assert "; allowed: one of them" in report.refused(capsys, run, "--compare", run, run)
     assert "--step 9; allowed: 1, 2" in report.refused(capsys, run, "--step", 9, "--svg", tmp_path / "a.svg")
     assert "--step 1 alone; allowed: with --png" in report.refused(capsys, run, "--step", 1)
-    assert "its folder does not exist" in report.refused(capsys, run, "--html", tmp_path / "no" / "a.html")
-    assert "it is a folder; allowed: a file" in report.refused(capsys, run, "--trace", tmp_path)
-    assert "--json" in report.refused(capsys, run, "--json", tmp_path / "no" / "a.json")
     same = tmp_path / "same"
     assert "allowed: another file for each" in report.refused(capsys, run, "--png", same, "--svg", same)
     assert "is the file of" in report.refused(capsys, run / "rank0.json", "--trace", run / "rank0.json")
     for given in ((run,), ("--compare", run, run)):
         assert "is the file of" in report.refused(capsys, *given, "--json", run / "rank0.json")
     assert "--step with --compare; allowed: one of them" in report.refused(capsys, "--compare", run, run, "--step", 0)
-    assert "Unrecognized options: --stepp" in report.refused(capsys, run, "--stepp", 1)
-    assert "--step 'x'; allowed: a whole number; see " in report.refused(capsys, run, "--step", "x")
     assert "No such file" in report.refused(capsys, tmp_path / "nothing.json")
     empty = write_record(tmp_path / "empty.json", [[]])
     assert "step 1 has nothing to draw" in report.refused(capsys, empty, "--html", tmp_path / "empty.html")

@@ -198,16 +198,10 @@ def _cut(*_: Any, **__: Any) -> Any:
         ({"enable_cpu_offload": True}, {}, "training.enable_cpu_offload=True; allowed: False"),
         ({"pipeline_parallel_schedule": "Zigzag"}, {}, "pipeline_parallel_schedule='Zigzag'; allowed: 1F1B, Interleav"),
         (
-            {"pipeline_parallel_schedule": "dualpipev", "local_batch_size": 3},
-            {},
-            "dualpipev over 2 ranks with 3 microbatches; allowed: 4 or more",
-        ),
-        (
             {"pipeline_parallel_microbatch_size": 3},
             {},
             "training.local_batch_size=8 with parallelism.pipeline_parallel_microbatch_size=3; allowed: a multiple",
         ),
-        ({}, {"schedule": "zigzag"}, "unknown schedule 'zigzag'; allowed: sequential"),
         ({}, {"schedule": "zb_v"}, "chunks=1 with zb_v; allowed: 2"),
     ],
 )

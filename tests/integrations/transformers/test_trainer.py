@@ -420,16 +420,6 @@ def test_an_optimizer_of_the_whole_model_is_refused(ranks2: Ranks, tmp_path: Pat
         assert "\n" not in found
 
 
-def test_the_number_of_parts_is_measured(ranks2: Ranks, tmp_path: Path) -> None:
-    """Two steps for each of three numbers, with the losses of one part."""
-    spec = Spec(tmp_path, rows=48, steps=8, accumulation=2, layout=OverlapArguments(ep=2, parts="auto"))
-    expected = loops.history(loops.plain(spec, 2))
-    look = attrgetter("state.log_history", "engine.tuner.predicted", "engine.costs")
-    for found, chosen, costs in ranks2.run(train, spec, look):
-        loops.close(loops.shown(found), expected)
-        assert (list(chosen), costs is None) == ([1, 2, 4], False)
-
-
 def _numbers(rank: int, size: int, spec: Spec) -> list[Any]:
     """Train and evaluate with other accumulations each time; return the log."""
     lines = list[Any]()
