@@ -105,13 +105,13 @@ def legend(timeline: ProgramTimeline | PlanTimeline) -> str:
         nodes = [span.node for rank in timeline.ranks for span in rank.spans]
         ops = {node.op for node in nodes}
         letters = [f"{LETTERS[op]} {op.value}" for op in Op if op in ops and op not in RECOMPUTES]
-        if any(node.kind is not Kind.F for node in nodes):
-            letters.append("small backward")
-        extra = {"w weight gradient": any(node.kind is Kind.W for node in nodes), "r recomputed": ops & RECOMPUTES}
-        return ", ".join([*letters, *(text for text, used in extra.items() if used)]) + f"; {place}"
+        kinds = {node.kind for node in nodes}
+        letters += ["small backward"] * (kinds != {Kind.F}) + ["w weight gradient"] * (Kind.W in kinds)
+        letters += ["r recomputed"] * bool(ops & RECOMPUTES)
+        return ", ".join(letters) + f"; {place}"
     slots = [slot for rank in timeline.program.ranks for slot in rank]
-    kinds = {action.kind.value for slot in slots for action in actions_of(slot)}
-    letters = [f"{name} {style.label}" for name, style in STYLES.items() if name in kinds]
+    kinds = {action.kind for slot in slots for action in actions_of(slot)}
+    letters = [f"{kind.value} {STYLES[kind.value].label}" for kind in Kind if kind in kinds]
     letters += ["‖ fused pair"] * any(isinstance(slot, Pair) for slot in slots)
     return ", ".join(letters) + f"; {place}"
 

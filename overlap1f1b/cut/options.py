@@ -112,7 +112,7 @@ class UserOptions:
         if self.capacity is not None:
             check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)
-        check_switches(self, "verify")
+        check_kind("verify", self.verify, bool)
         if self.finite not in (None, "warn", "raise"):
             raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise, or None")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
@@ -169,7 +169,8 @@ class EngineOptions(UserOptions):
         for name in ("recompute", "parts"):
             if getattr(self, name) == "auto" and (self.costs, self.plan) != (None, None):
                 raise ValueError(f"{name}='auto' with costs or a plan, which have one already; allowed: that one")
-        check_switches(self, "reduce", "dynamic_shapes")
+        check_kind("reduce", self.reduce, bool)
+        check_kind("dynamic_shapes", self.dynamic_shapes, bool)
         check_kind("count_tokens", self.count_tokens, Callable, None)
 
     @property
@@ -197,13 +198,6 @@ class EngineOptions(UserOptions):
 
 
 EngineOptions.__init__ = naming_nearest(EngineOptions.__init__)  # type: ignore[method-assign]
-
-
-def check_switches(options: object, *names: str) -> None:
-    """Raise ``ValueError`` for an attribute that is neither True nor False."""
-    for name in names:
-        if not isinstance(value := getattr(options, name), bool):
-            raise ValueError(f"{name}={quoted(value)}; allowed: True or False")
 
 
 _UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}

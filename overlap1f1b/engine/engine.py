@@ -32,7 +32,7 @@ from overlap1f1b.learn.memory import NodeBytes
 from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
 from overlap1f1b.plan import NodeCosts, Plan, StageShape
-from overlap1f1b.play.feed import Batch, Feed, check_scale, feed_batch
+from overlap1f1b.play.feed import Batch, Feed, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.passage import LossFunction
@@ -42,7 +42,7 @@ from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_each, check_kind, check_size, naming_nearest
+from overlap1f1b.schedule.values import check_each, check_kind, check_number, check_size, naming_nearest
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
 
@@ -255,7 +255,7 @@ class Engine:
             ValueError: A model without a parameter to train; gradients in inference mode; whatever the feed raises.
             RuntimeError: As of :meth:`step`.
         """
-        check_scale(loss_scale)
+        check_number("loss_scale", loss_scale, float("-inf"))
         check_kind("make_feed", make_feed, Callable)
         for looking in (self.observers, observers):
             check_each("observers", looking, Observer)

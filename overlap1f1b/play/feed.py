@@ -127,11 +127,6 @@ class Feed(NamedTuple):
     draws: bool = True
 
 
-def check_scale(loss_scale: object) -> None:
-    """Raise ``ValueError`` for a factor of gradients that is no finite number."""
-    check_number("loss_scale", loss_scale, float("-inf"))
-
-
 def feed_batch(
     stages: Mapping[int, Stage],
     program: Program,
@@ -155,7 +150,7 @@ def feed_batch(
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
-    check_scale(loss_scale)
+    check_number("loss_scale", loss_scale, float("-inf"))
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing

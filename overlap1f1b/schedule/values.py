@@ -143,22 +143,19 @@ def check_kind(name: str, value: object, *kinds: Any) -> None:
     """
     if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
         return
-    names = ("None" if kind is None else "a function" if kind is Callable else kind.__name__ for kind in kinds)
-    raise ValueError(f"{name}={quoted(value)}; allowed: {' or '.join(names)}")
+    words = {None: "None", Callable: "a function", bool: "True or False"}
+    allowed = " or ".join(words.get(kind) or kind.__name__ for kind in kinds)
+    raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")
 
 
-def check_each(name: str, values: object, *kinds: type) -> None:
-    """Raise ``ValueError`` for what is no list or tuple, or has an element of none of these classes.
+def check_each(name: str, values: object, kind: type) -> None:
+    """Raise ``ValueError`` for what is no list or tuple, or has an element of another class.
 
     >>> check_each("observers", ["x"], dict)
     Traceback (most recent call last):
     ValueError: observers[0]='x'; allowed: dict
-
-    Raises:
-        ValueError: As above.
     """
     if not isinstance(values, list | tuple):
-        allowed = " or ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{name}={quoted(values)}; allowed: a list of {allowed}")
+        raise ValueError(f"{name}={quoted(values)}; allowed: a list of {kind.__name__}")
     for number, value in enumerate(values):
-        check_kind(f"{name}[{number}]", value, *kinds)
+        check_kind(f"{name}[{number}]", value, kind)

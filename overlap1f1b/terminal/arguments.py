@@ -76,7 +76,7 @@ def check_ranges(options: Any) -> None:
         for allowed in getattr(hint, "__metadata__", ()):
             if isinstance(allowed, Range) and isinstance(value, int | float) and value not in allowed:
                 text = format(value, "g" if isinstance(value, float) else "")
-                finite = "" if isfinite(value) else ", finite"
+                finite = ", finite" if allowed.most == inf and not isfinite(value) else ""
                 raise ValueError(f"--{name.replace('_', '-')} {text}; allowed: {allowed}{finite}")
 
 

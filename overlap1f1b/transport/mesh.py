@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import check_kind
 from overlap1f1b.transport.failures import Failures, LostRankError, headline
 from overlap1f1b.transport.groups import Group, Groups, backend_of, gather_objects, gathered
 
@@ -62,8 +63,7 @@ class Mesh:
     def __init__(
         self, mesh: DeviceMesh | None, limit: timedelta | None = None, experts_over: Sequence[str] = ("ep",)
     ) -> None:
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"mesh of type {type(mesh).__name__}; allowed: a DeviceMesh, or None for one rank")
+        check_kind("mesh", mesh, DeviceMesh, None)
         names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
         listed = isinstance(experts_over, list | tuple) and len(experts_over) > 0
         if not listed or any(name not in EXPERTS for name in experts_over):

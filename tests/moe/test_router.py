@@ -299,7 +299,7 @@ def test_copies_of_a_shared_router_know_no_ranks() -> None:
         ({"scaling": 0.0}, "scaling=0.0; allowed: a finite number, more than 0"),
         ({"scaling": "2"}, "scaling='2'; allowed: a finite number, more than 0"),
         ({"z_coefficient": None}, "z_coefficient=None; allowed: a finite number, 0 or more"),
-        ({"normalize": "yes"}, "normalize='yes'; allowed: bool"),
+        ({"normalize": "yes"}, "normalize='yes'; allowed: True or False"),
         ({"scaling": math.nan}, "scaling=nan; allowed: a finite number, more than 0"),
         ({"aux_coefficient": -0.1}, "aux_coefficient=-0.1; allowed: a finite number, 0 or more"),
         ({"z_coefficient": -1.0}, "z_coefficient=-1.0; allowed: a finite number, 0 or more"),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+from overlap1f1b.schedule.values import check_kind
+
 Outputs = Tensor | Sequence["Outputs"] | Mapping[str, "Outputs"] | None
 
 
@@ -57,8 +59,7 @@ def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
     if not isinstance(output, Tensor) or output.numel() != 1:
         what = f"{output.numel()} elements" if isinstance(output, Tensor) else f"type {type(output).__name__}"
         raise ValueError(f"an output of {what}; allowed: one element, as deallocate_output_tensor leaves it")
-    if grad_output is not None and not isinstance(grad_output, Tensor):
-        raise ValueError(f"grad_output of type {type(grad_output).__name__}; allowed: a tensor or None")
+    check_kind("grad_output", grad_output, Tensor, None)
     grad = torch.ones_like(output) if grad_output is None else grad_output
     # torch.autograd.backward would compare the gradient's shape with the remaining element.
     Variable._execution_engine.run_backward(
