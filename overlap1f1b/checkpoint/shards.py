@@ -87,8 +87,7 @@ class Shards:
     def __init__(self, engine: Engine, optimizer: Optimizers, parts: Sequence[Mapping[int, Part]]) -> None:
         """Find the tensors and their names; ``parts`` are those of :func:`parts_of` on all ranks."""
         several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        check_each("optimizer", several, torch.optim.Optimizer)
-        self.optimizers = list(several)
+        self.optimizers = check_each("optimizer", several, torch.optim.Optimizer)
         self.mesh = engine.mesh
         self.model: nn.Module = nn.Module()
         self.elsewhere: set[str] | None = None

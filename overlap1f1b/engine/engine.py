@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -237,7 +237,7 @@ class Engine:
         grad: bool = True,
         loss_scale: float = 1.0,
         microbatches: int | None = None,
-        observers: Sequence[Observer] = (),
+        observers: Iterable[Observer] = (),
     ) -> PlayedStep:
         """Run a step whose microbatches get their inputs, targets and losses from a feed.
 
@@ -257,8 +257,7 @@ class Engine:
         """
         check_number("loss_scale", loss_scale, float("-inf"))
         check_kind("make_feed", make_feed, Callable)
-        for looking in (self.observers, observers):
-            check_each("observers", looking, Observer)
+        looking, also = (check_each("observers", given, Observer) for given in (self.observers, observers))
         if microbatches is not None:
             check_size("microbatches", microbatches)
         if grad and microbatches is not None:
@@ -268,7 +267,7 @@ class Engine:
         coming = self.tuner.coming if grad else None
         plan = self.tuner.evaluation_of(microbatches or self.microbatches) if coming is None else coming.plan
         assert plan is not None
-        every = (*self.observers, *observers) if grad else tuple(one for one in self.observers if one.rehearses)
+        every = (*looking, *also) if grad else tuple(one for one in looking if one.rehearses)
         links = self.connection.links
         by_node = self.options.memory is not None or (coming is not None and coming.purpose.looks)
         options: dict[str, Any] = {"grad": grad, "loss_scale": loss_scale, "by_node": by_node}

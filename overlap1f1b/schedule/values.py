@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from math import inf, isfinite
 from numbers import Real
@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 MOST = 80
 """Characters of a value that are shown."""
@@ -148,14 +149,16 @@ def check_kind(name: str, value: object, *kinds: Any) -> None:
     raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")
 
 
-def check_each(name: str, values: object, kind: type) -> None:
-    """Raise ``ValueError`` for what is no list or tuple, or has an element of another class.
+def check_each(name: str, values: Any, kind: type[T]) -> list[T]:
+    """Return values as a list; raise ``ValueError`` if they are not several, or one of them is of another class.
 
     >>> check_each("observers", ["x"], dict)
     Traceback (most recent call last):
     ValueError: observers[0]='x'; allowed: dict
     """
-    if not isinstance(values, list | tuple):
+    if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(f"{name}={quoted(values)}; allowed: a list of {kind.__name__}")
-    for number, value in enumerate(values):
+    several = list(values)
+    for number, value in enumerate(several):
         check_kind(f"{name}[{number}]", value, kind)
+    return several
