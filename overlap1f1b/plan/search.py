@@ -1,7 +1,8 @@
 """Search for an order of actions that is made for the costs, over all ranks of a pipeline.
 
 Contract: :func:`found_orders` returns plans within the limits of live activations, the fastest first; none of the fixed
-schedules that keep them is faster. The result depends on the arguments alone: it is the same on all ranks.
+schedules that keep them, and were compiled in the time, is faster. Where the time suffices, the result depends on the
+arguments alone.
 
 A try is one set of priorities, which a list scheduler of all ranks plays::
 
@@ -9,11 +10,14 @@ A try is one set of priorities, which a list scheduler of all ranks plays::
     2. draw priorities at random, for SAMPLED of the nodes that the search may schedule
     3. change one of the KEPT best tries, until those nodes are used up or a step is NEAR the bound of all orders
     4. make a plan of the best try, with a program of its actions
-    5. compile the fixed schedules that may be faster by their bounds
+    5. compile the fixed schedules that may be faster by their bounds, those first whose orders were played fastest
+
+Tries get TRIES of the time at most. Where it ends, what was found so far is the result.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import insort, insort_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,8 +50,14 @@ from overlap1f1b.schedule import (
 )
 from overlap1f1b.schedule.values import check_kind, check_size
 
-NODES_PER_SECOND = 150_000
-"""Nodes that one processor schedules in a second; it turns the seconds of a search into a number of nodes."""
+NODES_PER_SECOND = 50_000
+"""Nodes that tries schedule for each second of a search: a processor schedules about 150,000."""
+TRIES = 0.6
+"""Most of the time that tries may take, where a processor is slower than that."""
+LEAST_SECONDS = 1.0
+"""Time that any search may take."""
+COMPILED = 30
+"""A fixed schedule takes at most so many times as long to compile as to play its order once."""
 LEAST_TRIES = 15
 """Tries of a search, however large the step."""
 MOST_STEPS = 1500
@@ -94,9 +104,8 @@ def found_orders(
 
     The search plays a list scheduler of all ranks with priorities of the actions and limits of live activations: first
     with the priorities of fixed schedules, then with random ones, then with changes of the best. It is never slower
-    than the fixed schedules of the same placement within the same limit, compiled with up to ``OVERLAP`` open actions:
-    if one of them is faster, its plan is the first. The result depends on the arguments alone: it is the same on all
-    ranks.
+    than the fixed schedules of the same placement within the same limit that it has the time to compile, with up to
+    ``OVERLAP`` open actions: if one of them is faster, its plan is the first.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
@@ -112,9 +121,9 @@ def found_orders(
         peak_activations: Limit of live activations on any rank, from the forward to the end of the input gradient; the
             unit is a rank's whole share of the model for one microbatch. By default twice the number of ranks, at
             least 3.
-        seconds: Size of the search, a number of nodes and no time: ``NODES_PER_SECOND`` nodes are scheduled for each
-            second, in at least ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps. So the result
-            does not depend on the speed of the machine; its time does.
+        seconds: Processor time of the search, at least ``LEAST_SECONDS``. Tries schedule ``NODES_PER_SECOND`` nodes
+            for each second, in at least ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps: where
+            that, and compiling the fixed schedules, ends in the time, the result does not depend on the machine.
         counts_block: Whether the host waits for counts, as on a GPU.
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
@@ -126,7 +135,7 @@ def found_orders(
     check_kind("costs", costs, NodeCosts)
     chains = Chains(placement, shape)
     limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
-    search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress)
+    search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress, seconds)
     found = search.best(int(seconds * NODES_PER_SECOND))
     return sorted((found, *search.fixed(found.predicted)), key=lambda plan: plan.predicted)
 
@@ -206,14 +215,26 @@ class _Search:
     """One search over the tries of ``draws``."""
 
     def __init__(
-        self, draws: _Draws, chains: Chains, costs: NodeCosts, counts_block: bool, progress: Callable[[float], None]
+        self,
+        draws: _Draws,
+        chains: Chains,
+        costs: NodeCosts,
+        counts_block: bool,
+        progress: Callable[[float], None],
+        seconds: float,
     ) -> None:
         self.draws, self.chains, self.costs = draws, chains, costs
         self.counts_block, self.progress = counts_block, progress
+        self.begun, self.seconds = time.thread_time(), max(seconds, LEAST_SECONDS)
+        self.orders: dict[Program, tuple[float, float]] = {}  # time of a fixed schedule's order, and of playing it here
         self.free = replace(costs, launch={})
         self.tasks = Tasks(chains, self.free)
         self.programs = self._programs()
         self.scheduled = 0  # nodes so far
+
+    def _left(self, share: float, *, after: float = 0.0) -> bool:
+        """Whether a share of the time is not over yet, and will not be after some seconds."""
+        return time.thread_time() + after < self.begun + share * self.seconds
 
     def _programs(self) -> list[tuple[float, Program]]:
         """Return the fixed schedules of the placement, with their bounds, smallest first."""
@@ -229,11 +250,11 @@ class _Search:
 
     def best(self, nodes: int) -> Plan:
         """Return the plan of the best try of a search that schedules about so many nodes."""
-        draws, placement, time = self.draws, self.chains.placement, itemgetter(0)
+        draws, placement, first = self.draws, self.chains.placement, itemgetter(0)
         actions = (Action(kind, stage, 0) for stage in range(placement.stages) for kind in (Kind.F, Kind.I))
         whole = min(nodes, MOST_STEPS * draws.microbatches * sum(len(self.chains.of(action)) for action in actions))
         near = NEAR * pipeline_bound(placement, draws.microbatches, self.chains.shapes, self.free)
-        alike = [program for _, program in self.programs[:LIKE]]
+        alike = self.programs[:LIKE]
         pool: list[_Try] = [(float("inf"), draws.drawn(len(_FIRST) - 1))]  # the best tries, the fastest first
         played = 0
 
@@ -244,12 +265,13 @@ class _Search:
             self.progress(min(played / (LEAST_TRIES + len(alike)), self.scheduled / max(1, whole), 1.0) / 2)
             return end, priorities
 
-        for program in alike:
-            insort(pool, play(self._like(program), pool[0][0] * SPREAD), key=time)
+        for _, program in alike:
+            if self._left(TRIES):
+                insort(pool, play(self._like(program), pool[0][0] * SPREAD), key=first)
         tries = 0
-        while pool[0][0] > near and (tries < LEAST_TRIES or self.scheduled < whole):
+        while pool[0][0] > near and (tries < LEAST_TRIES or self.scheduled < whole) and self._left(TRIES):
             if tries <= LEAST_TRIES // 2 or self.scheduled < whole * SAMPLED:
-                insort(pool, play(draws.drawn(tries), pool[0][0] * SPREAD), key=time)
+                insort(pool, play(draws.drawn(tries), pool[0][0] * SPREAD), key=first)
             else:
                 del pool[KEPT:]
                 start = pool[min(draws.random.randrange(len(pool)), draws.random.randrange(len(pool)))]
@@ -257,15 +279,17 @@ class _Search:
                 if changed[0] <= pool[-1][0]:
                     if changed[0] <= start[0]:
                         pool.remove(start)
-                    insort_left(pool, changed, key=time)
+                    insort_left(pool, changed, key=first)
             tries += 1
         return self._plan(pool[0][1])
 
     def fixed(self, best: float) -> Iterator[Plan]:
         """Yield plans of the fixed schedules that may be faster than the best so far."""
-        for number, (least, program) in enumerate(self.programs):
-            if least >= best:
-                return
+        unplayed = float("inf"), max((took for _, took in self.orders.values()), default=0.0)
+        played = [(*self.orders.get(program, unplayed), least, program) for least, program in self.programs]
+        for number, (_, took, least, program) in enumerate(sorted(played, key=itemgetter(0, 2))):
+            if least >= best or not self._left(1.1, after=COMPILED * took):
+                continue
             self.progress((1 + number / len(self.programs)) / 2)
             plan = compile(program, self.chains.shapes, self.costs, OVERLAP, counts_block=self.counts_block)
             if all(plan.live(rank) <= limit for rank, limit in enumerate(self.draws.limits)):
@@ -274,12 +298,15 @@ class _Search:
 
     def _like(self, program: Program) -> Priorities:
         """Return a try with the order in which a fixed schedule begins its actions."""
+        since = time.thread_time()
         ranks = schedule_ranks(program, self.chains, self.free, Policy(OVERLAP))
         self.scheduled += sum(map(len, ranks))
-        begins: dict[Key, float] = {}
+        begins, end = dict[Key, float](), 0.0
         for span in chain.from_iterable(play_ranks(ranks, self.chains.placement, self.free)):
+            end = max(end, span.end)
             if _begins(span.node):
                 begins.setdefault(span.node.chain, span.start)
+        self.orders[program] = end, time.thread_time() - since
         distance = max(begins.values()) / (self.draws.microbatches + self.chains.placement.ranks) or 1.0
         keys = {key: begin / distance for key, begin in begins.items()}
         return self.draws.regular(0.0, 0.0)._replace(keys=keys)

@@ -110,7 +110,7 @@ class NodeModel:
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         overlap: Overlap of candidates without one.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
-        seconds: Size of the search for an order, see :func:`~overlap1f1b.found_orders`.
+        seconds: Of the search for an order, see :func:`~overlap1f1b.found_orders`.
         progress: Called with the share of a search for an order that is done, after each try.
     """
 

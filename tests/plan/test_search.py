@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ QUICK = 1e-3
 
 def synthesize(*given: Any, tries: int = 5, **options: Any) -> Plan:
     """Return the fastest plan of few tries, most often one that is found: fixed schedules open one action."""
-    with patch.multiple("overlap1f1b.plan.search", LEAST_TRIES=tries, OVERLAP=1), few_tries():
+    with patch.multiple("overlap1f1b.plan.search", LEAST_TRIES=tries, OVERLAP=1, LEAST_SECONDS=600), few_tries():
         return found_orders(*given, **{"seconds": QUICK} | options)[0]
 
 
@@ -138,7 +139,7 @@ def test_a_larger_search_is_not_worse_here() -> None:
     placement, costs = Placement.v(2, 4), even().in_parts(2)
     small, large = (
         synthesize(placement, 5, layers(placement, 2), costs, peak_activations=4, seconds=seconds).predicted
-        for seconds in (QUICK, 0.1)
+        for seconds in (QUICK, 0.3)
     )
     assert large < small
 
@@ -179,3 +180,14 @@ def test_bad_values(changed: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"placement": Placement.v(2), "microbatches": 2, "shape": (BlockShape(1),)}
     with pytest.raises(ValueError, match=f"^{message}$"):
         found_orders(**given | {"costs": even(), **changed})
+
+
+@pytest.mark.parametrize(("looks", "compiles"), [(0.5, False), (0.01, True)])
+def test_a_search_ends_in_its_time(looks: float, compiles: bool) -> None:
+    """Here each look at the clock takes some time: what was found by then is the result."""
+    placement, clock, compiled = Placement.loop(2), count(0.0, looks), Mock(side_effect=compile)
+    search = {"time": Mock(thread_time=lambda: next(clock)), "compile": compiled}
+    with patch.multiple("overlap1f1b.plan.search", **search), few_tries():
+        plans = found_orders(placement, 4, layers(placement, 1), even(0.9), peak_activations=3, seconds=5.0)
+    assert plans[0].predicted == min(plan.predicted for plan in plans) < float("inf")
+    assert compiled.called == compiles

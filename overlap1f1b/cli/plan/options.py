@@ -64,8 +64,8 @@ class SubOpCosts:
     """Parts of the tokens of each call of experts, each with exchanges of its own; --experts, --dispatch and --combine
     give the times of whole calls, which are shared out evenly."""
     seconds: Annotated[float | None, by_default("FLOAT", 10), COST] = None
-    """Size of the search of auto: 150,000 scheduled nodes for each second, whatever they take; with --search for all of
-    its chunks together. The comparison with the fixed schedules comes on top: 5 to 20 s for large steps."""
+    """Processor time of the search of auto, with what it compiles; with --search for all of its chunks together. What
+    was found by then is shown."""
 
 
 @texts_in_a_line

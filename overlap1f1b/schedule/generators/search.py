@@ -41,7 +41,7 @@ def auto(
         placement: Rank of each stage, with one pipe: a loop or a V, with any number of chunks.
         peak_activations: Limit of live activations on any rank; the unit is a rank's whole share of the model for one
             microbatch. By default twice the number of ranks, at least 3.
-        seconds: Size of the search, a number of nodes; see :func:`~overlap1f1b.found_orders`.
+        seconds: Of the search; see :func:`~overlap1f1b.found_orders`.
 
     Raises:
         ValueError: A value is out of range, or the placement has two pipes.
