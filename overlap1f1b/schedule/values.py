@@ -115,15 +115,11 @@ def check_size(name: str, value: object, least: int = 1) -> None:
 
 
 def check_number(name: str, value: object, least: float = 0.0, *, above: bool = False) -> None:
-    """Raise ``ValueError`` for a value that is not a finite number, or is less than ``least``.
+    """Raise ``ValueError`` for what is no finite number (a bool is none), or less than ``least``; ``above`` it, more.
 
     >>> check_number("scaling", float("inf"), above=True)
     Traceback (most recent call last):
     ValueError: scaling=inf; allowed: a finite number, more than 0
-
-    Raises:
-        ValueError: The value is no number (a bool counts as none), not finite, less than ``least`` or, with ``above``,
-            equal to it.
     """
     real = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
     if real and (value > least if above else value >= least):  # type: ignore[operator]
@@ -138,9 +134,6 @@ def check_kind(name: str, value: object, *kinds: Any) -> None:
     >>> check_kind("costs", 3, str, None)
     Traceback (most recent call last):
     ValueError: costs=3; allowed: str or None
-
-    Raises:
-        ValueError: The value is of another class.
     """
     if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
         return

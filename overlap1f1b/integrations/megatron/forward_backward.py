@@ -34,6 +34,7 @@ from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
+from overlap1f1b.schedule.values import check_each
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.mesh import grid_of
 
@@ -326,10 +327,7 @@ class ForwardBackward:
         allowed = (self.vp_size or "1 or more") if self.__name__ in CHUNKED else 1
         if not models or allowed not in (len(models), "1 or more"):
             raise ValueError(f"{len(models)} model chunks for {self.__name__}; allowed: {allowed}")
-        for chunk in models:
-            if not isinstance(chunk, nn.Module):
-                raise ValueError(f"a model chunk of type {type(chunk).__name__}; allowed: nn.Module")
-        return models
+        return check_each("model", models, nn.Module)
 
     def _checked_iterators(self, data_iterator: Any, chunks: int) -> list[Any]:
         iterators = each(data_iterator, 1)

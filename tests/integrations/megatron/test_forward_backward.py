@@ -264,7 +264,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"micro_batch_size": -1}, "micro_batch_size=-1; allowed: 1 or more"),
     ({"decoder_seq_length": 0}, "decoder_seq_length=0; allowed: 1 or more"),
     ({"model": []}, "0 model chunks for forward_backward_no_pipelining; allowed: 1"),
-    ({"model": [3]}, "a model chunk of type int; allowed: nn.Module"),
+    ({"model": [3]}, r"model\[0\]=3; allowed: Module"),
     ({"model": nn.Linear(2, 2)}, "a model chunk of type Linear without set_input_tensor; allowed: one with this"),
     ({"data_iterator": [iter([]), iter([])]}, "2 data iterators for 1 model chunks"),
     ({"num_microbatches": 4}, "ends before microbatch 3; allowed: one that gives 4 or more"),
