@@ -231,7 +231,7 @@ def test_too_small_a_capacity_is_one_line(text: Path) -> None:
         ("--batch 6", "--batch 6 cannot be split into --microbatches 4; allowed: a multiple of 4"),
         ("--schedule zigzag", f"unknown schedule 'zigzag'; allowed: {', '.join(SCHEDULES)}, auto"),
         ("--overlap 0", "--overlap 0; allowed: serial, pairs, or a number of open actions from 1"),
-        ("--lr nan", "--lr nan; allowed: more than 0"),
+        ("--lr nan", "--lr nan; allowed: more than 0, finite"),
         ("--timeout 1e30", "--timeout 1e+30; allowed: seconds > 0, at most 1e+09"),
         ("--extra-warmup -1", "--extra-warmup -1; allowed: 0 or more"),
         ("--seed 9223372036854775808", "--seed 9223372036854775808; allowed: 0 or more, at most 9223372036854775807"),
