@@ -147,7 +147,7 @@ class Recorder(Observer):
         self._step.enter_context(self.writer.range(str(StepRange(self.next))))
         self._begun = (before + time.perf_counter()) / 2  # the range's own start, within a microsecond
         for lane in self.engine.connection.lanes:
-            lane.observe(self)
+            lane.report_to(self)
 
     def before(self, node: Node) -> None:
         """Open the range of an action at its first node, and of a node that does not compute."""
@@ -182,7 +182,7 @@ class Recorder(Observer):
             self._node = None
         self._step.close()
         for lane in self.engine.connection.lanes:
-            lane.observe(None)
+            lane.report_to(None)
         for handle, _ in self._open.values():
             self.writer.range_end(handle)
         self._open.clear()

@@ -34,8 +34,8 @@ Post = Callable[[], Transfer[T]]
 """Function that starts a transfer."""
 
 
-class Observer(Protocol):
-    """Observer of a lane: the engine's thread tells it of waits, and the lane's threads of departures and arrivals."""
+class FlightListener(Protocol):
+    """Hears of a lane's flights: of waits by the engine's thread, of departures and arrivals by the lane's threads."""
 
     def waiting(self, node: Node) -> AbstractContextManager[None]:
         """Return a context that lasts as long as the wait for the transfer of ``node``."""
@@ -85,11 +85,11 @@ class Flight(Generic[T]):
             ValueError: Sizes that ranks told each other before do not fit.
         """
         if self._arrived is not None or self._transfer is not None:  # else it has arrived or failed in its launch
-            recorder = self.lane.recorder
-            if recorder is None or self.arrived:
+            listener = self.lane.listener
+            if listener is None or self.arrived:
                 self._await()
             else:
-                with recorder.waiting(self.node):
+                with listener.waiting(self.node):
                     self._await()
         if self._error is not None:
             self._raise(self._error)
@@ -99,13 +99,10 @@ class Flight(Generic[T]):
     def _await(self) -> None:
         if self._arrived is None:
             self.arrive()
-        elif not self._arrived.wait(LOOK_S):
-            self._wait_long(self._arrived)
-
-    def _wait_long(self, arrived: threading.Event) -> None:
+            return
         # The transfers before it on the lane may take as long as the limit, and then this one as long again.
         deadline = time.monotonic() + LATE_FACTOR * self.lane.failures.limit.total_seconds()
-        while self._error is None and not arrived.wait(LOOK_S):
+        while self._error is None and not self._arrived.wait(LOOK_S):
             if self.lane.failures.read() is not None:
                 self._error = ConnectionError("another rank failed")
             elif time.monotonic() > deadline:
@@ -181,8 +178,8 @@ class Flight(Generic[T]):
             self.arrived_at = time.perf_counter()
             self._read_clock(transfer)
             if self._arrived is not None:
-                if self.lane.recorder is not None:
-                    self.lane.recorder.arrived(self)
+                if self.lane.listener is not None:
+                    self.lane.listener.arrived(self)
                 self._arrived.set()
             if not sends:
                 transfer.release(timeout)
@@ -220,7 +217,7 @@ class Lane:
         abort: Function that ends all transfers of the lane's groups, called when the process ends.
 
     Attributes:
-        recorder: Observer of the lane's transfers, or None.
+        listener: Hears of the lane's flights, or None.
     """
 
     def __init__(
@@ -234,14 +231,14 @@ class Lane:
     ) -> None:
         self.name, self.failures, self.background = name, failures, background
         self.stamp = stamp
-        self.recorder: Observer | None = None
+        self.listener: FlightListener | None = None
         self._crew = _Crew(failures, abort)
         self.close = weakref.finalize(self, self._crew.dismiss)
         """Let the threads end after the transfers launched so far."""
 
-    def observe(self, observer: Observer | None) -> None:
-        """Let an observer follow the transfers, or nobody."""
-        self.recorder = observer
+    def report_to(self, listener: FlightListener | None) -> None:
+        """Let a listener hear of the flights, or nobody."""
+        self.listener = listener
 
     def launch(self, node: Node, post: Post[T]) -> Flight[T]:
         """Start a transfer after all that were launched before, and return its flight."""
@@ -309,8 +306,8 @@ class _Crew:
         while (entry := self.starting.get()) is not None:
             flight, post = entry
             flight.depart(post)
-            if flight.lane.recorder is not None:
-                flight.lane.recorder.departed(flight)
+            if flight.lane.listener is not None:
+                flight.lane.listener.departed(flight)
             self._under_way.put(flight)
             del entry, flight, post
         self._under_way.put(None)

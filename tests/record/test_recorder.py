@@ -75,7 +75,7 @@ def test_two_ranks(rank: int, size: int, tmp_path: Path) -> None:
     told = len(log.told), len(log.others)
     engine.step(inputs, target=target)
     assert (len(log.told), len(log.others)) == told, "without a recorder nothing is written"
-    assert all(lane.recorder is None for lane in engine.connection.lanes)
+    assert all(lane.listener is None for lane in engine.connection.lanes)
     assert log.depth == 0
 
     nodes = engine.plan.ranks[0]
