@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from overlap1f1b.engine import Engine
 from overlap1f1b.moe import GroupedExperts
@@ -127,8 +128,9 @@ def plain_gradients(
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients by name; zeros where there is none."""
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    """Whole gradients by name; zeros where there is none."""
+    found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return {n: (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone() for n, grad in found.items()}
 
 
 def held(engine: Engine, model: nn.Module) -> dict[str, Tensor]:

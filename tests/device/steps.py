@@ -124,11 +124,8 @@ def played(
 ) -> tuple[World, list[tuple[list[dict[str, Tensor]], list[int]]]]:
     """A world in which an engine has made a step with each overlap, and what :func:`stepped` says of every rank."""
     world = World(layout.size)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with models.default_dtype(torch.float64):
         return world, world.run(stepped, program, layout, overlaps, options, watch=watch)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _one_queue(rank: int, stream: Hashable) -> Hashable:

@@ -25,12 +25,8 @@ ROWS, SEQUENCE = 2, 7
 
 
 def _plays(rank: int, size: int, name: str, pp: int, ep: int, options: dict[str, Any]) -> list[str]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with on_nccl(rank, size, pp=pp, ep=ep) as (mesh, device):
-            return problems_of(program_of(name, pp), mesh, device, options)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with models.default_dtype(torch.float64), on_nccl(rank, size, pp=pp, ep=ep) as (mesh, device):
+        return problems_of(program_of(name, pp), mesh, device, options)
 
 
 def problems_of(program: Program, mesh: DeviceMesh, device: torch.device, options: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ from tests.nccl.joined import on_nccl
 from tests.nccl.test_engine import batch_of
 from tests.play.plain import MICROBATCHES, compare
 from tests.ranks import Ranks
-from tests.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, gradients, own_loop, programs
+from tests.reduce.test_fsdp import COSTS, OVERLAPS, engine_over, own_loop, programs
 from tests.tiers import wide
 
 WAYS = ("functional", *wide("torch.distributed.nn", "a Function of its own", "a Function with a handle", "exchange"))
@@ -41,12 +41,8 @@ def test_exchanges_of_a_model_s_own(ranks2: Ranks, way: str) -> None:
 
 
 def _fsdp2(rank: int, size: int, options: dict[str, Any]) -> list[str]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with on_nccl(rank, size, dp=size, ep=1) as (mesh, device):
-            return _differences(mesh, device, rank, size, options)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with models.default_dtype(torch.float64), on_nccl(rank, size, dp=size, ep=1) as (mesh, device):
+        return _differences(mesh, device, rank, size, options)
 
 
 def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int, options: dict[str, Any]) -> list[str]:
@@ -67,7 +63,7 @@ def _differences(mesh: DeviceMesh, device: torch.device, rank: int, size: int, o
                 model.zero_grad()
                 engine.plan = compile(program, engine.shapes, COSTS, overlap)
                 engine.step(data[0], target=data[1])
-                found = gradients(model)
+                found = models.gradients(model)
                 serial = serial or found
                 problems += [f"{program.name} {overlap}: {name}" for name in models.equal(found, serial)]
         for name, gradient in serial.items():
@@ -107,25 +103,21 @@ class Training:
 
 
 def _trains(rank: int, size: int, pp: int, ep: int, folder: Path, options: dict[str, Any]) -> list[str]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        with on_nccl(rank, size, pp=pp, ep=ep) as (mesh, device):
-            first, problems = Training(mesh, device, **options), []
-            shown = first.train(2)
-            save_checkpoint(first.engine, folder, 2, first.optimizer, background=True)
-            unbroken = first.train(2)
-            again = Training(mesh, device, **options)
-            load_checkpoint(again.engine, folder, again.optimizer)
-            if again.train(2) != unbroken:
-                problems.append("a resumed run differs")
-            expected = plain(first, device)
-            if shown != pytest.approx(expected, rel=1e-9):
-                problems.append(f"{shown}, in one process {expected}")
-            first.engine.close()
-            again.engine.close()
-            return problems
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with models.default_dtype(torch.float64), on_nccl(rank, size, pp=pp, ep=ep) as (mesh, device):
+        first, problems = Training(mesh, device, **options), []
+        shown = first.train(2)
+        save_checkpoint(first.engine, folder, 2, first.optimizer, background=True)
+        unbroken = first.train(2)
+        again = Training(mesh, device, **options)
+        load_checkpoint(again.engine, folder, again.optimizer)
+        if again.train(2) != unbroken:
+            problems.append("a resumed run differs")
+        expected = plain(first, device)
+        if shown != pytest.approx(expected, rel=1e-9):
+            problems.append(f"{shown}, in one process {expected}")
+        first.engine.close()
+        again.engine.close()
+        return problems
 
 
 def plain(training: Training, device: torch.device) -> list[float]:

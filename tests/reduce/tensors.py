@@ -178,8 +178,7 @@ def build(
         by_hand: Whether linear layers have plain slices over "tp", and all else copies; else they are DTensors.
     """
     torch.manual_seed(11)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with models.default_dtype(torch.float64):
         sizes = {} if mesh is None else {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
         group = sharing(mesh, over or (("ep", "tp") if sequence else ("ep",)))
         context = mesh.get_group("cp") if mesh is not None and sizes.get("cp", 1) > 1 else None
@@ -189,8 +188,6 @@ def build(
         ]
         blocks.insert(1, Dense())
         model = nn.Sequential(Embedding(first), *blocks, nn.Sequential(nn.LayerNorm(H), nn.Linear(H, V)))
-    finally:
-        torch.set_default_dtype(torch.float32)
     if mesh is not None and "tp" in sizes:
         for block in model:
             if by_hand:

@@ -71,15 +71,6 @@ def sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients by name; zeros where there is none."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-    return found
-
-
 def own_loop(
     model: nn.Module,
     data: tuple[Tensor, Tensor],
@@ -98,7 +89,7 @@ def own_loop(
         for module in sharded(model):
             module.set_requires_gradient_sync(index == microbatches - 1)
         (loss_fn(model(x), y) * (1 / (microbatches * ranks))).backward()  # type: ignore[no-untyped-call]
-    return gradients(model)
+    return models.gradients(model)
 
 
 def meshed(size: int, dp: int) -> DeviceMesh:
@@ -136,7 +127,7 @@ def test_gradients_equal_fsdp2_bit_for_bit(rank: int, size: int, ranks: int, dp:
             model.zero_grad()
             engine.plan = compile(program, engine.shapes, COSTS, overlap)
             engine.step(data[rank][0], target=data[rank][1])
-            found = gradients(model)
+            found = models.gradients(model)
             reference = reference or found
             problems += [f"{program.name} {overlap}: {name}" for name in models.equal(found, reference)]
     problems += models.apart(reference, expected, mesh.get_local_rank("ep"), size // dp, 1e-5)
@@ -184,7 +175,7 @@ def test_mixed_precision_sums_as_fsdp2_does(
         engine_over(model, program, mesh, overlap=overlap).step(data[0], target=data[1])
         assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad)
         assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
+        problems += [f"{program.name} {overlap}: {name}" for name in models.equal(models.gradients(model), expected)]
     assert not problems, problems
 
 
@@ -211,7 +202,7 @@ def test_steps_mix_with_fsdp2s_own(rank: int, size: int) -> None:
                 optimizer.zero_grad()
         own_loop(model, models.batch(2, seed=rank), 2, size)
         values = {f"{name} itself": p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        found[engine_drives] = gradients(model) | values
+        found[engine_drives] = models.gradients(model) | values
     problems = models.equal(found[False], found[True])
     assert not problems, problems
 
@@ -233,7 +224,7 @@ def test_what_the_user_has_set_holds(rank: int, size: int) -> None:
         module.set_requires_gradient_sync(True)
     engine.step(data[0], target=data[1])
     twice = {name: 2 * gradient for name, gradient in expected.items()}
-    for name, gradient in gradients(model).items():
+    for name, gradient in models.gradients(model).items():
         if float((gradient - twice[name]).norm()) > 1e-5 * float(twice[name].norm()):
             problems.append(f"{name}: both steps' gradients are not reduced together")
     assert not problems, problems
@@ -257,7 +248,7 @@ def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> None:
         engine.step(data[0], target=data[1])
     assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     engine_over(model, programs(3)[0], mesh).step(data[0], target=data[1])
-    problems = models.equal(gradients(model), expected)
+    problems = models.equal(models.gradients(model), expected)
 
     def no_loss(output: Tensor, target: Tensor) -> Tensor:
         raise ArithmeticError("no loss")
@@ -265,7 +256,7 @@ def test_a_step_after_one_that_failed_is_right(rank: int, size: int) -> None:
     engine = engine_over(model, programs(3)[0], mesh, loss_fn=no_loss)
     with pytest.raises(ArithmeticError, match="no loss"):
         engine.evaluate(data[0], target=data[1])
-    problems += models.equal(gradients(model), expected)
+    problems += models.equal(models.gradients(model), expected)
     assert not problems, problems
 
 
@@ -305,7 +296,7 @@ def test_gathers_are_throttled_and_streams_shared(rank: int, size: int) -> None:
         problems.append("several communication contexts")
     if buffers != {2} or groups[0].comm_ctx.reduce_scatter_max_input_buffers != 1:
         problems.append(f"{buffers} buffers in a step, {groups[0].comm_ctx.reduce_scatter_max_input_buffers} after it")
-    problems += models.equal(gradients(model), expected)
+    problems += models.equal(models.gradients(model), expected)
     assert not problems, problems
 
 
@@ -376,7 +367,7 @@ def test_nodes_gather_two_blocks_at_a_time(
         watched = Watched(engine)
         engine.step(data[0], target=data[1])
         blocks = len({place for place in engine.connection.sharding.of_block if place[1]})
-        problems += [f"{program.name} {overlap}: {name}" for name in models.equal(gradients(model), expected)]
+        problems += [f"{program.name} {overlap}: {name}" for name in models.equal(models.gradients(model), expected)]
         problems += [] if blocks >= 4 and plan.gathered(0) == watched.most == 2 else [f"{watched.most} of {blocks}"]
         assert all(isinstance(p, DTensor) for p in model.parameters())
         if overlap != 3:
@@ -384,7 +375,7 @@ def test_nodes_gather_two_blocks_at_a_time(
         loss = engine.mean_loss(engine.evaluate(data[0], target=data[1]))
         model.zero_grad()
         engine.step(data[0], target=data[1])
-        problems += models.equal(gradients(model), expected)
+        problems += models.equal(models.gradients(model), expected)
         whole = engine_over(model, program, mesh)
         problems += [] if loss == whole.mean_loss(whole.evaluate(data[0], target=data[1])) else ["the loss"]
     assert not problems, problems
@@ -402,7 +393,7 @@ def test_a_module_of_two_blocks_stays_gathered(rank: int, size: int) -> None:
         if by_nodes:
             engine.plan = compile(engine.program, engine.shapes, COSTS, 3)
         engine.step(data[0], target=data[1])
-        found.append(gradients(model))
+        found.append(models.gradients(model))
     held = engine.connection.sharding.of_block.items()
     assert {place: len(modules) for place, modules in held} == {(0, b): 1 for b in range(6)}
     assert engine.plan.gathered(0) == 2
@@ -430,13 +421,6 @@ def staged(mesh: DeviceMesh, program: Program, plain: Sequence[int] = ()) -> nn.
     return model
 
 
-def held(engine: Engine, model: nn.Module) -> dict[str, Tensor]:
-    """Whole gradients of the parameters that this rank holds."""
-    here = set(engine.parameters())
-    names = {name for name, p in model.named_parameters() if p in here}
-    return {name: grad for name, grad in gradients(model).items() if name in names}
-
-
 @pytest.mark.wide  # nodes that gather are above, and shards over stages below
 @pytest.mark.parametrize("ranks", [4, 8])
 @over(lambda ranks: ranks, timeout=200)
@@ -452,7 +436,7 @@ def test_nodes_gather_over_stages_that_share_experts(rank: int, size: int, ranks
             engine.plan = compile(program, engine.shapes, COSTS, 3)
             watched = Watched(engine)
         engine.step(data[0], target=data[1])
-        found.append(held(engine, model))
+        found.append(models.held(engine, model))
     assert watched.most == 2 < len(engine.connection.sharding.of_block)
     problems = models.equal(*found)
     assert not problems, problems
@@ -485,7 +469,7 @@ def test_a_limit_decides_how_many_blocks_are_gathered_at_once(rank: int, size: i
         watched = Watched(engine)
         engine.step(data[0], target=data[1])
         at_once.append(engine.plan.gathered(0))
-        problems += models.equal(gradients(model), expected)
+        problems += models.equal(models.gradients(model), expected)
         if watched.most > at_once[-1] or watched.bytes > at_once[-1] * max(whole.values()):
             problems.append(f"{watched.most} blocks, {watched.bytes} bytes where the plan has {at_once[-1]}")
     assert not problems, problems
@@ -552,7 +536,7 @@ def test_reductions_travel_while_the_thread_computes(rank: int, size: int) -> No
 
         group.post_backward = late
     engine.step(data[0], target=data[1])
-    assert not models.equal(gradients(model), expected)
+    assert not models.equal(models.gradients(model), expected)
     assert reached == [True] * 7, reached
 
 
@@ -579,9 +563,9 @@ def test_stages_over_four_ranks_equal_the_plain_engine(
         for inputs, target in data:
             engine.step(inputs, target=target)
         losses.append(engine.mean_loss(engine.evaluate(data[0][0], target=data[0][1])))
-        before = held(engine, model)
+        before = models.held(engine, model)
         norms.append(float(engine.clip_gradients(0.1)))
-        found.append(before | {f"{name} clipped": grad for name, grad in held(engine, model).items()})
+        found.append(before | {f"{name} clipped": grad for name, grad in models.held(engine, model).items()})
     assert norms[0] > 0.2
     problems = [f"{what} {a} and {b}" for what, (a, b) in (("loss", losses), ("norm", norms)) if abs(a - b) > 1e-5 * a]
     if shape[1:] == (2, 1) and len(program.placement.replicas(0)) == 1:  # two addends: the same in either order
@@ -670,7 +654,7 @@ def test_tensor_parallelism_over_the_engines_ranks_is_refused(rank: int, size: i
         for block in model:
             fully_shard(block, mesh=mesh["dp"])
         engine_over(model, programs(3)[0], mesh["dp"]).step(data[0], target=data[1])
-        found.append(gradients(model))
+        found.append(models.gradients(model))
     assert not models.equal(*found)
     frozen = models.build()
     frozen[0].requires_grad_(False)
@@ -727,7 +711,7 @@ def test_experts_that_are_slices_of_a_tensor_equal_fsdp2_bit_for_bit(rank: int, 
     for step in range(3):  # the first finds the exchanges
         model.zero_grad()
         engine.step(x, target=y)
-        problems += [f"step {step}: {name}" for name in models.equal(gradients(model), expected)]
+        problems += [f"step {step}: {name}" for name in models.equal(models.gradients(model), expected)]
     with pytest.raises(ValueError, match=r"experts\.weight of Sequential is a DTensor over 'ep' of ranks"):
         engine_over(sliced(mesh, Replicate()), build_schedule("combined_1f1b", microbatches=4), mesh, loss_fn=loss_fn)
     assert not problems, problems
