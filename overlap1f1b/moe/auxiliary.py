@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,18 +22,22 @@ def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
         loss: A scalar.
         scale: Gradient of ``loss``.
     """
-    return _Attach.apply(weights, loss, scale)
+    return _Attach.apply(weights, loss, weights.new_full((), scale, dtype=loss.dtype))
 
 
 class _Attach(torch.autograd.Function):
+    """``weights``, whose backward also gives ``loss`` its gradient: the product of ``factors``, expanded."""
+
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.loss_dtype = scale, loss.dtype
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, *factors: Tensor) -> Tensor:
+        ctx.save_for_backward(*factors)
+        ctx.shape = loss.shape
         return weights.clone()  # a view must not be changed in place behind a Function
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grads[0], grads[0].new_full((), ctx.scale, dtype=ctx.loss_dtype), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        factors = ctx.saved_tensors
+        return grads[0], reduce(torch.mul, factors).expand(ctx.shape), *(None,) * len(factors)
 
 
 def attach_balance(
@@ -51,30 +56,16 @@ def attach_balance(
         scale: Gradient of the loss.
         mask: ``[T]`` bool, True for real tokens, which alone count as T; None for all.
     """
-    return _AttachBalance.apply(weights, probabilities, counts, scale, mask)
-
-
-class _AttachBalance(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, weights: Tensor, probabilities: Tensor, counts: Tensor, scale: float, mask: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(counts, mask)
-        ctx.scale, ctx.shape, ctx.dtype = scale, probabilities.shape, probabilities.dtype
-        return weights.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (counts, mask), (T, E) = ctx.saved_tensors, ctx.shape
-        if mask is None:
-            factor = ctx.scale * E / (max(grads[0].numel(), 1) * max(T, 1))
-            # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
-            grad = (counts * torch.full((), factor, dtype=ctx.dtype, device="cpu")).expand(T, E)
-        else:
-            tokens = _number_of(mask).double()
-            each = counts * (ctx.scale * E / (tokens * grads[0].shape[1] * tokens)).to(ctx.dtype)
-            grad = each * mask.unsqueeze(1)
-        return grads[0], grad, None, None, None
+    (T, K), E = weights.shape, probabilities.shape[1]
+    if mask is None:
+        # Times a tensor without dimensions, in the dtype of the result, so that nothing else is launched.
+        factor = scale * E / (max(T * K, 1) * max(T, 1))
+        return _Attach.apply(
+            weights, probabilities, counts, torch.full((), factor, dtype=probabilities.dtype, device="cpu")
+        )
+    tokens = _number_of(mask).double()
+    factors = counts, (scale * E / (tokens * K * tokens)).to(probabilities.dtype), mask.unsqueeze(1)
+    return _Attach.apply(weights, probabilities, *factors)
 
 
 def z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -52,6 +52,7 @@ class Mesh:
         exchanging: Group of the ranks that share the experts; None for this rank alone.
         device_type: Type of the ranks' devices.
         labels: Name of each rank in messages, by its number in the default group.
+        number: Number of this rank in the default group.
         failures: Record of failures, shared by these ranks.
 
     Raises:
@@ -78,9 +79,9 @@ class Mesh:
         self.device_type = "cpu" if mesh is None else mesh.device_type
         self._groups: dict[Dimension, Group] = {}
         self._beside: dict[str, Mesh] = {}
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.number = dist.get_rank() if dist.is_initialized() else 0
         self._at: dict[str, int] = dict.fromkeys(DIMENSIONS, 0)
-        ranks, size = torch.tensor(self._rank, device="cpu"), dict[str, int]()
+        ranks, size = torch.tensor(self.number, device="cpu"), dict[str, int]()
         if mesh is not None:
             # Not mesh[name].size(): for a slice torch 2.15 loads the compiler, and keeps a context variable of it.
             size = dict(zip(names, mesh.shape, strict=True))
@@ -130,14 +131,9 @@ class Mesh:
         return torch.empty(0, device=self.device_type).device
 
     @property
-    def number(self) -> int:
-        """Number of this rank in the default group."""
-        return self._rank
-
-    @property
     def label(self) -> str:
         """Name of this rank in messages."""
-        return self.labels[self._rank]
+        return self.labels[self.number]
 
     @property
     def several(self) -> bool:
@@ -291,7 +287,7 @@ class Mesh:
         pipeline = self.along("pp")
         lines = [[pipeline[pp] for pp in replicas]]
         lines += [self.along(name) for name in DIMENSIONS[1:] if not (expert and name in self.experts_over)]
-        return all(self._rank == line[0] or set(line) <= set(parts) for line in lines)
+        return all(self.number == line[0] or set(line) <= set(parts) for line in lines)
 
     def agree(self, facts: Mapping[str, object], besides: str = "", *, over: Sequence[Dimension] = DIMENSIONS) -> None:
         """Compare values by name, over all ranks along ``over`` that have a value of that name.
@@ -348,7 +344,7 @@ class Mesh:
     def every(self, value: T, *, over: Sequence[Dimension] = DIMENSIONS) -> dict[int, T]:
         """Return the values of all ranks along ``over`` by their numbers in the default group, in the mesh's order."""
         return self.combined(
-            {self._rank: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t}, over=over
+            {self.number: value}, lambda _, tables: {rank: t[rank] for t in tables for rank in t}, over=over
         )
 
 
