@@ -51,8 +51,16 @@ class Mesh:
         experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
         exchanging: Group of the ranks that share the experts; None for this rank alone.
         device_type: Type of the ranks' devices.
-        labels: Name of each rank in messages, by its number in the default group.
         number: Number of this rank in the default group.
+        labels: Name of each rank in messages, by its number; ``label`` is this rank's.
+        several: Whether there are several ranks.
+        layout: Sizes of "pp", "dp" and "ep", and of the other dimensions that have several ranks.
+        data_ranks: Number of ranks that compute different data at one stage.
+        token_ranks: Number of ranks with different tokens at the experts: ranks of a tensor group count if they share
+            experts.
+        expert_slice: Number of this rank in the group of ranks that share the experts, and the group's size.
+        expert_copies: Dimensions with different data whose ranks hold the same experts.
+        inner: Groups over which blocks may communicate: the mesh's own along "cp" and "tp".
         failures: Record of failures, shared by these ranks.
 
     Raises:
@@ -93,6 +101,15 @@ class Mesh:
         self._lines = dict(zip(DIMENSIONS, _lines(self._ranks, list(self._at.values())), strict=True))
         self.exchanging = self._exchanging()
         self.labels = self._labels()
+        self.label, self.several = self.labels[self.number], len(self.labels) > 1
+        every = {name: self.size(name) for name in DIMENSIONS}
+        self.layout = {name: size for name, size in every.items() if size > 1 or name in ("pp", "dp", "ep")}
+        self.data_ranks = math.prod(every[name] for name in DATA)
+        self.token_ranks = self.data_ranks * (every["tp"] if "tp" in experts_over else 1)
+        shared = self.exchanging
+        self.expert_slice = (0, 1) if shared is None else (shared.rank(), shared.size())
+        self.expert_copies = tuple(name for name in DATA if name not in experts_over)
+        self.inner = [group for name in ("cp", "tp") if (group := self.group(name)) is not None]
         self._own: Groups | None = None
         self.failures = Failures(limit=limit)
         if self.several:
@@ -130,16 +147,6 @@ class Mesh:
         """This rank's device, of the type that the mesh has."""
         return torch.empty(0, device=self.device_type).device
 
-    @property
-    def label(self) -> str:
-        """Name of this rank in messages."""
-        return self.labels[self.number]
-
-    @property
-    def several(self) -> bool:
-        """Whether there are several ranks."""
-        return len(self.labels) > 1
-
     def abort(self) -> None:
         """End every transfer on gloo groups of this mesh, on its other ranks too."""
         if self._own is not None:
@@ -162,11 +169,6 @@ class Mesh:
         """Return the number of ranks along a dimension."""
         group = self.group(dimension)
         return 1 if group is None else group.size()
-
-    @property
-    def layout(self) -> dict[Dimension, int]:
-        """Sizes of "pp", "dp" and "ep", and of the other dimensions that have several ranks."""
-        return {name: size for name in DIMENSIONS if (size := self.size(name)) > 1 or name in ("pp", "dp", "ep")}
 
     def rank(self, dimension: Dimension) -> int:
         """Return this rank's coordinate along a dimension."""
@@ -250,31 +252,6 @@ class Mesh:
             return [value]
         with _naming(dimension):
             return gather_objects(group, self.along(dimension), value)
-
-    @property
-    def expert_slice(self) -> tuple[int, int]:
-        """Number of this rank in the group of ranks that share the experts, and the group's size."""
-        return (0, 1) if self.exchanging is None else (self.exchanging.rank(), self.exchanging.size())
-
-    @property
-    def expert_copies(self) -> tuple[Dimension, ...]:
-        """Dimensions with different data whose ranks hold the same experts."""
-        return tuple(name for name in DATA if name not in self.experts_over)
-
-    @property
-    def token_ranks(self) -> int:
-        """Number of ranks with different tokens at the experts: ranks of a tensor group count if they share experts."""
-        return self.data_ranks * (self.size("tp") if "tp" in self.experts_over else 1)
-
-    @property
-    def inner(self) -> list[Group]:
-        """Groups over which blocks may communicate: the mesh's own along "cp" and "tp"."""
-        return [group for name in ("cp", "tp") if (group := self.group(name)) is not None]
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that compute different data at one stage."""
-        return math.prod(self.size(name) for name in DATA)
 
     def leads(self, replicas: Sequence[int], *, expert: bool, parts: Collection[int] = ()) -> bool:
         """Return whether this rank is the first that holds a parameter.
