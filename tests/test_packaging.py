@@ -285,7 +285,8 @@ COVERED_BY = {
     "kernels/triton": "kernels/triton/test_launch", "learn/discovery": "cut/test_exchanges",
     "learn/peers": "learn/test_tuner", "learn/purpose": "learn/test_tuner", "learn/undo": "learn/test_check",
     "play/install": "transport/test_suspension", "play/observers": "play/test_player", "play/times": "play/test_player",
-    "reduce/links": "reduce/test_sums", "running/bench": "running/bench/test_command",
+    "reduce/links": "reduce/test_sums", "reduce/reduction": "reduce/test_sums",
+    "running/bench": "running/bench/test_command",
     "running/options": "running/train/test_command", "terminal/arguments": "cli/test_main",
     "transport/budget": "transport/test_communicators", "transport/limits": "transport/test_failures",
 }  # fmt: skip

@@ -218,14 +218,12 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
     def exchanged() -> tuple[Any, ...]:
         if forward.handlers.hides(tensors, splits, group):
             return tuple(forward.suspend([ExchangeCall(tensors, splits, False)]))
-        with saved_tensors_hooks(_itself, _itself):  # a part that is computed again does not repeat what it saves
+        with saved_tensors_hooks(
+            lambda t: t, lambda t: t
+        ):  # a part that is computed again does not repeat what it saves
             return function(*tensors)
 
     return forward.handlers.bring(exchanged)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:

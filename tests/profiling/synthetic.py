@@ -98,21 +98,8 @@ def recorded(folder: Path, events: Events) -> Recording:
 def write_nsys(path: Path, processes: Mapping[int, Events]) -> Path:
     """As ``nsys export --type sqlite`` does, by the schema in the documentation of Nsight Systems."""
     with closing(sqlite3.connect(path)) as database, database:
-        database.executescript("""
-            CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
-            CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,
-                category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER,
-                domainId INTEGER);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL,
-                eventClass INTEGER NOT NULL, globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL,
-                returnValue INTEGER NOT NULL);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL,
-                deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER,
-                globalPid INTEGER, demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL);
-            CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL,
-                deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER,
-                globalPid INTEGER, bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL);
-        """)
+        schema = (Path(__file__).parent / "files" / "nsys-2022.4.sql").read_text().partition("INSERT")[0]
+        database.executescript(schema.replace(" NOT NULL", ""))
         for process, events in processes.items():
             _insert(database, process << 24, events)
     return path

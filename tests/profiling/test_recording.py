@@ -1,20 +1,11 @@
-"""Spans in columns, and the order in which a step was issued."""
+"""The order in which a step was issued."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from overlap1f1b.profiling import read_file
-from overlap1f1b.profiling.recording import Spans
 from tests.profiling.synthetic import write_record
-
-
-def test_spans_are_chosen_and_put_together() -> None:
-    spans = Spans.of([0, 1, 0], [5, 1, 8], [7, 6, 9])
-    assert list(spans.ordered) == [(1, 1, 6), (0, 5, 7), (0, 8, 9)]
-    assert spans.covered == [(1, 7), (8, 9)]
-    assert spans.whole == [(0, 5, 9), (1, 1, 6)]
-    assert list(spans[spans.what == 0] + spans[:1]) == [(0, 5, 7), (0, 8, 9), (0, 5, 7)]
 
 
 def test_a_node_that_was_not_launched_counts_from_its_departure(tmp_path: Path) -> None:
