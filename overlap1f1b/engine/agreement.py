@@ -21,7 +21,7 @@ from overlap1f1b.cut.bits import is_plain, local_part, sum_of_bits
 from overlap1f1b.cut.blocks import tensor_dimension
 from overlap1f1b.cut.stage import Stage, parameters_of
 from overlap1f1b.cut.weights import main_grad
-from overlap1f1b.play.observers import Observer, Routed
+from overlap1f1b.play.observers import ExpertCall, Observer
 from overlap1f1b.schedule import Program
 from overlap1f1b.transport.mesh import Mesh, lines_of
 
@@ -157,7 +157,7 @@ class CallSizes(Observer):
         self._mesh = mesh
         self._agreed: set[tuple[int, int, int]] = set()  # stages, blocks, calls
 
-    def routed(self, call: Routed) -> None:
+    def routed(self, call: ExpertCall) -> None:
         if call[:3] in self._agreed:
             return
         self._agreed.add(call[:3])
@@ -176,7 +176,7 @@ class FirstRows(Observer):
     def __init__(self) -> None:
         self.found: dict[tuple[int, int, int], Tensor] = {}
 
-    def routed(self, call: Routed) -> None:
+    def routed(self, call: ExpertCall) -> None:
         if call[:3] not in self.found:
             self.found[call[:3]] = call.rows.detach()[:64, : call.route.hidden].clone()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overlap1f1b.play.observers import Observer, Routed
+from overlap1f1b.play.observers import ExpertCall, Observer
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.reduction import GradientsAside
 from overlap1f1b.transport.mesh import Mesh
@@ -55,7 +55,7 @@ class Capacity(Observer):
         self._dropped = []
         self._aside.take(self._parameters())
 
-    def routed(self, call: Routed) -> None:
+    def routed(self, call: ExpertCall) -> None:
         """Note rows of a call that found no room; compare the first call's tokens over the ranks that exchange."""
         route = call.route
         if not self._compared:

@@ -38,7 +38,7 @@ from overlap1f1b.plan.turn import Stretch
 from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
-from overlap1f1b.play.observers import Routed
+from overlap1f1b.play.observers import ExpertCall
 from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
@@ -260,7 +260,7 @@ class BlockRun:
         stage = self.installed.stage
         places = stage.number, self.block, number, self.microbatch.index
         for tell in self.installed.observers.routed:
-            tell(Routed(*places, stage.names[self.block], route, call.tensors[0]))
+            tell(ExpertCall(*places, stage.names[self.block], route, call.tensors[0]))
 
     def _send(self, calls: Sequence[ExchangeCall]) -> None:
         """Prepare the exchanges behind the last segment."""

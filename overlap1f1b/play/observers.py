@@ -30,7 +30,7 @@ from overlap1f1b.schedule import Kind
 from overlap1f1b.transport import devices
 
 
-class Routed(NamedTuple):
+class ExpertCall(NamedTuple):
     """A call of experts in a forward, whose rows are about to leave.
 
     Args:
@@ -77,7 +77,7 @@ class Observer:
     def after(self, node: Node) -> None:
         """Note that a node has ended on this thread. A gather has so twice: where it starts, and where it is taken."""
 
-    def routed(self, call: Routed) -> None:
+    def routed(self, call: ExpertCall) -> None:
         """Note a call of experts."""
 
     def lookout(self, stage: Stage, block: int, microbatch: int) -> Lookout | None:
