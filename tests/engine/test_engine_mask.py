@@ -96,7 +96,7 @@ def unpadded(every: Tensor) -> tuple[list[nn.Module], list[list[Tensor]]]:
     return blocks, losses
 
 
-@pytest.mark.parametrize(("pp", "dp", "ep"), [(1, 1, 2), (2, 1, 2), *wide((1, 1, 4), (1, 2, 2), (2, 2, 1))])
+@pytest.mark.parametrize(("pp", "dp", "ep"), [(1, 1, 2), (2, 1, 1), *wide((2, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 1))])
 @over(lambda pp, dp, ep: pp * dp * ep, timeout=240)
 def test_a_mask_leaves_what_the_real_tokens_alone_leave(rank: int, size: int, pp: int, dp: int, ep: int) -> None:
     check(init_device_mesh("cpu", (pp, dp, ep), mesh_dim_names=("pp", "dp", "ep")))
