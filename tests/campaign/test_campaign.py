@@ -66,6 +66,7 @@ def faulty(rank: int, size: int, case: Case) -> list[str]:
         return play(rank, size, case)
 
 
+@pytest.mark.wide
 def test_a_gradient_that_is_wrong_fails(capsys: pytest.CaptureFixture[str]) -> None:
     seed, case = 874, draw(874)  # a small one, in which a small fault shows
     assert case.double

@@ -17,7 +17,6 @@ import pytest
 from overlap1f1b.running.wire import Wire
 from tests.running.fork import ROOT
 from tests.running.run import SIZES, Run, until
-from tests.tiers import wide
 
 TRAIN = ("-m", "overlap1f1b", "train", *SIZES)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
@@ -84,7 +83,8 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize(("victim", "ranks"), [(0, 1), *wide((1, 2))])
+@pytest.mark.wide
+@pytest.mark.parametrize(("victim", "ranks"), [(0, 1), (1, 2)])
 def test_two_agents_train_the_same_losses_as_one_machine_until_one_is_killed(
     wire: Wire, text: Path, tmp_path: Path, victim: int, ranks: int
 ) -> None:

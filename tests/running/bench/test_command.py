@@ -69,6 +69,7 @@ def test_every_row_is_measured_and_only_json_on_standard_output(
     assert result["doubts"] == doubts(result)
 
 
+@pytest.mark.wide
 def test_several_stages_on_one_rank(text: Path) -> None:
     """The engine whose exchanges are answered locally splits the model as the rows do: by weight."""
     options = ("--ranks", 2, "--schedule", "interleaved_1f1b", "--chunks", 3, "--layers", 2)
