@@ -260,7 +260,7 @@ def test_more_ranks_than_a_machine_can_hold() -> None:
     ("args", "error"),
     [
         ("--experts 7", "--experts 7 cannot be divided over --ep 2; allowed: --ep 1, 7"),
-        *wide(("--experts 4 --top-k 5", "--top-k 5 of 4 experts; allowed: 1 to 4")),
+        *wide(("--experts 4 --top-k 5", "--top-k 5 with --experts 4; allowed: 1 to 4")),
     ],
 )
 def test_options_that_no_model_can_have(args: str, error: str, text: Path) -> None:
