@@ -86,8 +86,7 @@ class Shards:
 
     def __init__(self, engine: Engine, optimizer: Optimizers, parts: Sequence[Mapping[int, Part]]) -> None:
         """Find the tensors and their names; ``parts`` are those of :func:`parts_of` on all ranks."""
-        several = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self.optimizers = check_each("optimizer", several, torch.optim.Optimizer)
+        self.optimizers = _optimizers_of(optimizer)
         self.mesh = engine.mesh
         self.model: nn.Module = nn.Module()
         self.elsewhere: set[str] | None = None
@@ -152,7 +151,11 @@ class Shards:
     def left_out(self) -> list[str]:
         """Names of parameters that have a gradient and are in none of the optimizers, as experts of a stack may be."""
         held = {p.stack.weight if isinstance(p, ExpertParameter) else p for p in self.parameters.values()}
-        return [name for name, p in self.model.named_parameters() if p.grad is not None and p not in held]
+        return [
+            name
+            for name, p in self.model.named_parameters()
+            if p.requires_grad and p.grad is not None and p not in held
+        ]
 
     def is_elsewhere(self, key: str) -> bool:
         """Return whether other ranks alone store a tensor, by its name in a checkpoint."""
@@ -314,3 +317,13 @@ def _numbered(engine: Engine, parts: Mapping[int, Part]) -> tuple[nn.Module, set
         ties |= {p: homes[tie] for tie, p in ties_in(given[number]).items() if tie in homes}
     every = range(sum(part.blocks for part in parts.values()))
     return model, set(map(str, every)) - model._modules.keys(), ties
+
+
+def _optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+    """Return one optimizer or several as a list. What has the members of one, as a wrapper, is one."""
+    several = [given] if hasattr(given, "param_groups") else given
+    if isinstance(several, Iterable) and not isinstance(several, str):
+        several = list(several)
+        if all(hasattr(one, "param_groups") for one in several):
+            return several
+    return check_each("optimizer", several, torch.optim.Optimizer)

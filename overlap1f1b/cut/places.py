@@ -15,9 +15,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
+from numbers import Number
 from operator import is_
 from types import MemberDescriptorType, ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -43,7 +44,7 @@ class Table(NamedTuple):
     all: Mapping[Any, Any]  # the same, faster where all of it is read
     before: str
     after: str
-    shared: Literal["", "class", "file"] = ""  # with whatever else uses a class or a file
+    shared: bool = False  # with whatever else uses a class or a file
 
 
 class KnownPlaces:
@@ -76,11 +77,11 @@ class KnownPlaces:
             del self.changing[key]
 
     def contents(self) -> dict[Key, Any]:
-        """Return the contents of the block's and its classes' values that can change in place, until some were seen."""
+        """Return the contents of all values of the block's own that can change in place, until they have been shown."""
         if "in place" in self._shown:
             return {}
         buffers = {id(module._buffers) for module in self.block.modules()}  # a second forward has copies of them anyway
-        own = [(n, of) for n, of in places_of(self.block).items() if of.shared != "file" and n not in buffers]
+        own = [(n, table) for n, table in places_of(self.block).items() if not table.shared and n not in buffers]
         every = (((number, name), contents_of(value)) for number, table in own for name, value in table.all.items())
         return {key: contents for key, contents in every if contents is not None}
 
@@ -127,7 +128,7 @@ def carried(block: nn.Module, *holders: object) -> None:
     check_kind("block", block, nn.Module)
     held = [vars(holder) if isinstance(holder, ModuleType) else holder for holder in holders]
     for holder in held:
-        if not (is_table(holder) or hasattr(holder, "__dict__")):
+        if holder is None or isinstance(holder, str | bytes | Number):
             raise ValueError(f"holder {quoted(holder)}; allowed: an object, class, dictionary or module of Python")
     vars(block).setdefault(_CARRIED, []).extend(held)
 
@@ -202,9 +203,7 @@ class _Attributes(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _add_attributes(
-    held: Any, path: str, found: dict[int, Table], shared: Literal["", "file"] = ""
-) -> list[Mapping[str, Any]]:
+def _add_attributes(held: Any, path: str, found: dict[int, Table], *, shared: bool = False) -> list[Mapping[str, Any]]:
     """Add the attributes of an object; return the tables."""
     owned, tables = getattr(held, "__dict__", None), list[Mapping[str, Any]]()
     around = "attribute '", f"' of {type(held).__name__} in {path}"
@@ -225,18 +224,18 @@ def _of_class(kind: type, found: dict[int, Table]) -> Iterator[tuple[Any, str]]:
     if all(_package(base) in _LIBRARIES for base in kind.__mro__):
         return
     attributes, file = vars(kind), sys.modules.get(kind.__module__)
-    found[id(kind)] = Table(_Attributes(kind, attributes), attributes, f"class attribute {kind.__name__}.", "", "class")
+    found[id(kind)] = Table(_Attributes(kind, attributes), attributes, f"class attribute {kind.__name__}.", "", True)
     yield from ((value, f"{kind.__name__}.{name}") for name, value in list(attributes.items()) if not _is_pythons(name))
     if file is None or _package(kind) in _LIBRARIES or id(vars(file)) in found:
         return
     name = os.path.basename(getattr(file, "__file__", None) or file.__name__)
-    found[id(vars(file))] = Table(vars(file), vars(file), "global ", f" of {name}", "file")
+    found[id(vars(file))] = Table(vars(file), vars(file), "global ", f" of {name}", True)
     for own, value in list(vars(file).items()):
         if isinstance(value, type):
             yield from [(value, "")] if value.__module__ == kind.__module__ else []
         elif not _is_pythons(own) and may_hold(value) and not isinstance(value, nn.Module | dict | list | tuple):
             _add_attributes(
-                value, f"{own} of {name}", found, "file"
+                value, f"{own} of {name}", found, shared=True
             )  # and nothing in it: a script's globals hold everything
 
 

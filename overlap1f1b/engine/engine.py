@@ -256,8 +256,12 @@ class Engine:
             RuntimeError: As of :meth:`step`.
         """
         check_number("loss_scale", loss_scale, float("-inf"))
-        check_kind("make_feed", make_feed, Callable)
-        looking, also = (check_each("observers", given, Observer) for given in (self.observers, observers))
+        looking, wrong = list[Observer](), None
+        try:
+            looking = [one for given in (self.observers, observers) for one in check_each("observers", given, Observer)]
+            check_kind("make_feed", make_feed, Callable)
+        except ValueError as error:  # the other ranks are told it below
+            wrong = error
         if microbatches is not None:
             check_size("microbatches", microbatches)
         if grad and microbatches is not None:
@@ -267,7 +271,7 @@ class Engine:
         coming = self.tuner.coming if grad else None
         plan = self.tuner.evaluation_of(microbatches or self.microbatches) if coming is None else coming.plan
         assert plan is not None
-        every = (*looking, *also) if grad else tuple(one for one in looking if one.rehearses)
+        every = tuple(one for one in looking if grad or one.rehearses)
         links = self.connection.links
         by_node = self.options.memory is not None or (coming is not None and coming.purpose.looks)
         options: dict[str, Any] = {"grad": grad, "loss_scale": loss_scale, "by_node": by_node}
@@ -279,6 +283,8 @@ class Engine:
             self.guarded(call, place=place, facts=[*facts.values(), draws]) as comparison,
             self.tuner.naming_limit(plan),
         ):
+            if wrong is not None:
+                raise wrong
             self._agree(step, comparison)
             played = self._evaluate(step) if coming is None else self._train(step, coming)
             # All ranks have played the same step, and scaled alike.

@@ -51,6 +51,7 @@ class Planner:
         progress: Called while plans are searched.
         sparing: Whether another forward warms up only if that gains; else the schedule is as it was given.
         rooms: Bytes that each pipeline rank may hold beyond those before a step; without them any number.
+        timed: Whether the clock ends a search: only where one rank searches for all.
     """
 
     program: Program
@@ -60,6 +61,7 @@ class Planner:
     progress: Callable[[float], None] = lambda _: None
     sparing: bool = False
     rooms: tuple[float, ...] = ()
+    timed: bool = False
 
     @property
     def overlap(self) -> Overlap:
@@ -111,6 +113,7 @@ class Planner:
                     peak_activations=live * placement.share,
                     seconds=program.search_seconds,
                     counts_block=blocks,
+                    timed=self.timed,
                     progress=self.progress,
                 )
                 if kept := [plan for plan in kept if plan.fits(spared)]:

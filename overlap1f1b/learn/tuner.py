@@ -462,7 +462,7 @@ class Tuner:
         self._play(choice.plans)
 
     def _chosen(self) -> Choice:
-        choice = self._limited().chosen(self.program, self._measured)
+        choice = replace(self._limited(), timed=True).chosen(self.program, self._measured)
         return choice._replace(plans=worth_trying(choice.plans, self.counted.rooms))
 
     def _use(self, setting: Setting) -> None:

@@ -32,7 +32,7 @@ class Undo:
     zero need no copy; of others there is one in host memory.
 
     Of places that other code uses, too, such as a file's globals, only entries that blocks were seen to change are put
-    back: threads and signals may change others. What a class holds gets its contents back, too.
+    back: threads and signals may change others.
 
     Args:
         stages: Of this rank: their places and generators of random numbers.
@@ -48,8 +48,6 @@ class Undo:
         self._restores = [_gradient_of(owner, name) for owner, name in gradients]
         self._restores += [_entries_of(table, seen) for table in chain(own, tables)]
         self._restores += [_shared_entries_of(n, table.values, known) for n, table in found.items() if table.shared]
-        of_classes = (value for table in found.values() if table.shared == "class" for value in table.all.values())
-        self._restores += _contents_of_all(of_classes, seen)
         self._restores += _contents_of_all((one for stage in stages for one in stage.generators), seen)
         self._context = contextvars.copy_context()
         self._python = random.getstate()

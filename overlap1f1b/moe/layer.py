@@ -82,14 +82,14 @@ class MoE(nn.Module):
         check_size("shared_intermediate", shared_intermediate, 0)
         check_kind("router", router, RouterConfig)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.router = Router(hidden, router, **factory)
+        self.hidden, self.router = hidden, Router(hidden, router, **factory)
         options = {"weights_in": weights_in, "precision": precision, "group": group, **factory}
         self.experts = GroupedExperts(router.experts, hidden, intermediate, **options)
         self.shared = SwiGLU(hidden, shared_intermediate, **factory) if shared_intermediate else None
         use_kernels(self, "auto")  # one choice for all
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        check_tokens(x, self.router.gate.in_features)
+        check_tokens(x, self.hidden)
         tokens, shape = x.flatten(0, -2), x.shape
         masks = () if mask is None else (flat_mask(mask, x),)
         indices, weights = self.router(tokens, *masks)

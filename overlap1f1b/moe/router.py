@@ -158,7 +158,7 @@ class Router(nn.Module):
         return self.__dict__ | {"_add_up": None}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        check_tokens(tokens, self.gate.in_features)
+        check_tokens(tokens, self.gate.weight.shape[-1])
         rule, dtype = self.config.rule, tokens.dtype
         if mask is not None:
             mask = flat_mask(mask, tokens)

@@ -98,6 +98,7 @@ def found_orders(
     peak_activations: float | None = None,
     seconds: float = SEARCH_SECONDS,
     counts_block: bool = False,
+    timed: bool = True,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Plan]:
     """Return the plans that a search has compared, the fastest first, each with a program made for the costs.
@@ -125,6 +126,7 @@ def found_orders(
             for each second, in at least ``LEAST_TRIES`` tries, and at most the nodes of ``MOST_STEPS`` steps: where
             that, and compiling the fixed schedules, ends in the time, the result does not depend on the machine.
         counts_block: Whether the host waits for counts, as on a GPU.
+        timed: Whether the clock ends the search. Without, several ranks that search find the same, whatever it takes.
         progress: Called with the share of the search that is done: a half with tries, a half with fixed schedules.
 
     Raises:
@@ -135,7 +137,8 @@ def found_orders(
     check_kind("costs", costs, NodeCosts)
     chains = Chains(placement, shape)
     limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
-    search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress, seconds)
+    limit = max(seconds, LEAST_SECONDS) if timed else float("inf")
+    search = _Search(_Draws(placement, microbatches, limits), chains, costs, counts_block, progress, limit)
     found = search.best(int(seconds * NODES_PER_SECOND))
     return sorted((found, *search.fixed(found.predicted)), key=lambda plan: plan.predicted)
 
@@ -225,7 +228,7 @@ class _Search:
     ) -> None:
         self.draws, self.chains, self.costs = draws, chains, costs
         self.counts_block, self.progress = counts_block, progress
-        self.begun, self.seconds = time.thread_time(), max(seconds, LEAST_SECONDS)
+        self.begun, self.seconds = time.thread_time(), seconds
         self.orders: dict[Program, tuple[float, float]] = {}  # time of a fixed schedule's order, and of playing it here
         self.free = replace(costs, launch={})
         self.tasks = Tasks(chains, self.free)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from math import inf, isfinite
+from math import inf
 from numbers import Real
 from reprlib import Repr
 from typing import Any, ParamSpec, TypeVar
@@ -121,7 +121,7 @@ def check_number(name: str, value: object, least: float = 0.0, *, above: bool = 
     Traceback (most recent call last):
     ValueError: scaling=inf; allowed: a finite number, more than 0
     """
-    real = isinstance(value, Real) and not isinstance(value, bool) and isfinite(value)
+    real = isinstance(value, Real) and not isinstance(value, bool) and -inf < value < inf  # type: ignore[operator]
     if real and (value > least if above else value >= least):  # type: ignore[operator]
         return
     limit = "" if least == -inf else f", more than {least:g}" if above else f", {least:g} or more"

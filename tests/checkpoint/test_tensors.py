@@ -1,7 +1,8 @@
-"""Weights of classes of their own, and what is said of damaged files."""
+"""Slices as DCP reads them, and what is said of damaged files."""
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,27 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from overlap1f1b.checkpoint import load_checkpoint, save_checkpoint
-from overlap1f1b.checkpoint.tensors import check_tensors, plain_values
+from overlap1f1b.checkpoint.tensors import Whole, check_tensors, decoded, encoded, plain_values
 from overlap1f1b.schedule import build_schedule
 from tests import models, products
 from tests.checkpoint.runs import Tiny, ep
 from tests.engines import COSTS, make
 from tests.ranks import Ranks
 from tests.tiers import wide
+
+
+def test_a_whole_has_the_shape_of_all_slices_and_the_memory_of_one() -> None:
+    slice_ = torch.arange(12.0).view(2, 6)
+    rows, columns = Whole(slice_, 1, 3), Whole(slice_, 1, 3, columns=2)
+    assert (rows.shape, columns.shape) == ((6, 6), (2, 18))
+    for whole, at in ((rows, [(2, 0)]), (columns, [(0, 2), (0, 8), (0, 14)])):
+        items = whole.__create_write_items__("x", whole)
+        assert [tuple(item.index.offset or ()) for item in items] == at
+        parts = [whole.__get_tensor_shard__(item.index) for item in items]
+        assert torch.equal(torch.cat(parts, 1), slice_)
+        assert all(part.untyped_storage().data_ptr() == slice_.untyped_storage().data_ptr() for part in parts)
+    with pytest.raises(NotImplementedError, match="of a whole"):
+        rows + 1
 
 
 def _losses(rank: int, size: int, kind: str, folder: Path, load: bool) -> list[float]:
@@ -54,6 +69,13 @@ def test_a_class_whose_values_are_in_no_one_tensor_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"^x is a Two in a checkpoint; allowed: a plain tensor, or a class whose"):
         plain_values(Two(torch.ones(2)), "x")
+
+
+def test_values_are_bytes() -> None:
+    value = {"a": [1, (2.5, None)], "tensor": torch.arange(3)}
+    assert repr(decoded(encoded(value))) == repr(value)
+    with pytest.raises(pickle.UnpicklingError):
+        decoded(encoded(Tiny()))
 
 
 def flip(path: Path) -> None:

@@ -70,6 +70,8 @@ def test_options_of_trainer() -> None:
         ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
         ({"finite": "never"}, "finite='never'; allowed: warn, raise, or None"),
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
+        ({"parts": 0}, "parts=0; allowed: 1 to 8, or auto"),
+        ({"parts": "2"}, "parts='2'; allowed: 1 to 8, or auto"),
         ({"memory": "much"}, "memory='much'; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None"),
     ],
 )

@@ -373,10 +373,11 @@ def test_counts_of_tokens_of_another_kind(result: Any, message: str) -> None:
 )
 def test_values_of_another_kind_that_a_step_gets(given: dict[str, Any], message: str) -> None:
     engine = make(models.build(), programs(2)[0])
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(ValueError, match=f"(?m)^{re.escape(message)}$"):
         engine.play(**{"make_feed": list} | given)
+    engine = make(models.build(), programs(2)[0])
     engine.observers.append(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^observers\[[0-9]\]=3; allowed: Observer$"):
+    with pytest.raises(ValueError, match=r"(?m)^observers\[[0-9]\]=3; allowed: Observer$"):
         engine.play(list)  # type: ignore[arg-type]
 
 

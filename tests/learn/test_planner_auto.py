@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -84,3 +86,17 @@ def test_ranks_that_search_for_other_times_are_refused(rank: int, size: int) -> 
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
     with pytest.raises(ValueError, match="search"):
         make(build(2), program, mesh=mesh, timeout=20)
+
+
+@pytest.mark.parametrize("measured", [True, False])
+@over(2)
+def test_ranks_of_other_speed_play_one_plan(rank: int, size: int, measured: bool) -> None:
+    """One rank searches for all by the clock; where each searches by itself, no clock ends it."""
+    data, program = models.batch(6), build_schedule("auto", ranks=size, microbatches=6, seconds=0.05)
+    mesh, clock = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)), count(0.0, 10.0 if rank else 1e-6)
+    engine = make(build(2), program, mesh=mesh, timeout=20, costs=None if measured else COSTS, tries=1, verify=False)
+    with patch("overlap1f1b.plan.search.time", Mock(thread_time=lambda: next(clock))):
+        for _ in range(4):
+            engine.step(data[0], target=data[1])
+        engine.step(data[0][:8], target=data[1][:8], microbatches=4)
+    assert engine.plan.order == "found" or engine.plan.program.name != "auto"

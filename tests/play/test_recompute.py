@@ -483,25 +483,3 @@ def test_counters_count_a_microbatch_once(mode: Recompute) -> None:
         engine.step(data[0], target=data[1])
         assert block.counts == [3 * number] * 9
         assert list(block.log["calls"]) == list(range(3 * number))
-
-
-@pytest.mark.parametrize("mode", ["none", *MODES])
-@pytest.mark.parametrize("verify", [False, True])
-def test_counters_of_a_class_count_a_microbatch_once(mode: Recompute, verify: bool) -> None:
-    class Common(models.Block):
-        calls, log, tensor = 0, list[int](), torch.zeros(1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            Common.calls += 1
-            Common.log.append(len(Common.log))
-            y = super().forward(x)
-            Common.tensor += 1
-            return y
-
-    model = models.build(block=Common, layers=2)
-    engine = make(model, build_schedule("combined_1f1b", microbatches=3), recompute=mode, verify=verify)
-    data = models.batch(3)
-    for number in range(1, 5):
-        engine.step(data[0], target=data[1])
-        assert (Common.calls, int(Common.tensor)) == (6 * number, 6 * number)
-        assert Common.log == list(range(6 * number))

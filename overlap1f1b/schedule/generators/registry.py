@@ -120,7 +120,7 @@ def build_schedule(
             raise ValueError(f"{option}={value!r} with {name}; allowed: {allowed}{belongs}")
     made = schedule(**own)
     chunks = getattr(made, "chunks", made.fixed_chunks)
-    if (count := 2 * ranks * chunks * microbatches) > MOST_ACTIONS:
+    if (count := 2 * int(ranks) * int(chunks) * int(microbatches)) > MOST_ACTIONS:
         sizes = f"{name} with {ranks=}, {microbatches=}, {chunks=}"
         raise ValueError(f"{sizes} has about {count} actions; allowed: at most {MOST_ACTIONS}")
     build = partial(made.program, ranks=ranks)

@@ -51,5 +51,5 @@ def test_bad_releases_are_named() -> None:
         deallocate_output_tensor("x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="an output of 3 elements; allowed: one element"):
         custom_backward(torch.ones(3, requires_grad=True) * 2, torch.ones(3))
-    with pytest.raises(ValueError, match=r"^grad_output=.*; allowed: Tensor or None$"):
+    with pytest.raises(ValueError, match=r"^grad_output=1; allowed: Tensor or None$"):
         custom_backward(torch.ones(1, requires_grad=True) * 2, 1)  # type: ignore[arg-type]

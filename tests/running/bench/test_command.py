@@ -109,9 +109,19 @@ def test_what_is_said_of_a_row() -> None:
     assert shown("this", "that")[-2:] == [f"error of measurement: {doubt}; {advice}" for doubt in ("this", "that")]
 
 
-def test_a_wire_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    error = Verb("bench").refused(capsys, "--wire", "balancedfoo")
-    assert error.startswith("--wire 'balancedfoo'; allowed: a rate such as 100kbit, 500mbit or 2.5gbit ")
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ("--batch 6", "--batch 6 cannot be split into --microbatches 8; allowed: a multiple of 8"),
+        (
+            "--wire balancedfoo",
+            "--wire 'balancedfoo'; allowed: a rate such as 100kbit, 500mbit or 2.5gbit (10kbit or more), balanced, "
+            "or balanced*FACTOR with a factor above 0",
+        ),
+    ],
+)
+def test_options_that_no_run_can_have(capsys: pytest.CaptureFixture[str], args: str, error: str) -> None:
+    assert Verb("bench").refused(capsys, *args.split()) == error
 
 
 def test_a_wire_under_torchrun() -> None:
