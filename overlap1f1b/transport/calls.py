@@ -218,9 +218,8 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
     def exchanged() -> tuple[Any, ...]:
         if forward.handlers.hides(tensors, splits, group):
             return tuple(forward.suspend([ExchangeCall(tensors, splits, False)]))
-        with saved_tensors_hooks(
-            lambda t: t, lambda t: t
-        ):  # a part that is computed again does not repeat what it saves
+        # A part that is computed again does not repeat what it saves.
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
             return function(*tensors)
 
     return forward.handlers.bring(exchanged)
