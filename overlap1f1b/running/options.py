@@ -88,9 +88,9 @@ class RunOptions(UserOptions):
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
-    precision: Literal["weights", "fp8", "mxfp8"] = "weights"
-    """Of the experts' products and the rows sent to them: as the weights, or eight bits: fp8 with a scale a row, on a
-    GPU one of compute capability 9; mxfp8 with a scale of 32 elements, whose products a GPU computes in bfloat16."""
+    precision: Literal["weights", "fp8"] = "weights"
+    """Of the experts' products and the rows sent to them: as the weights, or in eight bits with a scale a row, for
+    which a GPU has compute capability 9."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None
