@@ -254,13 +254,13 @@ class Stage:
             shapes[block] = before.cut(tuple(exchange.op for exchange in own.every))
         return tuple(shapes)
 
-    def shaped(self, shape: StageShape, modes: Sequence[Recompute], parts: int) -> StageShape:
-        """Return shapes of blocks that drop the activations of these modes, as far as they can, and cut calls."""
+    def shaped(self, shape: StageShape, mode: Recompute, parts: int) -> StageShape:
+        """Return shapes of blocks that drop the activations of a mode, as far as they can, and cut calls."""
         return tuple(
             before.dropping("none" if options_of(block).keeps else mode)._replace(
                 parts=parts if before.expert_calls else before.parts
             )
-            for block, before, mode in zip(self.blocks, shape, modes, strict=True)
+            for block, before in zip(self.blocks, shape, strict=True)
         )
 
     def dense_parameters_of(self, block: int) -> list[nn.Parameter]:

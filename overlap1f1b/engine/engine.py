@@ -286,6 +286,8 @@ class Engine:
             if wrong is not None:
                 raise wrong
             self._agree(step, comparison)
+            if not self.tuner.steps:
+                self._check_devices()
             played = self._evaluate(step) if coming is None else self._train(step, coming)
             # All ranks have played the same step, and scaled alike.
             if any(comparison.differ(here=not grad)[1 : 1 + len(facts)]):  # as by a gradient scaler on some rank
@@ -328,7 +330,7 @@ class Engine:
         # 3. Forwards, backwards, exchanges, reductions.
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
         with choosing(blocks) if first and self.mesh.group("tp") is None else contextlib.nullcontext():
-            played = self._run(step, coming.loop)
+            played = step.run() if coming.loop is None else self._compared(step, coming.loop)
         if count is not None:
             played = played._replace(result=replace(played.result, peak_bytes=count.count.peak))
         if first and self._compares:
@@ -342,15 +344,13 @@ class Engine:
         )
 
     def _evaluate(self, step: Step) -> PlayedStep:
+        loop = self.tuner.loop_of(step.plan)
         with self.connection.sharding.gathered(gathered_in(step.plan.ranks[step.links.rank])):
-            played = self._run(step, self.tuner.loop_of(step.plan))
+            played = step.run() if loop is None else self._compared(step, loop)
         return played._replace(result=replace(played.result, standing=self.tuner.standing_uncut))
 
-    def _run(self, step: Step, loop: Plan | None) -> PlayedStep:
-        if not self.tuner.steps:
-            self._check_devices()
-        if loop is None:
-            return step.run()
+    def _compared(self, step: Step, loop: Plan) -> PlayedStep:
+        """Play a step that is compared with a plain loop."""
         played = self.verification.play(step, loop)
         self.tuner.note_verified(step.plan)
         return played

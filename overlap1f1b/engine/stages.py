@@ -141,7 +141,6 @@ def stages_of(
         sharding.divide(held_blocks)
     with sharding.gathered():
         # A stage without parameters computes where the rank's others do.
-        recompute, parts = options.settings[0]
         device = device_of(chain.from_iterable(held_blocks.values())) or mesh.device
         stages = {
             stage: Stage(
@@ -152,8 +151,6 @@ def stages_of(
                 sliced=sharding.sliced,
                 reduce_dense=reduce_dense,
                 reduce_experts=reduce_experts,
-                recompute=recompute,
-                parts=parts,
                 gathered={block for of, block in sharding.of_block if of == stage},
                 device=device,
             )

@@ -113,7 +113,8 @@ class Tuner:
             counts_block=counts_block,
             progress=self.peers.go_on,
         )
-        self.shapes = self._gathered({number: stage.shape for number, stage in stages.items()})
+        self.setting, *more = options.settings
+        self.shapes = self._shaped({number: stage.shape for number, stage in stages.items()})
         self.steps = 0
         self.standing: tuple[str, ...] = ()
         self.verified: dict[str, tuple[int, bool, int]] = {}
@@ -138,7 +139,6 @@ class Tuner:
         self._numbers: dict[int, Numbered] = {}  # the last one played comes last
         self._now = self._numbered(program.microbatches)
         cuts = any(block.expert_calls for stage in self.shapes for block in stage)
-        self.setting, *more = options.settings
         shows, settings = mesh.exchanging is not None, [self.setting]
         settings += [(mode, parts) for mode, parts in more if cuts or parts == self.parts]
         # Bytes are counted by a GPU's allocator, or under a limit.
@@ -467,9 +467,12 @@ class Tuner:
 
     def _use(self, setting: Setting) -> None:
         """From the next step on, let all blocks recompute, and cut calls of experts, as a setting says."""
-        mode, parts = self.setting = setting
-        mine = {n: stage.shaped(self.shapes[n], [mode] * len(stage.blocks), parts) for n, stage in self.stages.items()}
-        self._reshape(self._gathered(mine))
+        self.setting = setting
+        self._reshape(self._shaped({number: self.shapes[number] for number in self.stages}))
+
+    def _shaped(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
+        """Return the shapes of all stages under the setting, given this rank's."""
+        return self._gathered({n: stage.shaped(mine[n], *self.setting) for n, stage in self.stages.items()})
 
     def _reshape(self, shapes: tuple[StageShape, ...]) -> None:
         if shapes != self.shapes:
