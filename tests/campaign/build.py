@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
 from tests import models
+from tests.blocks import Odd
 from tests.campaign.draw import Case, Model
 
 NOTHING = -100
@@ -73,7 +74,10 @@ class Dense(nn.Module):
     def __init__(self, model: Model, kind: str) -> None:
         super().__init__()
         hidden = model.hidden
-        self.inner = nn.LayerNorm(hidden) if kind == "norm" else nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh())
+        if kind == "norm":
+            self.inner: nn.Module = nn.LayerNorm(hidden)
+        else:
+            self.inner = nn.Sequential(nn.Linear(hidden, hidden) if kind == "dense" else Odd(kind, hidden), nn.Tanh())
 
     def forward(self, x: Tensor, *beside: Tensor) -> Tensor | tuple[Tensor, ...]:
         return with_beside(self.inner(x), beside)

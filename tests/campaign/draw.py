@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from overlap1f1b.moe.experts import WeightsIn
 from overlap1f1b.plan import Overlap, Recompute
 from overlap1f1b.schedule import SCHEDULES, Program, build_schedule
+from tests.blocks import HOWS
 from tests.campaign.places import PLACES
 
 Kind = Literal["engine", "combined", "dualpipe", "pipelining", "hidden"]
@@ -46,7 +47,7 @@ class Model(Drawn):
     """An embedding, ``layers`` and a head.
 
     Args:
-        layers: ``"dense"``, ``"norm"``, or how many calls of experts.
+        layers: ``"dense"``, ``"norm"``, an odd use of two layers (``tests.blocks``), or how many calls of experts.
         routing: By the best scores, always to the first experts, or by a Router with auxiliary losses.
         beside: Tensors that travel beside the hidden states: none, one, or another of integers.
         tied: Whether the head has the embedding's weight.
@@ -293,7 +294,9 @@ def _divisor(random: Random, ranks: int) -> int:
 def _model(random: Random, ranks: int, *, fewest: int = 1, **given: Any) -> Model:
     """Draw a model of at least ``fewest`` layers whose experts can be divided over any part of the ranks."""
     experts = ranks * random.randint(1, 3)
-    layers = [random.choice(("dense", "norm", 1, 1, 1, 2)) for _ in range(max(1, fewest) + random.randint(0, 2))]
+    odd = random.choice(HOWS)
+    kinds = ("dense", "norm", odd, 1, 1, 1, 2)
+    layers = [random.choice(kinds) for _ in range(max(1, fewest) + random.randint(0, 2))]
     return Model(
         hidden=random.choice((3, 4, 7, 12, 20)),
         intermediate=random.choice((1, 4, 9)),
