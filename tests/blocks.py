@@ -18,6 +18,7 @@ class Again(torch.autograd.Function):
     """Runs a function a second time in its own backward, and walks that graph, as kernels of others do."""
 
     @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
         ctx.function, ctx.weights = function, len(weights)
         ctx.save_for_backward(x)
@@ -25,6 +26,7 @@ class Again(torch.autograd.Function):
             return function(x)
 
     @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> Any:
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
@@ -68,7 +70,7 @@ class Odd(nn.Module):
         return y
 
     def again(self, x: Tensor) -> Tensor:
-        y: Tensor = Again.apply(self.part, x, self.first.weight, self.second.weight)  # type: ignore[no-untyped-call]
+        y: Tensor = Again.apply(self.part, x, self.first.weight, self.second.weight)
         return y
 
     def layer_twice(self, x: Tensor) -> Tensor:
