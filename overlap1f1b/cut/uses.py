@@ -21,6 +21,7 @@ class ParameterUses:
         self.several: set[nn.Parameter] = set()
         self._entering: set[nn.Parameter] = set()
         self._deferred: set[nn.Parameter] = set()
+        self._cast: set[nn.Parameter] = set()
         self._shown: set[str] = set()
 
     @property
@@ -38,8 +39,11 @@ class ParameterUses:
 
     @property
     def plain(self) -> bool:
-        """Whether a call of the block in one graph is what a plain loop does."""
-        return self._shown == {"forward"}
+        """Whether a call of the block in one graph is what its segments do.
+
+        It is not for a weight that autocast casts once for several uses: one graph sums its gradients in that dtype.
+        """
+        return self._shown == {"forward"} and self._cast.isdisjoint(self.several)
 
     @property
     def watched(self) -> bool:
@@ -57,6 +61,12 @@ class ParameterUses:
         self.first.update(dict.fromkeys(idle & self._entering, 0))
         for known in (self.apart, self.several, self._entering):
             known.difference_update(idle)
+
+    def casts(self, parameter: nn.Parameter, *, tied: bool) -> None:
+        """Note that a parameter is used under autocast; ``tied`` says that other blocks share it."""
+        self._cast.add(parameter)
+        if tied or (parameter in self._deferred and not self.known):
+            self._shown.add("cast")
 
     def defers(self, weight: nn.Parameter, segment: int) -> None:
         """Note that a layer in a segment defers the gradient of its weight."""

@@ -407,7 +407,12 @@ class BlockRun:
 
     def used_apart(self, weight: Parameter) -> None:
         """Note that a layer uses a weight whose gradient it leaves to a queue."""
+        self._may_cast(weight)
         self.uses.defers(weight, len(self.segments) - 1)
+
+    def _may_cast(self, parameter: Parameter) -> None:
+        if torch.is_autocast_enabled(parameter.device.type):
+            self.uses.casts(parameter, tied=parameter in self.installed.stage.tied)
 
     def _entered_parameter(self, parameter: Parameter) -> Tensor:
         """Return a parameter, or what enters if it is used in other segments, blocks or layers, too.
@@ -419,6 +424,7 @@ class BlockRun:
         if alone and uses.first.setdefault(parameter, number) == number:
             return parameter
         if parameter not in segment.here:
+            self._may_cast(parameter)
             uses.enters(parameter, number)
             segment.parameters[parameter], entered = Crossing.into_segment(parameter, self.installed.anchor)
             entered.__dict__ = parameter.__dict__  # a layer's backward may set one, as grad_added_to_main_grad

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
 from tests import models
 from tests.blocks import HOWS, Odd
@@ -19,10 +20,12 @@ SIZE, MICROBATCHES, STEPS = 8, 4, 3
 """Rows of a microbatch and features: where both agree, no shape tells an activation and a weight apart."""
 
 
-def gradients(blocks: nn.Sequential, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """Those of a plain loop."""
+def gradients(blocks: nn.Sequential, x: Tensor, y: Tensor, *, autocast: bool = False) -> dict[str, Tensor]:
+    """Those of a plain loop; autocast casts a weight for each of its uses."""
     for inputs, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
-        (F.mse_loss(blocks(inputs), target) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast, cache_enabled=False):
+            loss = F.mse_loss(blocks(inputs), target) / MICROBATCHES
+        loss.backward()  # type: ignore[no-untyped-call]
     return models.gradients(blocks)
 
 
@@ -51,3 +54,25 @@ def test_gradients_of_blocks_that_are_one_call(rank: int, size: int, schedule: s
             problems += [f"{how}, step {step}: {name}" for name in unequal]
         engine.close()
     assert not problems, problems
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("how", ["part", "tied", *HOWS])
+def test_gradients_under_autocast(how: str, recompute: Recompute) -> None:
+    """Each use of a weight that is used several times has a cast of its own, in the first step and behind it."""
+
+    def made() -> nn.Sequential:
+        model = build("part" if how == "tied" else how, 4)
+        if how == "tied":
+            model[2].first.weight = model[1].first.weight
+        return model
+
+    x, y = torch.randn(2, MICROBATCHES * SIZE, SIZE, generator=torch.Generator().manual_seed(2))
+    model, plain = made(), gradients(made(), x, y, autocast=True)
+    program = build_schedule("sequential", microbatches=MICROBATCHES)
+    engine = make(model, program, loss_fn=F.mse_loss, costs=COSTS, recompute=recompute, verify=False)
+    for step in range(STEPS):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.step(x, target=y)
+        assert not models.equal(models.held(engine, model), plain), step
