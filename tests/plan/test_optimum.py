@@ -1,0 +1,69 @@
+"""The exact model against the clock, and compiled orders against proven optima."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from overlap1f1b.plan import BlockShape, NodeCosts, Plan, StageShape, compile, play_ranks
+from overlap1f1b.schedule import Placement, build_schedule
+from overlap1f1b.schedule.placement import SINGLE
+from tests.plan.cases import DENSE, MOE, table_costs
+from tests.plan.rules import broken_rules
+from tests.programs import combined_1f1b
+
+pytest.importorskip("ortools")
+
+from tests.plan.optimum import Optimum, optimum
+
+OPTIMA = {  # layers, microbatches, exchange over compute, live ones
+    (1, 1, 1, 3): 38,
+    (1, 2, 1, 3): Fraction("54.5"),
+    (1, 3, 1, 2): 78,
+    (1, 3, 2, 3): 135,
+    (2, 2, 1, 3): Fraction("103.5"),
+    (4, 1, 0.25, 3): Fraction("95.8125"),
+    (4, 1, 1, 3): 143,
+}
+"""Times of the fastest orders of experts : attention 4 : 3."""
+
+
+def assert_proven(found: Optimum, placement: Placement, costs: NodeCosts) -> None:
+    """The clock plays the order in the time that the solver says, and no order is faster."""
+    assert found.proven
+    spans = play_ranks(found.ranks, placement, costs)
+    assert max(span.end for rank in spans for span in rank) == found.time
+
+
+@pytest.mark.parametrize("case", OPTIMA, ids=str)
+def test_the_solver_proves_an_optimum_and_agrees_with_the_clock(case: tuple[int, int, float, int]) -> None:
+    layers, microbatches, ratio, live = case
+    costs, shape = table_costs(ratio), (MOE,) * layers
+    found = optimum(SINGLE, microbatches, shape, costs, live=[live])
+    assert_proven(found, SINGLE, costs)
+    assert found.time == OPTIMA[case]
+    program = combined_1f1b(microbatches, live - 2)
+    plan = Plan(program, 3, "", (shape,), (tuple(found.ranks[0]),), found.time)
+    assert not list(broken_rules(plan))
+    assert found.time <= compile(program, shape, costs, 3).predicted
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(BlockShape(1, parts=2),), (DENSE, MOE), (BlockShape(1, recompute="experts"),), (BlockShape(1, split=False),)],
+    ids=["parts", "a dense layer", "recomputation", "weight gradients not apart"],
+)
+def test_the_solver_agrees_with_the_clock_on_further_blocks(shape: StageShape) -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=4, counts=0.25, aggregate=0.5, dense=5).in_parts(2)
+    found = optimum(SINGLE, 2, shape, costs, live=[2])
+    assert_proven(found, SINGLE, costs)
+    assert found.time <= compile(combined_1f1b(2, 0), shape, costs, 3).predicted
+
+
+def test_the_solver_agrees_with_the_clock_on_several_ranks() -> None:
+    costs = NodeCosts.uniform(attention=3, experts=4, dispatch=5, send=1)
+    program = build_schedule("1f1b", ranks=2, microbatches=2)
+    found = optimum(program.placement, 2, (MOE,), costs, live=program.peak_activations)
+    assert_proven(found, program.placement, costs)
+    assert found.time <= compile(program, (MOE,), costs, 3).predicted
