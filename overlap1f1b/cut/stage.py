@@ -8,7 +8,7 @@ What changes on modules while a step lasts is in :mod:`overlap1f1b.play.install`
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
 from typing import TypeGuard
@@ -163,7 +163,7 @@ class Stage:
             for index, linears in enumerate(self.linears)
         ]
         """Weights of each block whose gradients are computed apart."""
-        self._uses: dict[tuple[int, BlockShape], ParameterUses] = {}
+        self._uses: dict[tuple[int, BlockShape, Hashable], ParameterUses] = {}
         self.own_exchanges: dict[int, OwnExchanges] = {}
         """Exchanges that blocks make by themselves, as the first step has shown."""
         self.places = [KnownPlaces(block, options_of(block).state) for block in self.blocks]
@@ -230,9 +230,9 @@ class Stage:
             self._cuts[shape] = Cut(shape)
         return self._cuts[shape]
 
-    def uses_of(self, block: int, shape: BlockShape) -> ParameterUses:
-        """Return where a block of this shape uses its parameters, as its forwards show."""
-        key = block, shape._replace(recompute="none", gathered=False)
+    def uses_of(self, block: int, shape: BlockShape, autocast: Hashable = None) -> ParameterUses:
+        """Return where a block of this shape uses its parameters, as its forwards under this autocast show."""
+        key = block, shape._replace(recompute="none", gathered=False), autocast
         if key not in self._uses:
             shares = any(self.tied.get(p, block) != block for p in self.dense_parameters[block])
             self._uses[key] = ParameterUses(set(self._apart[block]), shares=shares)
@@ -293,13 +293,17 @@ def splits(module: nn.Module) -> TypeGuard[nn.Linear]:
     Not so a subclass or a parametrization; nor parameters whose classes have products of their own.
     """
     return (
-        type(module).forward is nn.Linear.forward
-        and "forward" not in module.__dict__
+        has_forward_of_linear(module)
         and (weight := module._parameters.get("weight")) is not None
         and weight.requires_grad
         and not weight.is_complex()
         and not any(has_own_products(parameter) for parameter in module.parameters())
     )
+
+
+def has_forward_of_linear(module: nn.Module) -> bool:
+    """Return whether nobody has given a module a forward other than ``nn.Linear``'s."""
+    return type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
 
 
 def parameters_of(stages: Mapping[int, Stage]) -> Iterator[tuple[str, str, nn.Parameter, bool]]:

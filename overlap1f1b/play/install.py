@@ -16,7 +16,7 @@ from overlap1f1b.cut.blocks import options_of
 from overlap1f1b.cut.edges import next_sequence_number
 from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.replacement import Replacement, replaced
-from overlap1f1b.cut.stage import Stage
+from overlap1f1b.cut.stage import Stage, has_forward_of_linear
 from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.cut.weights import Put, split_grouped_mm, split_linear
 from overlap1f1b.kernels.grouped_mm import EightBits, GroupedMM, has_own_products
@@ -69,13 +69,14 @@ class Installation:
         self.stage, self.cut = stage, stage.cut(stage.shape if shape is None else shape)
         self.exchange = exchange or stage.exchange
         self.observers = observers or Observers()
-        self.uses: list[ParameterUses] = [stage.uses_of(number, block) for number, block in enumerate(self.cut.shape)]
+        self.thread = ThreadState.capture(stage.device)
+        casts = self.thread.autocast
+        self.uses: list[ParameterUses] = [stage.uses_of(n, block, casts) for n, block in enumerate(self.cut.shape)]
         self.own = [
             stage.own_exchanges[block] if shape.exchanges and block in stage.own_exchanges else OwnExchanges()
             for block, shape in enumerate(self.cut.shape)
         ]
         self._capacity, self._adds_to_main = capacity, adds_to_main
-        self.thread = ThreadState.capture(stage.device)
         self.began = next_sequence_number()
         self.made: list[tuple[int, int, int]] = []
         self.stacks: list[Stack] = []
@@ -144,7 +145,7 @@ class Installation:
                 yield attributes, "forward", uncompiled(experts.forward)
             if divided or experts.precision is not None:
                 yield attributes, "product", uncompiled(self._split_product(experts))
-        for linear in (m for linears in stage.linears for m in linears) if divided else ():
+        for linear in (m for linears in stage.linears for m in linears if has_forward_of_linear(m)) if divided else ():
             yield vars(linear), "forward", uncompiled(self._split_forward(linear))
         for carrier in (m for carriers in stage.carriers for m in carriers) if aux_scale is not None else ():
             yield vars(carrier), "aux_scale", aux_scale

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils.parametrizations import weight_norm
 
 from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
@@ -68,11 +71,76 @@ def test_gradients_under_autocast(how: str, recompute: Recompute) -> None:
         return model
 
     x, y = torch.randn(2, MICROBATCHES * SIZE, SIZE, generator=torch.Generator().manual_seed(2))
-    model, plain = made(), gradients(made(), x, y, autocast=True)
+    plain = {casts: gradients(made(), x, y, autocast=casts) for casts in (True, False)}
     program = build_schedule("sequential", microbatches=MICROBATCHES)
-    engine = make(model, program, loss_fn=F.mse_loss, costs=COSTS, recompute=recompute, verify=False)
-    for step in range(STEPS):
+    for casts in ((True,) * STEPS, (False, False, True, True, False)):
+        model = made()
+        engine = make(model, program, loss_fn=F.mse_loss, costs=COSTS, recompute=recompute, verify=False)
+        for step, now in enumerate(casts):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=now):
+                engine.step(x, target=y)
+            assert not models.equal(models.held(engine, model), plain[now]), (casts, step)
+
+
+def forward_of_its_own(block: Odd) -> None:
+    plain = block.first.forward
+    block.first.forward = lambda x: 2 * plain(x)  # type: ignore[method-assign]
+
+
+def another_class(block: Odd) -> None:
+    block.first.__class__ = type("Doubled", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})
+
+
+def another_layer(block: Odd) -> None:
+    block.first = nn.Sequential(block.first, nn.Tanh(), block.second)  # type: ignore[assignment]
+
+
+def another_weight(block: Odd) -> None:
+    block.first.weight = nn.Parameter(block.second.weight.detach().sin())
+
+
+def computed_weight(block: Odd) -> None:
+    weight_norm(block.first)
+
+
+def hooks(block: Odd) -> None:
+    block.first.register_forward_hook(lambda module, given, out: 2 * out)
+    block.second.register_full_backward_hook(lambda module, into, out: (2 * into[0],))
+
+
+def frozen(block: Odd) -> None:
+    block.first.requires_grad_(requires_grad=False)
+
+
+def another_way(block: Odd) -> None:
+    block.how = "weight twice"
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "zb_h1"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        forward_of_its_own,
+        another_class,
+        another_layer,
+        another_weight,
+        computed_weight,
+        hooks,
+        frozen,
+        another_way,
+    ],
+)
+def test_block_that_changes_between_steps(change: Callable[[Odd], None], schedule: str) -> None:
+    """What users do to a model that trains: gradients follow from the next step on."""
+    x, y = torch.randn(2, MICROBATCHES * SIZE, SIZE, generator=torch.Generator().manual_seed(2))
+    model, other = build("part", 4), build("part", 4)
+    engine = make(model, build_schedule(schedule, microbatches=MICROBATCHES), loss_fn=F.mse_loss, costs=COSTS)
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            change(model[1])  # type: ignore[arg-type]
+            change(other[1])  # type: ignore[arg-type]
         model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            engine.step(x, target=y)
-        assert not models.equal(models.held(engine, model), plain), step
+        other.zero_grad()
+        engine.step(x, target=y)
+        assert not models.equal(models.gradients(model), gradients(other, x, y)), step
