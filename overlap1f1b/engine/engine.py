@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
@@ -31,7 +32,7 @@ from overlap1f1b.learn.measure import BackToBack, OneByOne
 from overlap1f1b.learn.memory import NodeBytes
 from overlap1f1b.learn.purpose import Coming, Purpose
 from overlap1f1b.learn.tuner import Tuner
-from overlap1f1b.plan import NodeCosts, Plan, StageShape
+from overlap1f1b.plan import EXCHANGED, Node, NodeCosts, Op, Plan, StageShape
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
@@ -43,11 +44,14 @@ from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import check_each, check_kind, check_number, check_size, naming_nearest
+from overlap1f1b.simulation import Flown
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Comparison
 
 _COMPARED = 1024
 """Steps between two comparisons of parameters over ranks; the first ones are at 0, 1, 2, 4, 8, ... steps."""
+_TOLD = (*EXCHANGED, Op.REDUCE)
+"""Sub-ops of which ranks that share experts tell each other how long they were in flight."""
 _DRAWS = {False: 0, None: 1, True: 2}
 """Whether a rank's blocks draw random numbers, as a number of which ranks know the largest."""
 
@@ -338,10 +342,23 @@ class Engine:
         # 4. What the step has shown decides how the next ones are played.
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
+        costs = None if purpose.looks else self.costs
         tuner.learn(coming, played.result, self.connection.boundary.timed, counted, found)
-        return played._replace(
-            result=replace(played.result, standing=tuner.standing_uncut if first else tuner.standing)
-        )
+        standing = tuner.standing_uncut if first else tuner.standing
+        others = () if purpose.looks or standing else self._seen_by_others(step.plan, played.result)
+        return played._replace(result=replace(played.result, standing=standing, costs=costs, others=others))
+
+    def _seen_by_others(self, plan: Plan, result: StepResult) -> tuple[Mapping[Node, Flown], ...]:
+        """Return what the other ranks that share experts saw of the exchanges of a step; all ranks must call this."""
+        if not self._travels:
+            return ()
+        nodes = [node for node in plan.ranks[self.mesh.rank("pp")] if node.op in _TOLD]
+        flown = result.overlap.causes.flown
+        mine = array("d", chain.from_iterable(flown.get(node, Flown(0.0)) for node in nodes))
+        every = self.mesh.every(mine, over=self.mesh.experts_over)
+        others = (iter(of) for rank, of in every.items() if rank != self.mesh.number)
+        width = len(Flown._fields)
+        return tuple(dict(zip(nodes, map(Flown._make, zip(*[of] * width, strict=True)), strict=True)) for of in others)
 
     def _evaluate(self, step: Step) -> PlayedStep:
         loop = self.tuner.loop_of(step.plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from overlap1f1b.plan import Node, NodeCosts
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import OptionalTensors, unwrapped
 from overlap1f1b.play.player import Alive
 from overlap1f1b.play.times import Times
-from overlap1f1b.simulation import Timeline
+from overlap1f1b.simulation import Flown, Timeline
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class StepResult:
             counted what nodes hold.
         standing: A line about each exchange of the model's own that runs where it stands, inside a node: it is exposed,
             and nothing has timed it.
+        costs: Of the nodes by which the plan was made, in seconds; None if it was made by none.
+        others: What the other ranks that share experts saw of the exchanges; empty if they have not told.
     """
 
     losses: tuple[Tensor, ...]
@@ -43,15 +46,18 @@ class StepResult:
     peak_held: int
     peak_bytes: int | None = None
     standing: tuple[str, ...] = ()
+    costs: NodeCosts | None = None
+    others: tuple[Mapping[Node, Flown], ...] = ()
 
     @cached_property
     def overlap(self) -> Timeline:
-        """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``.
+        """The measured Timeline, in seconds: ``overlap.exposed``, ``overlap.hidden_fraction``, ``overlap.by_cause``.
 
         On a GPU it has the device's times, and the first access waits for the device. Where exchanges run where they
         stand, both are NaN, for "not measured", and ``overlap.standing`` says which, and what would hide them.
         """
-        return Timeline(self.times.spans(), standing=self.standing)
+        bytes = {flight.node: (flight.sent, flight.received) for flight in self.times.flights}
+        return Timeline(self.times.spans(), standing=self.standing, bytes=bytes, costs=self.costs, others=self.others)
 
     @property
     def loss(self) -> Tensor:
@@ -75,7 +81,10 @@ class StepResult:
 
         ``loss`` where the last stage is held; ``step_ms`` from the first node's start to the last one's end, and with
         the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
-        what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``; ``peak_bytes`` if they were counted.
+        what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``, and by cause, as
+        ``exposed_by_cause_ms/link``, which add up to ``exposed_ms``; of each block with experts, as
+        ``rows_over_mean/s0.b3``, the rows of the rank with most of them over the mean of ranks; ``peak_bytes`` if they
+        were counted.
         The first two are NaN, with a warning that says why, where exchanges run where they stand.
         """
         overlap = self.overlap
@@ -88,6 +97,10 @@ class StepResult:
         if overlap.exchange:  # NaN, too
             found |= {"hidden_fraction": overlap.hidden_fraction, "exposed_ms": 1e3 * overlap.exposed}
             found |= {f"exposed_ms/{name}": 1e3 * of.exposed for name, of in overlap.by_exchange().items()}
+        if overlap.exchange and not overlap.standing:
+            found |= {f"exposed_by_cause_ms/{cause}": 1e3 * time for cause, time in overlap.by_cause.items()}
+            crowding = overlap.causes.crowding if self.others else {}
+            found |= {f"rows_over_mean/s{stage}.b{block}": ratio for (stage, block), ratio in crowding.items()}
         return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
 
 

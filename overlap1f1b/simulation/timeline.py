@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import nan
 from pathlib import Path
 from typing import NamedTuple
 
-from overlap1f1b.plan import NodeCosts, Plan, Resource, Span, play_clocks
-from overlap1f1b.plan.intervals import Intervals, intersection, length, union
+from overlap1f1b.plan import Node, NodeCosts, Plan, Resource, Span, play_clocks
+from overlap1f1b.plan.intervals import Intervals, difference, intersection, length, union
+from overlap1f1b.simulation.causes import CAUSES, Causes, Flown
 from overlap1f1b.simulation.trace import Event, write_trace
 
 
@@ -60,11 +61,16 @@ class Timeline:
 
     ``host`` has the times in which the host launches the nodes, if launches cost time. ``standing`` has a line about
     each exchange that is no node, but part of one that computes: what is exchanged and exposed is then not measured.
+    For :attr:`by_cause`, ``bytes`` has those that left the rank in each exchange, and those that came; ``costs`` are
+    the plan's, and ``others`` what the other ranks that share experts saw.
     """
 
     spans: tuple[Span, ...]
     host: tuple[Span, ...] = ()
     standing: tuple[str, ...] = ()
+    bytes: Mapping[Node, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
+    costs: NodeCosts | None = field(default=None, compare=False, repr=False)
+    others: Sequence[Mapping[Node, Flown]] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         """Return the figures, in the unit of the spans: a step has thousands of them."""
@@ -88,6 +94,29 @@ class Timeline:
         if self.standing:
             return OverlapFigures(nan, nan)
         return OverlapFigures.of(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
+
+    @cached_property
+    def causes(self) -> Causes:
+        """Why the rank computes nothing when it does not."""
+        return Causes(self.spans, self.bytes, self.costs, self.others)
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        """What is exposed, by cause; the sum is :attr:`exposed`. See :mod:`overlap1f1b.simulation.causes`.
+
+        >>> from overlap1f1b.plan import Node, Op
+        >>> from overlap1f1b.schedule import Kind
+        >>> dispatch, experts = Node(Op.DISPATCH, Kind.I, 0, 0), Node(Op.EXPERTS, Kind.F, 0, 0)
+        >>> timeline = Timeline((Span(dispatch, 0.0, 3.0), Span(experts, 1.0, 2.0)))
+        >>> {cause: time for cause, time in timeline.by_cause.items() if time}
+        {'host': 1.0, 'order': 1.0}
+        """
+        exposed = difference(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
+        idle = self.causes.idle
+        return {
+            cause: length(intersection(exposed, union((one.start, one.end) for one in idle if one.cause == cause)))
+            for cause in CAUSES
+        }
 
     def by_exchange(self) -> dict[str, OverlapFigures]:
         """Return the figures of each sub-op and direction that is an exchange, by its name, as ``dispatch.f``."""

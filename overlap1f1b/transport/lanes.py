@@ -59,12 +59,13 @@ class Flight(Generic[T]):
         begun: Start by the device's clock, on a device that the thread does not wait for.
         ended: End by the device's clock, on such a device.
         sent: Bytes that leave this rank; 0 if the transfer does not say.
+        received: Bytes of the result, this rank's own included; 0 unless it is one tensor.
     """
 
     departed_at = arrived_at = read = 0.0
     begun: Any = None
     ended: Any = None
-    sent = 0
+    sent = received = 0
     _transfer: Transfer[T] | None = None
     _result: T | None = None
     _error: BaseException | None = None
@@ -150,6 +151,7 @@ class Flight(Generic[T]):
         try:
             transfer = post()
             self.departed_at, self.sent = time.perf_counter(), transfer.sent
+            self.received = getattr(transfer.result, "nbytes", 0)
             if self.lane.stamp is not None and transfer.mark is None:
                 self.begun = self.lane.stamp()
             if transfer.at_once and self._arrived is None:
