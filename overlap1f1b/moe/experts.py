@@ -63,7 +63,10 @@ class Experts(nn.Module):
     kernels: Kernels
 
     def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the grouped matrix product for :meth:`compute`; the engine replaces it with its own."""
+        """Return the grouped matrix product for :meth:`compute`.
+
+        The engine has one whose weight gradient may come later; a subclass that has a product of its own keeps it.
+        """
         eight = EightBits(self.kernels) if self.precision else None
         return multiplied(rows, weight, counts, eight)
 
@@ -175,6 +178,11 @@ class Experts(nn.Module):
         rows, weights = _routed(route.expand, route.expand_backward, received)
         result, weights = self.compute_routed(rows, weights, route)
         return _weigh(result.to(dtype), weights, route)
+
+
+def has_product_of_experts(experts: Experts) -> bool:
+    """Return whether nobody has given experts a product of their own."""
+    return type(experts).product is Experts.product and "product" not in vars(experts)
 
 
 class GroupedExperts(Experts):

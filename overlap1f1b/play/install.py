@@ -20,7 +20,7 @@ from overlap1f1b.cut.stage import Stage, has_forward_of_linear
 from overlap1f1b.cut.uses import ParameterUses
 from overlap1f1b.cut.weights import Put, split_grouped_mm, split_linear
 from overlap1f1b.kernels.grouped_mm import EightBits, GroupedMM, has_own_products
-from overlap1f1b.moe.experts import Experts, GroupedProduct
+from overlap1f1b.moe.experts import Experts, GroupedProduct, has_product_of_experts
 from overlap1f1b.plan import StageShape
 from overlap1f1b.plan.turn import Plain
 from overlap1f1b.play.crossing import functions_cross
@@ -143,7 +143,7 @@ class Installation:
             yield attributes, "parts", parts
             if divided:
                 yield attributes, "forward", uncompiled(experts.forward)
-            if divided or experts.precision is not None:
+            if (divided or experts.precision is not None) and has_product_of_experts(experts):
                 yield attributes, "product", uncompiled(self._split_product(experts))
         for linear in (m for linears in stage.linears for m in linears if has_forward_of_linear(m)) if divided else ():
             yield vars(linear), "forward", uncompiled(self._split_forward(linear))

@@ -1,8 +1,8 @@
-"""Blocks that are one call of autograd: gradients are those of a plain loop to the bit, whatever a block does."""
+"""Whatever a block does, and however it changes between steps: gradients are those of a plain loop to the bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.parametrizations import weight_norm
 
+from overlap1f1b.moe import GroupedExperts, Router, RouterConfig
 from overlap1f1b.plan import Recompute
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.loopback import LoopbackExchange
 from tests import models
 from tests.blocks import HOWS, Odd
 from tests.engines import COSTS, make
@@ -140,6 +142,47 @@ def test_block_that_changes_between_steps(change: Callable[[Odd], None], schedul
         if step == STEPS:
             change(model[1])  # type: ignore[arg-type]
             change(other[1])  # type: ignore[arg-type]
+        model.zero_grad()
+        other.zero_grad()
+        engine.step(x, target=y)
+        assert not models.equal(models.gradients(model), gradients(other, x, y)), step
+
+
+class Mixed(nn.Module):
+    """Experts, whose products may be the user's own."""
+
+    def __init__(self, kind: type[GroupedExperts]) -> None:
+        super().__init__()
+        self.router = Router(SIZE, RouterConfig(experts=4, top_k=2))
+        self.experts = kind(4, SIZE, SIZE)
+        self.experts.reset_parameters(torch.Generator().manual_seed(1), std=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(x, *self.router(x))
+        return x + y
+
+
+class Doubled(GroupedExperts):
+    def product(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
+        return 2 * GroupedExperts.product(self, rows, weight, counts)
+
+
+@pytest.mark.parametrize("recompute", ["none", "experts", "block"])
+@pytest.mark.parametrize("later", [False, True])
+def test_products_of_a_users_own(recompute: Recompute, *, later: bool) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(Odd("part", SIZE), *(Mixed(GroupedExperts if later else Doubled) for _ in range(2)))
+
+    x, y = torch.randn(2, MICROBATCHES * SIZE, SIZE, generator=torch.Generator().manual_seed(2))
+    model, other = made(), made()
+    program = build_schedule("zb_h1", microbatches=MICROBATCHES)
+    exchange = LoopbackExchange(torch.device("cpu"))
+    engine = make(model, program, loss_fn=F.mse_loss, costs=COSTS, overlap=3, recompute=recompute, exchange=exchange)
+    for step in range(STEPS):
+        if later and step == 1:
+            for blocks in (model, other):
+                blocks[1].experts.product = Doubled.product.__get__(blocks[1].experts)
         model.zero_grad()
         other.zero_grad()
         engine.step(x, target=y)
