@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
 from overlap1f1b.engine import Engine, EngineOptions
-from overlap1f1b.plan import NodeCosts
-from overlap1f1b.schedule import Program
+from overlap1f1b.plan import NodeCosts, Overlap
+from overlap1f1b.schedule import Program, build_schedule
+from tests import models
 from tests.models import loss_fn
+
+Case = tuple[str, Overlap, dict[str, Any]]
 
 COSTS = NodeCosts.uniform(attention=3, experts=4, dispatch=5, counts=0.4, aggregate=0.2, dense=1, reduce=2, send=1)
 
@@ -16,6 +23,34 @@ def make(model: Any, program: Program, **given: Any) -> Engine:
     """Return an engine: what is no argument of it is one of its options; the loss is that of ``tests.models``."""
     arguments = {name: given.pop(name) for name in ("mesh", "loss_fn", "exchange") if name in given}
     return Engine(model, program, **{"loss_fn": loss_fn, **arguments}, options=EngineOptions(**given))
+
+
+def orders_apart(
+    build: Callable[..., nn.Module],
+    cases: Iterable[Case],
+    mesh: DeviceMesh,
+    microbatches: int,
+    *near: float,
+    **more: Any,
+) -> list[str]:
+    """Orders over "ep" whose gradients differ from the first's in a bit, or the first's from one process's.
+
+    ``build`` makes a rank's model of a process group, and that of one process of none; how near they have to be
+    ``models.apart`` takes. What is more are options of the engines.
+    """
+    data = [models.batch(microbatches, seed=r) for r in range(mesh.size())]
+    rank = mesh.get_rank()
+    first, problems = dict[str, Tensor](), []
+    for name, overlap, options in cases:
+        model = build(mesh.get_group("ep"))
+        program = build_schedule(name, microbatches=microbatches)  # type: ignore[arg-type]
+        given = {"overlap": overlap, "costs": COSTS, "verify": not first, "timeout": 30} | more | options
+        make(model, program, mesh=mesh, **given).step(data[rank][0], target=data[rank][1])
+        found = models.gradients(model)
+        first = first or found
+        problems += [f"{name} {given}: {label}" for label in models.equal(found, first)]
+    expected = models.of_one_process(build(None), data, microbatches)
+    return problems + models.apart(first, expected, rank, len(data), *near)
 
 
 def said_of(error: BaseException) -> str:

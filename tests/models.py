@@ -127,6 +127,13 @@ def plain_gradients(
     return losses, gradients(model)
 
 
+def of_one_process(whole: nn.Module, data: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> dict[str, Tensor]:
+    """Gradients of one process with the batches of all ranks."""
+    for inputs, target in data:
+        _, found = plain_gradients(whole, inputs, target, microbatches, 1 / len(data))
+    return found
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients by name; zeros where there is none."""
     found = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}

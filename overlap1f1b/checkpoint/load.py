@@ -97,11 +97,11 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
     """
     # 1. What this rank reads: its own buffers, where ranks have others.
     index = dict(read_index(checkpoint))
-    differ = shards.buffers(facts.get("buffers", ()))  # which older checkpoints do not have
+    differ = shards.buffers(facts["buffers"])
     same = shards.mesh.layout == facts["layout"]
     own = {key: name for key, name in differ.items() if same and name in index}
     index |= {key: index[name] for key, name in own.items()}
-    table = OptimizerTable(**{"classes": {}, "beside": {}, **facts["optimizer"]})  # which older checkpoints do not have
+    table = OptimizerTable(**facts["optimizer"])
     tensors, entries = shards.of_model(facts["model"]), dict[str, Entries]()
     for key in tensors.keys() & index.keys():
         if key.endswith("._extra_state"):  # which a module may take in any shape

@@ -15,22 +15,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from overlap1f1b.kernels import grouped_mm
 from overlap1f1b.kernels.fp8 import Precision, quantize_rows
 from overlap1f1b.moe import GroupedExperts
-from overlap1f1b.plan import Overlap
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import build_schedule
 from tests import models
-from tests.engines import COSTS, make
+from tests.engines import COSTS, Case, make, orders_apart
 from tests.ranks import Ranks, over
 
 H, E, MICROBATCHES = 32, 8, 3
-ORDERS: list[tuple[str, Overlap, dict[str, Any]]] = [
+ORDERS: list[Case] = [
     ("sequential", "serial", {}),
     ("combined_1f1b", "pairs", {}),
     ("combined_1f1b", 2, {"recompute": "experts"}),
     ("zb_h1", 3, {"recompute": "block"}),
     ("combined_1f1b", 2, {"capacity": 4.0}),
 ]
-IN_PARTS: list[tuple[str, Overlap, dict[str, Any]]] = [
+IN_PARTS: list[Case] = [
     ("sequential", "serial", {"parts": 2}),
     ("combined_1f1b", 3, {"parts": 2}),
 ]
@@ -59,29 +58,23 @@ def build(group: Any = None, precision: Precision | None = None, weights_in: Any
 
 @over(2, timeout=240)
 def test_orders_are_equal_to_the_bit(rank: int, size: int) -> None:
+    """Eight products and two dispatches on the way, each within 0.05 of all bits (tests/kernels/test_fp8.py).
+
+    As tokens choose other experts in the second layer, they are √10 · 0.05 = 0.16 apart, and gates, which see
+    differences, more.
+    """
     mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
-    data = [models.batch(MICROBATCHES, seed=r) for r in range(size)]
-    cases: list[tuple[torch.dtype, str, list[tuple[str, Overlap, dict[str, Any]]]]] = [
+    cases: list[tuple[torch.dtype, str, list[Case]]] = [
         (torch.float32, "combine", ORDERS),
         (torch.bfloat16, "activation", ORDERS[::3]),
         (torch.bfloat16, "combine", IN_PARTS),
     ]
-    for dtype, weights_in, orders in cases:
-        whole = build(weights_in=weights_in)
-        for batch in data:
-            _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
-        reference: dict[str, Tensor] = {}
-        for name, overlap, more in orders:
-            model = build(mesh.get_group("ep"), "fp8", weights_in).to(dtype)
-            program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
-            options = {"overlap": overlap, "costs": COSTS, "verify": not reference, "timeout": 30}
-            make(model, program, mesh=mesh, **options, **more).step(data[rank][0], target=data[rank][1])
-            found = models.gradients(model)
-            reference = reference or found
-            problems += [f"{dtype} {name} {more}: {label}" for label in models.equal(found, reference)]
-        # Eight products and two dispatches on the way, each within 0.05 (tests/kernels/test_fp8.py), and tokens
-        # that choose other experts in the second layer: √10 · 0.05 = 0.16, more for gates, which see differences.
-        problems += models.apart(reference, expected, rank, size, 0.25, least=1e-3)
+    for dtype, inside, orders in cases:
+
+        def ranked(group: Any, dtype: torch.dtype = dtype, inside: str = inside) -> nn.Sequential:
+            return build(group, "fp8", inside).to(dtype) if group else build(None, None, inside)
+
+        problems += orders_apart(ranked, orders, mesh, MICROBATCHES, 0.25, 1e-3)
     assert not problems, problems
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 import torch
@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from overlap1f1b.moe import MoE, RouterConfig
 from overlap1f1b.moe.experts import Precision
-from overlap1f1b.plan import Overlap, exchanged_bytes
+from overlap1f1b.plan import exchanged_bytes
 from overlap1f1b.running.bench.exchanges import RecordingExchange
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
 from tests import models
-from tests.engines import COSTS, make
+from tests.engines import COSTS, Case, make, orders_apart
 from tests.ranks import over
 
 MICROBATCHES = 3
-CASES: list[tuple[str, Overlap, dict[str, Any]]] = [
+CASES: list[Case] = [
     ("sequential", "serial", {}),
     ("combined_1f1b", 3, {}),
     ("zb_h1", 3, {"recompute": "block"}),
@@ -38,22 +38,11 @@ def many(tokens: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @over(2, timeout=240)
 def test_many_choices_over_two_ranks(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    data, problems = [models.batch(MICROBATCHES, seed=r) for r in range(size)], []
-    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+    mesh, problems = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    build = functools.partial(models.build, choose=(many, models.top_k))
+    for dtype, limit, cases in ((torch.float64, 1e-12, CASES), (torch.float32, 1e-6, CASES[:2])):
         with models.default_dtype(dtype):
-            whole, reference = models.build(choose=(many, models.top_k)), dict[str, Tensor]()
-            for batch in data:
-                _, expected = models.plain_gradients(whole, *batch, MICROBATCHES, 1 / size)
-            for name, overlap, more in CASES[: 2 if dtype == torch.float32 else None]:
-                model = models.build(mesh.get_group("ep"), choose=(many, models.top_k))
-                program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
-                options = {"overlap": overlap, "costs": COSTS, "verify": not reference, "timeout": 30}
-                make(model, program, mesh=mesh, **options, **more).step(data[rank][0], target=data[rank][1])
-                found = models.gradients(model)
-                reference = reference or found
-                problems += [f"{dtype} {name} {more}: {label}" for label in models.equal(found, reference)]
-            problems += [f"{dtype} {problem}" for problem in models.apart(reference, expected, rank, size, limit)]
+            problems += orders_apart(build, cases, mesh, MICROBATCHES, limit)
     assert not problems, problems
 
 

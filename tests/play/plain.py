@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +19,6 @@ from tests.engine.test_engine import Delayed
 from tests.engines import COSTS, make
 
 HIDDEN, MICROBATCHES, ROWS, STEPS = 12, 3, 6, 3
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new tensors of another type than float32."""
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from overlap1f1b.schedule import Kind, Program, build_schedule
 from tests import models
 from tests.engines import make
 from tests.pauses import pauses
-from tests.play.plain import default_dtype
 from tests.ranks import over
 from tests.tiers import wide
 
@@ -53,7 +52,7 @@ def differing(one: Found, other: Found) -> list[str]:
     [(TWICE_DROPPED, UNEVEN), ({"weights_in": "activation"}, UNEVEN), ({}, FEWER_TOKENS_THAN_PARTS)],
     ids=["two calls", "weights in the activation", "fewer tokens than parts"],
 )
-@default_dtype(torch.float64)
+@models.default_dtype(torch.float64)
 def test_the_same_as_one_part(options: dict[str, Any], size: dict[str, int]) -> None:
     """Routing is uneven, and experts are without tokens."""
     program = build_schedule("sequential", microbatches=2)
@@ -136,7 +135,7 @@ def test_two_ranks(rank: int, size: int, parts: int, recompute: Recompute) -> No
 
 
 @over(2)
-@default_dtype(torch.float64)
+@models.default_dtype(torch.float64)
 def test_the_number_of_parts_is_chosen_by_costs_that_are_measured_for_it(rank: int, size: int) -> None:
     """Steps in which three numbers of parts are measured, and one by the number that is chosen."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))

@@ -110,9 +110,7 @@ def test_gradients_equal_fsdp2_bit_for_bit(rank: int, size: int, ranks: int, dp:
     """The other two ways over four ranks below: blocks that the engine reduces, and copies in the norm."""
     mesh, problems, microbatches = meshed(size, dp), [], 3 if size == 2 or wrap == "blocks" else 2
     data = [models.batch(microbatches, seed=r) for r in range(size)]
-    whole = models.build()
-    for inputs, target in data:
-        _, expected = models.plain_gradients(whole, inputs, target, microbatches, 1 / size)
+    expected = models.of_one_process(models.build(), data, microbatches)
     exchange = build_exchange(mesh.get_group("ep"))
     reference: dict[str, Tensor] = {}
     if wrap != "some":  # which has plain blocks that nothing else reduces
