@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from overlap1f1b.running.launch import STORE, end_with, run_ranks
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.terminal.arguments import Range, by_default, check_ranges, texts_in_a_line
 from overlap1f1b.terminal.output import check_files, console, print_lines, write_json
 from overlap1f1b.terminal.status import showing
@@ -27,6 +28,8 @@ TESTED = {"torch": TORCH, "greenlet": ("3.1", "4"), "triton": ("3.6", "3.10")}
 SERIAL = {"connections": "CUDA_DEVICE_MAX_CONNECTIONS", "streams": "CUDA_LAUNCH_BLOCKING"}
 """Variables of the environment that, set to 1, let a GPU's streams wait for each other."""
 SIZE = 2**24  # bytes each way over the link
+LINK = "link between ranks"
+LEAST_GBIT = 1  # a second each way; less is said to be slow
 PROBE_S = 0.2  # in which two ranks do nothing but need a processor
 
 
@@ -58,7 +61,7 @@ def doctor(options: DoctorOptions) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     screen = console(options.json)
     with showing(screen, f"measuring the link between two ranks, at most {options.timeout:g} s"):
-        findings = [*_settings(), _link(options.timeout)]
+        findings = [*_settings(), *_link(options.timeout)]
     for one in findings:
         style = {"ok": "green", "warn": "yellow", "fail": "bold red"}[one["status"]]
         line = "{status:5} {name:19} {value}  {advice}".format(**one)
@@ -85,7 +88,7 @@ def _settings() -> Iterator[dict[str, str]]:
         advice = "" if tested else f"install {name}>={first},<{beyond}"
         yield _finding(name, "ok" if tested else "fail" if name == "torch" else "warn", found, advice)
     nccl = not gpu or torch.distributed.is_nccl_available()
-    value = f"{torch.cuda.device_count()} GPUs; torch is built for {torch.version.cuda or 'CPU'}"
+    value = f"{counted(torch.cuda.device_count(), 'GPU')}; torch is built for {torch.version.cuda or 'CPU'}"
     yield _finding("cuda", "ok" if nccl else "fail", value, "" if nccl else "install a build of torch with NCCL")
     for name, variable in SERIAL.items():
         text, bad = os.environ.get(variable, "not set"), "fail" if gpu else "warn"
@@ -93,15 +96,16 @@ def _settings() -> Iterator[dict[str, str]]:
         yield _finding(name, bad if advice else "ok", f"{variable} is {text}", advice)
 
 
-def _link(timeout: float) -> dict[str, str]:
-    """Let two ranks, which are this command, too, measure the link between them."""
+def _link(timeout: float) -> list[dict[str, str]]:
+    """Let two ranks, which are this command, too, measure the link between them, and their processors."""
     with TemporaryDirectory(prefix="overlap1f1b-") as folder:
         file = Path(folder, "link.json")
         status = run_ranks(["doctor", "--timeout", str(timeout), "--json", str(file)], 2, limit_s=timeout)
         if status == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        found = json.loads(file.read_text()) if file.exists() else ["fail", f"a rank ended with status {status}"]
-    return _finding("link between ranks", *found)
+        if file.exists():
+            return [_finding(*found) for found in json.loads(file.read_text())]
+    return [_finding(LINK, "fail", f"a rank ended with status {status}", "see the lines above")]
 
 
 def _measure(file: Path, timeout: float) -> int:
@@ -127,13 +131,16 @@ def _measure(file: Path, timeout: float) -> int:
                 pass
             shared = (waited_s() - waited) / spun
             if rank.rank == 0:
-                busy = f"processors are shared: a rank waits for one in {shared:.0%} of the time; use a quieter machine"
-                slow = [busy] * (rate < 1 or shared > SHARED)
-                found = ["warn" if slow else "ok", f"{dist.get_backend()}: {rate:.1f} Gbit/s each way", *slow]
-                file.write_text(json.dumps(found))
+                link = [LINK, "ok", f"{dist.get_backend()}: {rate:.1f} Gbit/s each way"]
+                if rate < LEAST_GBIT:
+                    link[1:] = "warn", link[-1], "bytes take long: use a quieter machine or a faster network"
+                processors = ["processors", "ok", f"a rank waits for one in {shared:.0%} of the time"]
+                if shared > SHARED:
+                    processors[1:] = "warn", processors[-1], "they are shared: use a quieter machine"
+                file.write_text(json.dumps([link, processors]))
         return 0
     except Exception as error:
         advice = f"allow more than --timeout {timeout:g}, or name an interface of this machine in GLOO_SOCKET_IFNAME"
         with suppress(FileExistsError), file.open("x") as free:
-            json.dump(["fail", lost(error) or one_line(error)[:200], advice], free)
+            json.dump([[LINK, "fail", lost(error) or one_line(error)[:200], advice]], free)
         return 2  # the file has the error

@@ -166,8 +166,12 @@ def as_options(text: str, options: Any) -> str:
 
     >>> as_options("overlap='0'; allowed: serial, pairs", TrainOptions(overlap="0"))
     '--overlap 0; allowed: serial, pairs'
+    >>> as_options("recompute='auto' without memory; allowed: with memory", TrainOptions(recompute="auto"))
+    '--recompute auto without --memory; allowed: with --memory'
     """
-    groups = (options, *vars(options).values()) if is_dataclass(options) else ()
+    if not is_dataclass(options):
+        return text
+    groups = [options, *filter(is_dataclass, vars(options).values())]
 
     def named(found: re.Match[str]) -> str:
         if all(str(getattr(group, found[1], "")) != found[2] for group in groups):  # another option's, as of --compare
@@ -178,8 +182,13 @@ def as_options(text: str, options: Any) -> str:
     if not first.startswith("--"):
         return text
 
-    def advised(found: re.Match[str]) -> str:
-        known = any(hasattr(group, found[1]) for group in groups)
-        return f"--{found[1].replace('_', '-')} {found[2]}" if known else found[0]
+    said, allowed, values = " with ".join([first, *others]).partition("; allowed")
+    names = "|".join(name for group in groups for name in vars(group))
 
-    return re.sub(r"(?<= )(\w+)='(\w+)'", advised, " with ".join([first, *others]))
+    def advised(found: re.Match[str]) -> str:
+        name, *value = filter(None, found.groups())
+        return " ".join([f"--{name.replace('_', '-')}", *value])
+
+    alone = rf"(?:(?<=with )|(?<=without ))({names})(?=[,;]| and |$)"
+    values = re.sub(rf"(?<= )({names})=(?:'(\w+)'|(\d+))", advised, values)
+    return re.sub(alone, advised, said) + allowed + re.sub(alone, advised, values)

@@ -27,6 +27,7 @@ from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.train.trainer import Trainer
 from overlap1f1b.running.workload import environment
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import Timeline
 from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.terminal.status import Say, showing
@@ -128,7 +129,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
     workload, steps = result["workload"], len(result["ranks"][0]["steps"])
     of = f"{workload['program']}, overlap {workload['overlap']} (order {workload['order']})"
     counted = f"under {result['tool']}; means by the engine's own counters"
-    print_lines(screen, f"{steps} step{'s' * (steps > 1)} of {of}, {counted}")
+    print_lines(screen, f"{counted(steps, 'step')} of {of}, {counted}")
     table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:
         step, exchange, exposed = (f"{found[key]:.0f}" for key in COUNTERS)
@@ -151,11 +152,11 @@ def subject(options: Options, rank: Rank, say: Say) -> Iterator[tuple[Engine, Ca
             engine = engines[variant.key]
             yield engine, lambda: bench.step(engine)
         return
-    say(f"loading, then {options.profile_steps} steps")
+    say(f"loading, then {counted(options.profile_steps, 'step')}")
     corpus = Corpus.load(options.text, sequence=options.sequence)
     trainer = Trainer(options, rank, corpus, options.program(), overlap=options.overlap)
     indices = count(0 if options.checkpoint is None else trainer.load(options.checkpoint))
-    say(f"measuring nodes, then {options.profile_steps} steps")
+    say(f"measuring nodes, then {counted(options.profile_steps, 'step')}")
     while trainer.engine.tuner.settling:
         trainer.step(next(indices))
     yield trainer.engine, lambda: trainer.step(next(indices))

@@ -105,10 +105,9 @@ class UserOptions:
                 except ValueError as error:
                     raise ValueError(f"{error}, or auto") from None
         if self.recompute == "auto" and (self.memory is None or self.parts != 1):
-            raise ValueError(
-                "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or one of "
-                f"{', '.join(get_args(Recompute))}"
-            )
+            beside = "without memory" if self.memory is None else f"with parts={self.parts}"
+            allowed = f"with memory and parts=1, or one of {', '.join(get_args(Recompute))}"
+            raise ValueError(f"recompute='auto' {beside}; allowed: {allowed}")
         if self.capacity is not None:
             check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)

@@ -24,7 +24,7 @@ from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Capture, Recording, StepRecord
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.schedule.values import quoted, shortened
+from overlap1f1b.schedule.values import counted, quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite", ".record")
@@ -74,6 +74,8 @@ def read(*paths: str | Path, progress: Progress = lambda *_: None) -> Recordings
         ValueError: No file can be read, or two files are of one rank; the message names the file.
     """
     files = files_of(*paths)
+    if twice := next((file for number, file in enumerate(files) if file in files[:number]), None):
+        raise ValueError(f"{twice} is given twice; allowed: one file a rank, each once")
     found: list[Recording] = []
     left_out: list[str] = []
     for file in files:
@@ -207,7 +209,8 @@ def _set(found: list[Recording], left_out: list[str]) -> Recordings:
     if len(worlds) > 1:
         (one, file), (other, file_of_other) = list(worlds.items())[:2]
         raise ValueError(
-            f"{file} is of a run over {one} ranks, {file_of_other} of one over {other}; allowed: files of one run"
+            f"{file} is of a run over {counted(one, 'rank')}, {file_of_other} of one over {other}; "
+            "allowed: files of one run"
         )
     world = max(worlds, default=0)
     return Recordings(ranks, tuple(sorted(set(range(world)) - taken.keys())), tuple(left_out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,6 +23,7 @@ from overlap1f1b.transport.versions import check_torch
 T = TypeVar("T")
 Unasked = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """A field that a verb inherits and does not take."""
+CHECKPOINT_EVERY = 50
 DEFAULT_LINK = 0.03
 """GB/s at which the default model exchanges about as long as it computes on two cores."""
 
@@ -89,8 +91,8 @@ class RunOptions(UserOptions):
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
     precision: Literal["weights", "fp8"] = "weights"
-    """Of the experts' products and the rows sent to them: as the weights, or in eight bits with a scale a row, for
-    which a GPU has compute capability 9."""
+    """Of the experts' products and the rows sent to them: as the weights, or in eight bits with a scale a row.
+    A GPU must have compute capability 9; a CPU multiplies the same values in float32, which gains no time."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None
@@ -135,6 +137,7 @@ class RunOptions(UserOptions):
         if self.hf_config is None:
             self._check_model()
         else:
+            _check_experts(self.hf_config)
             given = vars(self.model) | {"weights_in": self.weights_in, "precision": self.precision}
             default = vars(ModelOptions()) | {"weights_in": "combine", "precision": "weights"}
             for name in (name for name in default if given[name] != default[name]):
@@ -153,6 +156,26 @@ class RunOptions(UserOptions):
                 f"--pp {self.pp} makes {stages} stages of {layers + 2} blocks: embedding, --layers {layers}, head; "
                 "allowed: at most one stage a block"
             )
+
+
+def _check_experts(name: str) -> None:
+    """Raise ``ValueError`` for a configuration in a file whose model has no experts, without loading transformers.
+
+    A kind of model has files of its own there. Where none of them says a word of experts, there are none.
+    """
+    file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    library = find_spec("transformers")
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        config = {}  # the library says why
+    inside = config.values() if isinstance(config, dict) else ()
+    if library is None or not inside or any("model_type" in value for value in inside if isinstance(value, dict)):
+        return  # a model around another one is of two kinds
+    kind = Path(str(library.origin)).parent / "models" / str(config.get("model_type"))
+    sources = [path.read_text() for path in kind.glob("*.py")]
+    if sources and not any("expert" in source.lower() for source in sources):
+        raise ValueError(f"--hf-config {name}: {kind.name} has no experts; allowed: a mixture of experts")
 
 
 @texts_in_a_line
@@ -187,7 +210,7 @@ class TrainOptions(RunOptions):
     """Steps between losses on held-out text."""
     checkpoint: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for checkpoints; a run that finds checkpoints there continues from the last."""
-    checkpoint_every: Annotated[int, Range(1)] = 50
+    checkpoint_every: Annotated[int | None, by_default("INT", CHECKPOINT_EVERY), Range(1)] = None
     """Steps between checkpoints."""
     tensorboard: Annotated[Path | None, by_default("FOLDER")] = None
     """Folder for TensorBoard: loss, gradient norm, tokens/s and the hidden share of the exchange, for every step."""
@@ -199,6 +222,10 @@ class TrainOptions(RunOptions):
 
     def check(self) -> None:
         super().check()
+        if self.checkpoint_every is not None and self.checkpoint is None:
+            raise ValueError(f"--checkpoint-every {self.checkpoint_every} alone; allowed: with --checkpoint FOLDER")
+        if self.compare and self.program().name == "sequential":
+            raise ValueError("--compare with the schedule sequential, the one beside; allowed: another --schedule")
         if self.tensorboard is not None and find_spec("tensorboard") is None:
             raise ValueError("--tensorboard needs its package; pip install tensorboard")
         for name, folder in (("checkpoint", self.checkpoint), ("tensorboard", self.tensorboard)):
@@ -301,7 +328,7 @@ class ProfileTrainOptions(ProfileOptions, TrainOptions):
     # what a profile does not do
     steps: Unasked[int] = 18
     eval_every: Unasked[int] = 50
-    checkpoint_every: Unasked[int] = 50
+    checkpoint_every: Unasked[int | None] = None
     tensorboard: Unasked[Path | None] = None
     compare: Unasked[bool | None] = False
 

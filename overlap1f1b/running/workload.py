@@ -15,6 +15,7 @@ from torch import Tensor
 from overlap1f1b import __version__
 from overlap1f1b.engine import LossFunction
 from overlap1f1b.engine.stages import Model
+from overlap1f1b.integrations.transformers.experts import find
 from overlap1f1b.integrations.transformers.split import RankModule, split_model
 from overlap1f1b.moe import Experts, use_kernels
 from overlap1f1b.running.launch import cores
@@ -22,6 +23,7 @@ from overlap1f1b.running.options import RunOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.transport import devices
 
 BYTES = 256
@@ -48,7 +50,10 @@ class ByteModel(MoETransformer):
         sizes = options.model
         experts = {p for m in self.modules() if isinstance(m, Experts) for p in m.parameters()}
         self.total = sum(p.numel() * (options.ep if p in experts else 1) for p in self.parameters())
-        self.description = f"{sizes.layers} layers, {sizes.experts} experts, {sizes.top_k} for a byte"
+        each = f"{counted(sizes.layers, 'layer')}, {counted(sizes.experts, 'expert')}, {sizes.top_k} for a byte"
+        eight = ", in eight bits" if options.precision == "fp8" else ""
+        on_cpu = ", multiplied in float32 on a CPU" if eight and rank.device.type == "cpu" else ""
+        self.description = each + eight + on_cpu
         self.identity = asdict(sizes)
 
 
@@ -57,19 +62,20 @@ class HfModel(RankModule):
 
     def __init__(self, options: RunOptions, rank: Rank, program: Program) -> None:
         assert options.hf_config is not None
+        given, kind = _hf_config(options.hf_config)
         torch.manual_seed(options.seed)  # the same weights on all ranks
-        model = _hf_model(options.hf_config).to(rank.device)
+        model = kind.from_config(given, dtype=torch.float32).to(rank.device)
         config = model.config
         total = sum(p.numel() for p in model.parameters())
         super().__init__(split_model(model, program, rank.mesh))
         self.total = total
-        self.description = f"{type(model).__name__}, {config.num_hidden_layers} layers"
+        self.description = f"{type(model).__name__}, {counted(config.num_hidden_layers, 'layer')}"
         self.identity = {"hf_config": hashlib.sha256(config.to_json_string().encode()).hexdigest()}
         use_kernels(self, options.kernels)
 
 
-def _hf_model(name: str) -> Any:
-    """Return a new model of a configuration: a name, a folder or a file."""
+def _hf_config(name: str) -> tuple[Any, Any]:
+    """Return a configuration, by a name, a folder or a file, and what makes models of it, if it has experts."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -85,10 +91,16 @@ def _hf_model(name: str) -> Any:
     if (size := getattr(config, "vocab_size", 0)) < BYTES:
         raise ValueError(f"--hf-config {name}: a vocabulary of {size}; allowed: {BYTES} or more, for bytes")
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.device("meta"):  # no time and no memory for a model that is refused
+            empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except ValueError as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: the configuration of a causal LM") from None
+    try:
+        find(empty)
+    except ValueError as error:
+        raise ValueError(f"--hf-config {Path(name)}: {error}") from None
+    return config, AutoModelForCausalLM
 
 
 def _hub_answers() -> bool:

@@ -56,6 +56,15 @@ def quoted(value: object, *, plain: bool = False) -> str:
     return shortened(_Short().repr(value))
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number and its noun.
+
+    >>> counted(1, "layer"), counted(2, "microbatch")
+    ('1 layer', '2 microbatches')
+    """
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def shortened(text: str, most: int = MOST_TEXT) -> str:
     """Return a message in one line, shortened if it is long.
 

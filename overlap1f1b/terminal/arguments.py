@@ -9,7 +9,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from math import inf, isfinite
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -19,7 +19,10 @@ import tyro
 
 T = TypeVar("T")
 
-_MESSAGES = {
+_MESSAGES: dict[str, str | Callable[[re.Match[str]], str]] = {
+    r"Unrecognized options: (.*)": lambda found: (
+        ("unknown option: " if found[1].startswith("-") else "unexpected: ") + found[1].replace(", ", " ")
+    ),
     r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]": r"\1 \3; allowed: \2",
     r"Error parsing (\S+): invalid literal for int\(\) with base 10: (.*)": r"\1 \2; allowed: INT",
     r"Error parsing (\S+): could not convert string to float: (.*)": r"\1 \2; allowed: FLOAT",
@@ -88,6 +91,8 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         raise SystemExit(0)
     if first not in verbs and not first.startswith("--tyro-"):
         raise ValueError(f"unknown verb {first!r}; allowed: {', '.join(verbs)}, --help")
+    if first in verbs:
+        _check_names(argv[1:], verbs[first])
     said = io.StringIO()
     options: Any
     try:
@@ -105,6 +110,29 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         raise ValueError(f"{_one_line(said.getvalue())}; see {prog} {first} --help") from None
     sys.stderr.write(said.getvalue())
     return options
+
+
+def _check_names(words: Sequence[str], options: type) -> None:
+    """Raise ``ValueError`` for an option that is given by two of its names, or for a list that is given twice.
+
+    The parser would keep the last in silence. One option, repeated with another value, replaces the first as usual.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    aliases = {
+        alias: f"--{name.replace('_', '-')}"
+        for name, hint in hints.items()
+        for of in getattr(hint, "__metadata__", ())
+        for alias in getattr(of, "aliases", None) or ()
+    }
+    lists = {f"--{name.replace('_', '-')}" for name, hint in hints.items() if "tuple[" in str(hint)}
+    given: dict[str, str] = {}
+    for word in (one.partition("=")[0].replace("_", "-") for one in words if one.startswith("--")):
+        name = aliases.get(word, word.replace("--no-", "--", 1))
+        if given.get(name, word) != word:
+            raise ValueError(f"{given[name]} with {word}, the same option; allowed: one of them")
+        if name in given and name in lists:
+            raise ValueError(f"{word} twice; allowed: once, with all its values behind it")
+        given[name] = word
 
 
 def _overview(verbs: Mapping[str, type], prog: str, description: str) -> str:

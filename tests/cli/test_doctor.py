@@ -37,10 +37,11 @@ def findings_of(out: str, err: str) -> dict[str, dict[str, str]]:
 def test_what_is_measured_and_every_planted_fault_is_found(tmp_path: Path) -> None:
     """The faults in a process that starts as a user starts it, since they are planted in its environment."""
     found = findings_of(*Fork(["doctor", "--json", "-"], os.environ).wait()[1:])
-    assert list(found) == ["torch", "greenlet", "triton", "cuda", *SERIAL, "link between ranks"]
+    assert list(found) == ["torch", "greenlet", "triton", "cuda", *SERIAL, "link between ranks", "processors"]
     assert found["torch"] == {"name": "torch", "status": "ok", "value": version("torch"), "advice": ""}
     assert " Gbit/s each way" in found["link between ranks"]["value"]
     assert found["link between ranks"]["status"] in ("ok", "warn")
+    assert re.fullmatch(r"a rank waits for one in \d+% of the time", found["processors"]["value"])
 
     for name, planted in (("greenlet", "9.9"), ("torch", "2.10.0")):  # found before those of the real ones
         information = tmp_path / f"{name}-{planted}.dist-info"

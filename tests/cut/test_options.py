@@ -65,8 +65,11 @@ def test_options_of_trainer() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"recompute": "auto"}, "recompute='auto' without a limit of memory, or with parts; allowed: with memory, or"),
-        ({"recompute": "auto", "memory": "1GB", "parts": 2}, "recompute='auto' without a limit of memory, or with par"),
+        ({"recompute": "auto"}, "recompute='auto' without memory; allowed: with memory and parts=1, or one of none, "),
+        (
+            {"recompute": "auto", "memory": "1GB", "parts": 2},
+            "recompute='auto' with parts=2; allowed: with memory",
+        ),
         ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
         ({"finite": "never"}, "finite='never'; allowed: warn, raise, or None"),
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),

@@ -79,8 +79,10 @@ def test_a_set(tmp_path: Path) -> None:
     assert not found.partial
     alone = read(tmp_path / "a.json.gz")
     assert (alone.missing, alone.partial) == ((0,), True)
-    twice = refusal(tmp_path, write_chrome(tmp_path / "c.json", device(0)))
+    again = write_chrome(tmp_path / "c.json", device(0))
+    twice = refusal(tmp_path)
     assert "are both of rank 0; allowed: one file a rank, of one run" in twice
+    assert refusal(tmp_path, again) == f"{again} is given twice; allowed: one file a rank, each once"
 
 
 def test_bad_files_of_a_set_are_left_out(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_ranks_of_two_runs(tmp_path: Path) -> None:
     node = [("node", "dense.f[0] m0", 0.0, 1.0)]
     write_record(tmp_path / "rank0.json", [node], mesh={"ep": (0, 1)})
     write_record(tmp_path / "rank1.json", [node], rank=1, mesh={"ep": (1, 2)})
-    assert "rank0.json is of a run over 1 ranks, " in refusal(tmp_path)
+    assert "rank0.json is of a run over 1 rank, " in refusal(tmp_path)
     assert "rank1.json of one over 2; allowed: files of one run" in refusal(tmp_path)
 
 

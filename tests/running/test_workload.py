@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from overlap1f1b.running.options import TrainOptions
+from overlap1f1b.running.workload import _hf_config
 from tests.cli.inside import Verb
-from tests.integrations.transformers import tiny
+from tests.integrations.transformers import architectures, tiny
 from tests.running.run import Run
 
 
@@ -31,6 +33,20 @@ def test_stopped_and_resumed_under_another_layout(text: Path, tmp_path: Path) ->
     assert resumed["losses"] == pytest.approx(unbroken["losses"], rel=1e-5)
 
 
+def test_no_kind_with_experts_is_said_to_have_none(tmp_path: Path) -> None:
+    for kind in architectures.names():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        TrainOptions(hf_config=str(tmp_path)).check()
+
+
+def test_a_model_without_experts_by_its_name(tmp_path: Path) -> None:
+    """A name has no file, so the model itself is looked at, without its weights."""
+    sizes = {"vocab_size": 256, "hidden_size": 2**20, "intermediate_size": 2**20, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no experts: .*; allowed: a mixture"):
+        _hf_config(str(tmp_path))
+
+
 def test_bad_configurations(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +58,7 @@ def test_bad_configurations(
     dense.mkdir()
     (dense / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 2, **sizes}))
     tiny.configuration("mixtral").save_pretrained(small)
-    assert refusal(dense).endswith("found none: a dense model?")
+    assert refusal(dense) == f"--hf-config {dense}: llama has no experts; allowed: a mixture of experts"
     assert refusal(small) == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing answers; the hub's client would say that it tries
     text_of_a_name = refusal(Path("nobody/nothing"))

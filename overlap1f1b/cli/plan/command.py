@@ -15,6 +15,7 @@ from overlap1f1b.cli.plan.options import OutputOptions, PlanOptions
 from overlap1f1b.cli.plan.results import content_of, distinct, found, per_rank, per_schedule, row_of
 from overlap1f1b.plan import NodeCosts, Overlap, parse_overlap
 from overlap1f1b.schedule import AUTO, DEFAULT_PROGRAM, EXTRA_WARMUP, OPTIONS, SCHEDULES, Program
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import Costs, PlanTimeline
 from overlap1f1b.simulation.search import (
     CHUNKS,
@@ -65,9 +66,8 @@ def _plan(options: PlanOptions, screen: Console, say: Say) -> None:
         "peak_activations": options.peak_activations,
     }
     if options.from_csv is not None:
-        program = read(options.from_csv)
         begin(f"0 of {total} programs played, now {options.from_csv}")
-        timeline: Played = play(program, model)
+        program, timeline = read(options.from_csv, model)
         step |= {"ranks": len(program.ranks), "microbatches": program.microbatches}
         step["forward_only"] = program.forward_only
     else:
@@ -111,12 +111,12 @@ def _search(options: PlanOptions, step: dict[str, Any], model: Model, begin: Cal
     if not ranking.found and ranking.over:
         least, peak = ranking.over[0]
         raise ValueError(
-            f"--peak-activations {options.peak_activations:g}: none of {len(tried)} schedules fits; "
+            f"--peak-activations {options.peak_activations:g}: of {counted(len(tried), 'schedule')} none fits; "
             f"allowed: {peak:g} or more ({least})"
         )
     if not ranking.found:
         first, *others = dict.fromkeys(why for _, why in ranking.refused)
-        raise ValueError(f"none of {len(tried)} schedules is possible: {first}" if others else first)
+        raise ValueError(f"of {counted(len(tried), 'schedule')} none is possible: {first}" if others else first)
     return ranking
 
 
@@ -154,8 +154,8 @@ def _draw(timeline: Played, screen: Console, width: int) -> None:
 
 def _title(content: dict[str, Any]) -> str:
     ranks, chunks, microbatches = (content[key] for key in ("ranks", "chunks", "microbatches"))
-    sizes = [f"{ranks} rank{'s' * (ranks != 1)}", *([f"{chunks} chunks"] if chunks > 1 else [])]
-    sizes.append(f"{microbatches} microbatch{'es' * (microbatches != 1)}")
+    sizes = [counted(ranks, "rank"), *([f"{chunks} chunks"] if chunks > 1 else [])]
+    sizes.append(counted(microbatches, "microbatch"))
     if "overlap" in content:
         sizes.append(f"overlap {content['overlap']}")
     sizes += [f"makespan {content['makespan']:.6g}", f"bubble {content['bubble_share']:.1%}"]
@@ -234,14 +234,18 @@ def model_of(options: PlanOptions) -> Model:
     return NodeModel(NodeCosts.uniform(**costs), sub_ops.layers, **settings)
 
 
-def read(path: Path) -> Program:
-    """Read the program of ``--from-csv``; raise ``ValueError`` if the file cannot be read or is malformed."""
+def read(path: Path, model: Model) -> tuple[Program, Played]:
+    """Return the program of ``--from-csv`` and its timeline; a ``ValueError`` names the file."""
     try:
-        return Program.from_csv(path)
+        program = Program.from_csv(path)
+        return program, play(program, model)
     except UnicodeDecodeError:
         raise ValueError(f"--from-csv {path} is not text; allowed: a file of --csv or of torch's schedules") from None
     except OSError as error:
         raise ValueError(f"--from-csv {path}: {error.strerror}; allowed: a file that can be read") from error
+    except ValueError as error:
+        said = str(error).removeprefix(str(path))
+        raise ValueError(f"--from-csv {path}{'' if said != str(error) else ': '}{said}") from None
 
 
 def parse(text: str) -> Candidate:
@@ -255,7 +259,7 @@ def parse(text: str) -> Candidate:
     try:
         if name not in (*SCHEDULES, AUTO):
             raise ValueError(f"unknown schedule {name!r}; allowed: {', '.join((*SCHEDULES, AUTO))}")
-        for part in rest.split(",") if rest else ():
+        for part in rest.split(",") if ":" in text else ():
             key, _, value = part.partition("=")
             key, value = key.strip().replace("-", "_"), value.strip()
             if key == "overlap":
@@ -264,7 +268,8 @@ def parse(text: str) -> Candidate:
                 given[key] = int(value)
             else:
                 numbers = ", ".join(f"{option}=NUMBER" for option in OPTIONS)
-                raise ValueError(f"{part!r}; allowed: {numbers}, overlap=serial|pairs|NUMBER, with commas between")
+                what = repr(part) if part else "an option is missing"
+                raise ValueError(f"{what}; allowed: {numbers}, overlap=serial|pairs|NUMBER, with commas between")
     except ValueError as error:
         raise ValueError(f"--compare {text}: {error}") from None
     overlap = given.pop("overlap", None)

@@ -14,6 +14,7 @@ from overlap1f1b.cli.report.options import PICTURES, OutputOptions, ReportOption
 from overlap1f1b.cli.report.page import page_of
 from overlap1f1b.profiling import Bar, Recording, Recordings, arrows, bars_of, predict, predicted_bars, read
 from overlap1f1b.profiling.reading import Progress, files_of
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation.trace import write_trace
 from overlap1f1b.terminal.output import console, middle_left_out, print_lines, write_json, writing
 from overlap1f1b.terminal.status import Say, showing
@@ -101,8 +102,8 @@ def _title(recordings: Recordings) -> str:
     ranks = recordings.ranks
     steps = sorted({len(recording.steps) for recording in ranks})
     sources = ", ".join(dict.fromkeys(recording.source for recording in ranks))
-    count = " to ".join(map(str, dict.fromkeys((steps[0], steps[-1]))))
-    return f"{len(ranks)} rank{'s' * (len(ranks) != 1)}, {count} step{'s' * (count != '1')} ({sources})"
+    first = "" if steps[0] == steps[-1] else f"{steps[0]} to "
+    return f"{counted(len(ranks), 'rank')}, {first}{counted(steps[-1], 'step')} ({sources})"
 
 
 def reading(say: Say, paths: Sequence[Path]) -> Progress:

@@ -38,8 +38,8 @@ def find(model: nn.Module) -> Found:
     experts = {name: (module, count) for name, module in model.named_modules() if (count := _count(module))}
     if not experts:
         raise ValueError(
-            f"{type(model).__name__}: looked for a module called with (tokens, indices, weights), (sorted rows, sizes) "
-            "or (rows in equal parts) whose parameters have a part for each expert; found none: a dense model?"
+            f"{type(model).__name__} has no experts: no module called with (tokens, indices, weights), (sorted rows, "
+            "sizes) or (rows in equal parts), with a part of its parameters for each; allowed: a mixture of experts"
         )
     named = {name: len(routing_names(module) or ()) for name, (module, _) in experts.items()}
     experts = {name: pair for name, pair in experts.items() if named[name] == max(named.values())}

@@ -11,6 +11,7 @@ from overlap1f1b.running.bench.measure import Bench
 from overlap1f1b.running.options import BenchOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.workload import environment, workload
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.terminal.output import console, number, plain_table, print_lines, write_json
 from overlap1f1b.terminal.status import showing
 
@@ -77,7 +78,7 @@ def show(result: dict[str, Any], screen: Console) -> None:
         link = "through host memory" + ("" if rate is None else f" at {rate / 8:g} GB/s")
     ranks = result["environment"]["ranks"]
     sent = f"{wire['bytes_sent'] / 2**20:.1f} MiB sent a step"
-    screen.print(f"[bold]{ranks} rank{'s' * (ranks > 1)}[/bold], {link}, {result['compute']} compute, {sent}")
+    screen.print(f"[bold]{counted(ranks, 'rank')}[/bold], {link}, {result['compute']} compute, {sent}")
     if result["plain_ms"] is not None:
         screen.print(f"one rank, no exchange: the bound is a plain loop, {result['plain_ms']:.0f} ms")
     sizes = result.get("workload", {})

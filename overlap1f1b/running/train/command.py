@@ -11,13 +11,14 @@ from rich.console import Console
 from overlap1f1b.checkpoint import Saving
 from overlap1f1b.checkpoint.folder import latest, said_of
 from overlap1f1b.learn.purpose import Purpose
-from overlap1f1b.running.options import TrainOptions
+from overlap1f1b.running.options import CHECKPOINT_EVERY, TrainOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.train.display import Progress, board, compared, show, speed_of
 from overlap1f1b.running.train.trainer import StepFigures, Trainer
 from overlap1f1b.running.workload import environment, workload
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.terminal.output import console, print_lines, refused, write_json
 from overlap1f1b.terminal.status import Say, showing
 
@@ -61,20 +62,22 @@ class _Run:
             if self.reference is not None:  # both begin with the same weights
                 self.reference.load(self.checkpoint)
             ahead = f"going on to {options.steps}" if self.start < options.steps else "nothing left to train"
-            print_lines(screen, f"resumed: {self.checkpoint} has {self.start} steps, {ahead}")
+            print_lines(screen, f"resumed: {self.checkpoint} has {counted(self.start, 'step')}, {ahead}")
         elif options.checkpoint is not None and (said := said_of(options.checkpoint)):
             print_lines(screen, said)
         self.say(f"step {self.start}/{options.steps}")
 
     def _introduce(self) -> None:
         options, trainer, ranks = self.options, self.trainer, self.rank.size
+        total = trainer.model.total
+        size = f"{total / 1e6:.1f} M" if total >= 1e6 else f"{total:,}"
         shape = f" (pp {options.pp} × dp {options.dp} × ep {options.ep})" if ranks > 1 else ""
         print_lines(
             self.screen,
             f"text: {self.corpus}",
-            f"model: {trainer.model.total / 1e6:.1f} M parameters, {trainer.model.description}",
-            f"program: {trainer.engine.program.name} of {options.microbatches} microbatches, "
-            f"overlap {options.overlap}, on {ranks} rank{'s' * (ranks > 1)}{shape}, {self.rank.device.type}"
+            f"model: {size} parameters, {trainer.model.description}",
+            f"program: {trainer.engine.program.name} of {counted(options.microbatches, 'microbatch')}, "
+            f"overlap {options.overlap}, on {counted(ranks, 'rank')}{shape}, {self.rank.device.type}"
             + (f", a link of {trainer.link:g} GB/s imitated between them" if trainer.link else ""),
         )
 
@@ -109,7 +112,7 @@ class _Run:
                 held_out = self._evaluate(number) if self._due(number, options.eval_every) else None
                 progress.show(number, step, held_out)
                 write(number, step, held_out)
-                if options.checkpoint is not None and self._due(number, options.checkpoint_every):
+                if options.checkpoint is not None and self._due(number, options.checkpoint_every or CHECKPOINT_EVERY):
                     self.saving = self.trainer.save(options.checkpoint, number, history)
         if self.saving is not None:
             self.say(f"step {options.steps}/{options.steps}  writing the checkpoint")

@@ -15,6 +15,7 @@ from rich.markup import escape
 from overlap1f1b.learn.purpose import Purpose
 from overlap1f1b.running.ranks import SHARED
 from overlap1f1b.running.train.trainer import StepFigures
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.terminal.output import number, plain_table, print_lines
 from overlap1f1b.terminal.status import Say
 
@@ -149,7 +150,7 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
     if (timed := result["timed_steps"]) is not None:
         others = result["steps"] - result["resumed_from"] - timed
         why = f", without {others} that measured nodes or tried plans" if others else ""
-        table.add_row("", f"medians of {timed} steps{why}")
+        table.add_row("", f"medians of {counted(timed, 'step')}{why}")
     if (waited := result["waited_fraction"] or 0.0) > SHARED:
         table.add_row("processors", f"shared: a rank waited for one in {waited:.0%} of the time, so figures are lower")
     table.add_row("checkpoint", escape(result["checkpoint"] or "none; --checkpoint FOLDER keeps some"))

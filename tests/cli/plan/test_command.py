@@ -380,7 +380,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--compare afab:chunks=9999999", "afab with ranks=4, microbatches=8, chunks=9999999 has about 639999936"),
         (
             "--search --microbatches 100000000",
-            "none of 43 schedules is possible: sequential with ranks=4, microbatches=100000000, chunks=1 has about 8",
+            "of 43 schedules none is possible: sequential with ranks=4, microbatches=100000000, chunks=1 has about 8",
         ),
         ("--microbatches 1000000", "combined_1f1b with ranks=4, microbatches=1000000, chunks=1 has about 8000000 act"),
         ("--ranks 1000000", "combined_1f1b with ranks=1000000, microbatches=8, chunks=1 has about 16000000 actions; a"),
@@ -389,12 +389,13 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
             "ranks=4, microbatches=5000, layers=4 are about 1040000 nodes; allowed: at most 1000000",
         ),
         ("--weight 2", "--weight 2 with --backward 2, which it is a part of; allowed: from 0 to below 2"),
+        ("--compare 1f1b:", "--compare 1f1b:: an option is missing; allowed: chunks=NUMBER, "),
         ("--compare 1f1b:overlap=2", "overlap=2 with costs of actions; allowed: with costs of sub-ops"),
         ("--search --compare 1f1b", "--compare 1f1b with --search, which tries all; allowed: one"),
         ("--search --group-size 4", "--group-size 4 with --search"),
         (
             "--search --peak-activations 0.5",
-            "--peak-activations 0.5: none of 43 schedules fits; allowed: 1 or more (sequential)",
+            "--peak-activations 0.5: of 43 schedules none fits; allowed: 1 or more (sequential)",
         ),
         ("--search --chunks 9 --schedule 1f1b", "--chunks 9 with 1f1b; allowed: 1 (chunks is an option of seq"),
         ("--peak-activations 4", "--peak-activations 4 alone; allowed: with --search"),
@@ -433,7 +434,9 @@ def test_bad_input(capsys: Capture, words: str, message: str) -> None:
 def test_malformed_csv(capsys: Capture, tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "plan.csv"
     file.write_bytes(text.encode("latin-1"))
-    assert message in plan.refused(capsys, "--from-csv", file)
+    error = plan.refused(capsys, "--from-csv", file)
+    assert error.startswith(f"--from-csv {file}")
+    assert message in error
 
 
 def test_costs_of_what_may_not_be_there_may_be_zero(capsys: Capture) -> None:
