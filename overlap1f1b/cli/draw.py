@@ -81,8 +81,7 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
     """
     if isinstance(timeline, PlanTimeline):
         return [track for rank in range(len(timeline.ranks)) for track in _resources(timeline, rank)]
-    program = timeline.program
-    chunked = any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
+    chunked = _chunked(timeline)
 
     def cell(slot: Slot, start: float, end: float) -> Cell:
         """Its text is ``F5`` or ``B0‖F5``, with the stage in front if a rank holds several: ``4F5``, ``6B0‖0F4``."""
@@ -92,28 +91,35 @@ def tracks_of(timeline: ProgramTimeline | PlanTimeline) -> list[Track]:
     return [Track(f"rank {rank}", [cell(*span) for span in spans]) for rank, spans in enumerate(timeline.ranks)]
 
 
+def _chunked(timeline: ProgramTimeline) -> bool:
+    """Return whether a rank has several stages, so that actions are drawn with theirs."""
+    program = timeline.program
+    return any(len(program.placement.places(rank)) > 1 for rank in range(len(program.ranks)))
+
+
 def legend(timeline: ProgramTimeline | PlanTimeline) -> str:
     """Return what the letters of a drawing mean, of those that it has.
 
     >>> from overlap1f1b.schedule import build_schedule
     >>> from overlap1f1b.simulation import Costs, simulate
     >>> legend(simulate(build_schedule("1f1b", ranks=2, microbatches=1), Costs()))
-    'F forward, B backward; behind it the microbatch, in front the stage if a rank has several'
+    'F forward, B backward; the number behind is the microbatch'
     """
-    place = "behind it the microbatch, in front the stage if a rank has several"
+    place, stage = "the number behind is the microbatch", ", the one in front the stage"
     if isinstance(timeline, PlanTimeline):
         nodes = [span.node for rank in timeline.ranks for span in rank.spans]
         ops = {node.op for node in nodes}
         letters = [f"{LETTERS[op]} {op.value}" for op in Op if op in ops and op not in RECOMPUTES]
         kinds = {node.kind for node in nodes}
-        letters += ["small backward"] * (kinds != {Kind.F}) + ["w weight gradient"] * (Kind.W in kinds)
+        letters += ["a small letter backward"] * (kinds != {Kind.F}) + ["w weight gradient"] * (Kind.W in kinds)
         letters += ["r recomputed"] * bool(ops & RECOMPUTES)
-        return ", ".join(letters) + f"; {place}"
+        several = any(staged(span.node for span in rank.spans) for rank in timeline.ranks)
+        return f"{', '.join(letters)}; {place}{stage * several}"
     slots = [slot for rank in timeline.program.ranks for slot in rank]
     kinds = {action.kind for slot in slots for action in actions_of(slot)}
     letters = [f"{kind.value} {STYLES[kind.value].label}" for kind in Kind if kind in kinds]
     letters += ["‖ fused pair"] * any(isinstance(slot, Pair) for slot in slots)
-    return ", ".join(letters) + f"; {place}"
+    return f"{', '.join(letters)}; {place}{stage * _chunked(timeline)}"
 
 
 def _resources(timeline: PlanTimeline, rank: int) -> list[Track]:

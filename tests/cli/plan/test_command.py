@@ -134,11 +134,12 @@ def test_pairs_that_gain_nothing_say_what_shows_their_gain(capsys: Capture) -> N
 
 def test_a_line_says_what_letters_mean(capsys: Capture) -> None:
     out = plan(capsys, *SUB_OPS, "--layers", 1, "--ranks", 1).out
-    assert (
-        "A attention, N counts, D dispatch, E experts, C combine, G aggregate, small backward, w weight gradient; "
-        in out
-    )
-    assert "F forward, B backward, ‖ fused pair; behind it the microbatch" in plan(capsys).out
+    letters = "A attention, N counts, D dispatch, E experts, C combine, G aggregate"
+    assert f"{letters}, a small letter backward, w weight gradient; " in out
+    place = "the number behind is the microbatch"
+    assert f"F forward, B backward, ‖ fused pair; {place}\n" in plan(capsys).out
+    for words in (("--chunks", 2), (*SUB_OPS, "--chunks", 2)):
+        assert f"; {place}, the one in front the stage\n" in plan(capsys, *words).out
     assert "attention" not in plan(capsys, *SUB_OPS, "--layers", 1, "--tables").out
 
 
