@@ -67,7 +67,7 @@ def profile(options: Options, rank: Rank) -> None:
                 step()
                 while engine.tuner.verifies_next():  # a step that counts is not compared with a plain loop
                     step()
-        counted = []
+        measured = []
         engine.observers.append(last := Last())
         tool = Profile(engine, options.out, tool="nsys" if options.nsys else "torch")
         if rank.rank == 0:
@@ -76,10 +76,10 @@ def profile(options: Options, rank: Rank) -> None:
             for number in range(options.profile_steps):
                 say(f"{number} {steps}")
                 step()
-                counted.append(counters(Timeline(last.spans()), alone=rank.group is None))
+                measured.append(counters(Timeline(last.spans()), alone=rank.group is None))
         say(f"{options.profile_steps} {steps}, now writing the files")
         traced = [*tool.files, *([options.out / f"rank{rank.rank}.sqlite"] if options.nsys else [])]
-        mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": counted}
+        mine = {"rank": rank.rank, "files": [str(path) for path in traced], "steps": measured}
         ranks = engine.mesh.every(mine)
     if rank.rank == 0:
         result = _result(options, rank, engine, [found for _, found in sorted(ranks.items())])
@@ -128,8 +128,8 @@ def show(result: dict[str, Any], screen: Console) -> None:
     """Print the engine's own figures and the command to run next."""
     workload, steps = result["workload"], len(result["ranks"][0]["steps"])
     of = f"{workload['program']}, overlap {workload['overlap']} (order {workload['order']})"
-    counted = f"under {result['tool']}; means by the engine's own counters"
-    print_lines(screen, f"{counted(steps, 'step')} of {of}, {counted}")
+    how = f"under {result['tool']}; means by the engine's own counters"
+    print_lines(screen, f"{counted(steps, 'step')} of {of}, {how}")
     table = plain_table(("rank", "step ms", "exchange ms", "hidden", "exposed ms", "trace"), ("trace",), no_wrap=True)
     for found in result["ranks"]:
         step, exchange, exposed = (f"{found[key]:.0f}" for key in COUNTERS)
