@@ -116,7 +116,12 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def plain_gradients(
-    model: nn.Module, inputs: Tensor, target: Tensor, microbatches: int, scale: float = 1.0
+    model: nn.Module,
+    inputs: Tensor,
+    target: Tensor,
+    microbatches: int,
+    scale: float = 1.0,
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = loss_fn,
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and gradients of a plain loop over the microbatches."""
     losses = []

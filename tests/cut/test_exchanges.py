@@ -414,10 +414,8 @@ def test_two_stages_of_two_ranks(rank: int, size: int) -> None:
         ways = ("exchange", "functional", "a Function of its own", "exchange")
         return nn.Sequential(*(Block(group, way) for way in ways))
 
-    plain, problems = build(), []
-    for x, y in zip(data[0].chunk(MICROBATCHES), data[1].chunk(MICROBATCHES), strict=True):
-        (loss_fn(plain(x), y) / (MICROBATCHES * 2)).backward()
-    expected = {name: grad for name, grad in models.gradients(plain).items() if int(name[0]) // 2 == stage}
+    _, whole = models.plain_gradients(build(), *data, MICROBATCHES, 1 / 2, loss_fn)
+    expected, problems = {name: grad for name, grad in whole.items() if int(name[0]) // 2 == stage}, list[str]()
     for schedule, overlap in (("combined_1f1b", 3), ("zb_h1", 2)):
         model = build()
         program = build_schedule(schedule, ranks=2, microbatches=MICROBATCHES)  # type: ignore[arg-type]

@@ -57,15 +57,10 @@ def compare(
         options: Of the engine, which does not verify by itself.
     """
     options = {"verify": False} | options
-    ranks, rank, problems, losses = mesh.size(), mesh.get_local_rank("ep"), list[str](), list[Tensor]()
+    ranks, rank, problems = mesh.size(), mesh.get_local_rank("ep"), list[str]()
     data = batch(rank, microbatches).to(mesh.device_type)
     torch.manual_seed(7)
-    plain = build()
-    for x, y in zip(data[0].chunk(microbatches), data[1].chunk(microbatches), strict=True):
-        loss = loss_fn(plain(x), y)
-        (loss / (microbatches * ranks)).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    expected = models.gradients(plain)
+    losses, expected = models.plain_gradients(build(), *data, microbatches, 1 / ranks, loss_fn)
     torch.manual_seed(7)
     model = build()
     if mesh.device_type == "cpu":

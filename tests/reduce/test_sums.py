@@ -134,9 +134,7 @@ def test_experts_of_two_blocks_are_summed_once_and_into_the_optimizers_buffer(ra
     """Data over two ranks, three steps, gradients in one buffer: they are those of one process."""
     mesh, plain, model = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)), Shared(), Shared()
     parts = [models.batch(4, seed=seed) for seed in range(size)]
-    for inputs, target in parts:
-        for x, t in zip(inputs.chunk(4), target.chunk(4), strict=True):
-            (models.loss_fn(plain.layers(x), t) / 4 / size).backward()
+    models.of_one_process(plain.layers, parts, 4)
     buffer = torch.zeros(sum(p.numel() for p in model.parameters()))
     for parameter, part in zip(model.parameters(), buffer.split([p.numel() for p in model.parameters()]), strict=True):
         parameter.grad = part.view_as(parameter)
