@@ -69,6 +69,7 @@ class About:
         date: When it was written, as ISO 8601.
         bytes: Bytes that leave the rank in an exchange or transfer, by step and node.
         held: What nodes hold, by the nodes of microbatch 0; empty if nobody has counted.
+        costs: Seconds of the nodes by which the plan was made, of an exchange the mean over links, by the same nodes.
         parameters: Bytes of the rank's parameters.
         standing: Lines about exchanges that run where they stand, inside nodes: no figure of the exchange has them.
     """
@@ -81,6 +82,7 @@ class About:
     date: str = ""
     bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     held: Mapping[str, Held] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
     parameters: int = 0
     standing: tuple[str, ...] = ()
 

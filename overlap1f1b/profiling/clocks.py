@@ -1,16 +1,16 @@
-"""The clocks of ranks: their differences, and what two of them show: which rank waited for a late peer."""
+"""The steps of several ranks: what those that share experts saw, and the differences of their clocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import floor
 from statistics import median
 
 from overlap1f1b.plan import OF_PARAMETERS, Node, Op, Resource
 from overlap1f1b.plan.clock import destination
-from overlap1f1b.plan.intervals import Interval, Intervals, difference, intersection, union
 from overlap1f1b.profiling.figures import Lanes
 from overlap1f1b.profiling.recording import EXCHANGES, Recording, StepRecord
+from overlap1f1b.simulation import Flown
 
 
 def aligned(ranks: Sequence[Recording], number: int) -> list[tuple[Recording, StepRecord, float]]:
@@ -19,36 +19,17 @@ def aligned(ranks: Sequence[Recording], number: int) -> list[tuple[Recording, St
     return [(*step, by) for step, by in zip(steps, offsets(steps), strict=True)]
 
 
-def late_peers(ranks: Sequence[Recording]) -> dict[StepRecord, Intervals]:
-    """Return the exposed time, by each rank's own clock, in which no exchange in flight could have begun.
-
-    An exchange begins when every rank has posted it, so until then a rank waits for a late peer, not for the network.
-    A step is left out where no other rank of its exchanges has a file.
-    """
-    found = {}
-    for number in {step.number for recording in ranks for step in recording.steps} if len(ranks) > 1 else ():
-        steps = aligned(ranks, number)
-        posted: dict[object, list[tuple[int, float, float]]] = {}
-        for place, (recording, step, by) in enumerate(steps):
-            over_experts = sharing("ep", recording)
-            for index, first, last in recording.exchanges(step).whole:
-                node = recording.names[index]
-                alone = not isinstance(node, Node) or node.op in OF_PARAMETERS
-                key = (node, place if alone else over_experts)
-                posted.setdefault(key, []).append((place, first + by, last + by))
-        waiting, moving = ([list[Interval]() for _ in steps] for _ in range(2))
-        for flights in posted.values():
-            begun = max(start for _, start, _ in flights)
-            for place, start, end in flights:
-                if len(flights) > 1:
-                    waiting[place].append((start, min(begun, end)))
-                moving[place].append((min(begun, end), end))
-        for (recording, step, by), waits, moves in zip(steps, waiting, moving, strict=True):
-            if waits:
-                late = difference(union(waits), union(moves))
-                mine = [(start - by, end - by) for start, end in late]
-                found[step] = intersection(Lanes(recording, step).exposed, mine)
-    return found
+def seen_by_others(ranks: Sequence[Recording]) -> dict[StepRecord, list[Mapping[Node, Flown]]]:
+    """Return for each step what the other ranks that share its experts saw of its exchanges, as far as files show."""
+    together: dict[object, list[Lanes]] = {}
+    for recording in ranks if len(ranks) > 1 else ():
+        for step in recording.steps if recording.by == "range" else ():
+            together.setdefault((step.number, sharing("ep", recording)), []).append(Lanes(recording, step))
+    return {
+        one.step: [other.causes.flown for other in lanes if other is not one]
+        for lanes in together.values()
+        for one in lanes
+    }
 
 
 def sharing(dimension: str, recording: Recording) -> tuple[object, ...]:

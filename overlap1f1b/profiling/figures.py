@@ -1,23 +1,26 @@
-"""Figures of a rank: how much of its exchange was hidden, the longest exposed exchanges, and why it was idle."""
+"""Figures of a rank: how much of its exchange was hidden, and why not; the longest exposed exchanges."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import nlargest
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
 from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
 from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord, What
 from overlap1f1b.schedule import Kind
-from overlap1f1b.simulation import OverlapFigures
+from overlap1f1b.simulation import CAUSES, Causes, Flown, OverlapFigures
 
 PHASES = ("warm_up", "steady", "cool_down")
+_COMPUTE, _EXCHANGE = Node(Op.DENSE, Kind.W, 0, 0), Node(Op.REDUCE, Kind.W, 0, 0)
+"""What kernels outside all ranges are to a cause: nothing that another node awaits."""
 IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
 
 
@@ -38,8 +41,8 @@ class Figures:
         starved: Time in which a device had nothing to compute but what the host was still launching, with and without
             an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
         device: Whether compute means the kernels of a device.
-        late: Exposed time in which ranks waited for a late peer; None if no file shows it, see
-            :func:`~overlap1f1b.profiling.clocks.late_peers`.
+        by_cause: What is exposed, by cause; empty if no file has ranges.
+        told: Whether files show what ranks that share experts saw of an exchange.
         measured: Whether every file shows what was exchanged.
     """
 
@@ -54,14 +57,14 @@ class Figures:
     queued: float
     starved: float
     device: bool
-    late: float | None = None
+    by_cause: Mapping[str, float] = field(default_factory=dict)
+    told: bool = False
     measured: bool = True
 
     @classmethod
     def sum(cls, parts: Iterable[Figures]) -> Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
-        late = [part.late for part in parts if part.late is not None]
         sums = ("steps", "time", "compute", "queued", "starved")
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in sums},
@@ -71,7 +74,11 @@ class Figures:
             idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
             open_actions=max(part.open_actions for part in parts),
             device=any(part.device for part in parts),
-            late=sum(late) if late else None,
+            by_cause={
+                cause: sum(part.by_cause.get(cause, 0.0) for part in parts)
+                for cause in (CAUSES if any(part.by_cause for part in parts) else ())
+            },
+            told=any(part.told for part in parts),
             measured=all(part.measured for part in parts),
         )
 
@@ -89,18 +96,21 @@ def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFig
     return {name: OverlapFigures.sum(part[name] for part in parts if name in part) for name in names}
 
 
-def figures_of(recording: Recording, late: Mapping[StepRecord, Intervals] | None = None) -> Figures:
-    """Return the figures of a rank over its steps; ``late`` has their waits for late peers, where files show them."""
-    waits = {step: length(waits) for step, waits in (late or {}).items()}
-    steps = [replace(Lanes(recording, step).figures, late=waits.get(step)) for step in recording.steps]
+Others = Mapping[StepRecord, Sequence[Mapping[Node, Flown]]]
+"""What the other ranks that share experts saw of a step's exchanges."""
+
+
+def figures_of(recording: Recording, others: Others = MappingProxyType({})) -> Figures:
+    """Return the figures of a rank over its steps."""
+    steps = [Lanes(recording, step, others.get(step, ())).figures for step in recording.steps]
     return replace(Figures.sum(steps), measured=recording.measured)
 
 
 class Lanes:
-    """The intervals in which the resources of a rank work in one step."""
+    """The intervals in which the resources of a rank work in one step; ``others`` is of the ranks beside it."""
 
-    def __init__(self, recording: Recording, step: StepRecord) -> None:
-        self.recording, self.step = recording, step
+    def __init__(self, recording: Recording, step: StepRecord, others: Sequence[Mapping[Node, Flown]] = ()) -> None:
+        self.recording, self.step, self.others = recording, step, others
 
     @cached_property
     def compute(self) -> Intervals:
@@ -180,6 +190,41 @@ class Lanes:
         edges = sorted([(start, 1) for start, _ in begun.values()] + [(end, -1) for _, end in begun.values()])
         return max(np.cumsum([step for _, step in edges]).tolist(), default=0)
 
+    @cached_property
+    def causes(self) -> Causes:
+        """Why nothing is computed when it is not; times from the start of the window."""
+        recording, begin = self.recording, self.window[0]
+        spans = []
+        for columns, other in ((self.step.compute, _COMPUTE), (self.step.flights, _EXCHANGE)):
+            computes = other is _COMPUTE  # as do kernels that pack rows of an exchange
+            nodes = [
+                what if isinstance(what, Node) and (what.resource is Resource.COMPUTE) is computes else other
+                for what in recording.names
+            ]
+            spans += [Span(nodes[what], start - begin, end - begin) for what, start, end in columns]
+        launched = {}
+        if recording.device:
+            times = self.step.compute.launched.tolist()
+            launched = {span[:2]: time - begin for span, time in zip(spans, times, strict=False)}
+        sent = recording.about.bytes.get(str(self.step.number), {})
+        bytes = {node: (float(sent.get(str(node), 0)), 0.0) for node in {span.node for span in spans}}
+        return Causes(spans, bytes, recording.costs, self.others, launched)
+
+    @cached_property
+    def why(self) -> dict[str, Intervals]:
+        """The idle times of each cause, by the file's clock; empty without ranges."""
+        if self.recording.by != "range":
+            return {}
+        times: dict[str, Intervals] = {cause: [] for cause in CAUSES}
+        for start, end, cause in self.causes.idle:
+            times[cause].append((start + self.window[0], end + self.window[0]))
+        return {cause: union(of) for cause, of in times.items()}
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        """What is exposed, by cause; the sum is what is exposed."""
+        return {cause: length(intersection(times, self.exposed)) for cause, times in self.why.items()}
+
     @property
     def idle(self) -> dict[str, float]:
         """Time of the step without compute, by reason; every nanosecond counts for one reason.
@@ -249,6 +294,8 @@ class Lanes:
             queued=self.queued,
             starved=self.starved,
             device=self.recording.device,
+            by_cause=self.by_cause,
+            told=bool(self.others),
         )
 
 

@@ -16,12 +16,12 @@ from typing import Any
 from msgspec import DecodeError, Raw, Struct
 from msgspec.json import decode
 
-from overlap1f1b.plan.intervals import Intervals
 from overlap1f1b.plan.ranges import FORMAT, VERSION, About
 from overlap1f1b.profiling.chrome import add_events
-from overlap1f1b.profiling.clocks import late_peers
+from overlap1f1b.profiling.clocks import seen_by_others
+from overlap1f1b.profiling.figures import Others
 from overlap1f1b.profiling.nsys import MAGIC, read_nsys
-from overlap1f1b.profiling.recording import Capture, Recording, StepRecord
+from overlap1f1b.profiling.recording import Capture, Recording
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
 from overlap1f1b.schedule.values import counted, quoted, shortened
@@ -50,9 +50,9 @@ class Recordings:
     left_out: tuple[str, ...] = ()
 
     @cached_property
-    def late(self) -> dict[StepRecord, Intervals]:
-        """Waits for late peers, see :func:`late_peers`."""
-        return late_peers(self.ranks)
+    def others(self) -> Others:
+        """What the ranks that share experts saw of each other's exchanges."""
+        return seen_by_others(self.ranks)
 
     @property
     def partial(self) -> bool:

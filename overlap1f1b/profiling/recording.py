@@ -171,6 +171,13 @@ class Recording:
         return self.by == "range" and (alone or not issued)
 
     @property
+    def costs(self) -> NodeCosts | None:
+        """Nanoseconds of the nodes by which the plan was made; None if nobody has said."""
+        nodes = ((parse_node(text), seconds) for text, seconds in self.about.costs.items())
+        costs = {cost_key(node): 1e9 * seconds for node, seconds in nodes if node is not None}
+        return NodeCosts(by_node=costs) if costs else None
+
+    @property
     def peak_bytes(self) -> float | None:
         """Most bytes at once in a step, beyond those before it: what nodes hold, in the order of issue.
 

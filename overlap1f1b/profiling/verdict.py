@@ -15,11 +15,13 @@ WORTH = 0.05
 def verdict(sums: Figures) -> str:
     """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
 
-    More sentences follow if ranks wait for late peers, and if the host bounds the steps.
+    More sentences follow: what causes that, and whether the host bounds the steps.
     """
-    sentences, starved, late = [_of_exchange(sums)], sums.share(sums.starved), sums.share(sums.late or 0)
-    if late >= WORTH:
-        sentences.append(f"For {late:.0%} of a step ranks waited for a late peer, not for the network.")
+    sentences, starved, exposed = [_of_exchange(sums)], sums.share(sums.starved), sums.overlap.exposed
+    if sums.by_cause and sums.share(exposed) >= WORTH:
+        causes = sorted(sums.by_cause.items(), key=lambda one: -one[1])
+        said = (f"{time / exposed:.0%} {cause}" for cause, time in causes if time >= WORTH * exposed)
+        sentences.append(f"By cause: {', '.join(said)}.")
     if starved >= WORTH:
         sentences.append(
             f"The host bounds the step: for {starved:.0%} of it the device had nothing to compute but what the host "
@@ -61,17 +63,23 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
 
     ``about`` says what was asked for, and what the engine chose and why.
     """
-    overlap, idle, late = sums.overlap, sums.idle, sums.share(sums.late or 0)
-    exposed = sums.share(overlap.exposed) - late if overlap.hidden_fraction < WELL else 0
-    bubble = sums.share(idle["pipeline_bubble"])
-    host = sums.share(max(idle["host_late"], sums.starved) if sums.by_phase else sums.starved)
+    overlap, idle, causes = sums.overlap, sums.idle, sums.by_cause
+    order = sums.share(causes.get("order", overlap.exposed)) if overlap.hidden_fraction < WELL else 0
+    imbalance, link = (sums.share(causes.get(cause, 0.0)) for cause in ("imbalance", "link"))
+    bubble = sums.share(idle["pipeline_bubble"] + causes.get("pipeline", 0.0))
+    host = sums.share(max(idle["host_late"] + causes.get("host", 0.0), sums.starved) if causes else sums.starved)
     held = sums.share(sums.queued) if overlap.exposed else 0
     tips = (
-        (exposed, _against_exposure(sums, about or About())),
+        (order, _against_exposure(sums, about or About())),
         (
-            late,
-            f"ranks wait for a late peer for {late:.0%} of a step: give all ranks equal work (capacity, balanced "
-            "routing) and processors of their own; the rank that waits least is the late one",
+            imbalance,
+            f"ranks wait for a slower one for {imbalance:.0%} of a step: give all ranks equal work (a bias, a "
+            "capacity, balanced batches) and processors of their own; the rank that waits least is the slow one",
+        ),
+        (
+            link,
+            f"exchanges take longer than planned for {link:.0%} of a step: overlap1f1b doctor looks at the link; if it "
+            "stays slow, measure again and plan anew",
         ),
         (
             bubble,

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from overlap1f1b.plan import (
     OF_PARAMETERS,
     About,
     ActionRange,
+    CostKey,
     Label,
     Node,
     NodeRange,
@@ -242,11 +244,13 @@ class Recorder(Observer):
         """What the records say of the run: the JSON of :class:`~overlap1f1b.plan.About`."""
         engine, parameters = self.engine, list(self.engine.parameters())
         blocks = sum(map(len, engine.tuner.shapes))
-        held = {
-            str(Node(op, kind, 0, block, call, part, stage)): held
-            for (op, kind, stage, block, call, part), held in engine.tuner.held.items()
-            if stage in engine.stages
-        }
+
+        def named(table: Mapping[CostKey, Any]) -> dict[str, Any]:
+            """Return what is known of this rank's nodes, by those of microbatch 0."""
+            keys = (key for key in table if key[2] in engine.stages)
+            return {str(Node(*key[:2], 0, *key[3:], key[2])): table[key] for key in keys}
+
+        costs = {} if engine.costs is None else engine.costs.by_node
         about = About(
             schedule=engine.plan.program.name,
             overlap=str(engine.options.overlap),
@@ -255,7 +259,8 @@ class Recorder(Observer):
             model=f"{blocks} blocks, {sum(parameter.numel() for parameter in parameters):,} parameters a rank",
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             bytes={str(step.number): step.sent for step in self.steps},
-            held=held,
+            held=named(engine.tuner.held),
+            costs=named({key: fmean(cost) if isinstance(cost, tuple) else cost for key, cost in costs.items()}),
             parameters=sum(local_part(parameter).nbytes for parameter in parameters),
             standing=engine.tuner.standing,
         )

@@ -14,7 +14,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import inf
 from statistics import fmean
+from types import MappingProxyType
 from typing import NamedTuple
 
 from overlap1f1b.plan import RECOMPUTES, Node, NodeCosts, Op, Resource, Span
@@ -54,11 +56,15 @@ class Idle(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """A time between two compute nodes, and the transfer that the second awaits, if there is one."""
+    """A time between two compute nodes, the transfer that the second awaits, if there is one, and when it was launched.
+
+    Where the host computes by itself it launches nothing before.
+    """
 
     start: float
     end: float
     awaited: Span | None
+    launched: float = inf
 
 
 Late = Mapping[str, float]
@@ -73,6 +79,7 @@ class Causes:
         bytes: Bytes that left the rank in each exchange, and those that were there at its end.
         costs: Of the plan, in the same unit; None if it was not made by costs: no link is then slow.
         others: What the other ranks that share experts saw; without them no rank is late.
+        launched: When the host had launched a compute node, by the node and its start, on a device that computes.
 
     Attributes:
         flown: What this rank saw, by exchange.
@@ -84,15 +91,17 @@ class Causes:
         bytes: Mapping[Node, tuple[float, float]],
         costs: NodeCosts | None = None,
         others: Sequence[Mapping[Node, Flown]] = (),
+        launched: Mapping[tuple[Node, float], float] = MappingProxyType({}),
     ) -> None:
         self._costs, self._others = costs, others
-        self._flights: dict[Node, Span] = {}
+        transfers: dict[Node, Span] = {}
         for span in spans:
-            if span.node.resource in _LINKS:  # a reduction may have several buffers
-                other = self._flights.get(span.node, span)
-                self._flights[span.node] = Span(span.node, min(span.start, other.start), max(span.end, other.end))
-        self._behind = _queued(self._flights.values())
-        self._gaps = list(gaps(spans))
+            if span.node.resource is not Resource.COMPUTE:  # which may have several kernels, a reduction buffers
+                other = transfers.get(span.node, span)
+                transfers[span.node] = Span(span.node, min(span.start, other.start), max(span.end, other.end))
+        self._flights = {node: span for node, span in transfers.items() if node.resource in _LINKS}
+        self._behind = _queued(transfers.values())
+        self._gaps = list(gaps(spans, launched))
         self._computed: dict[object, list[float]] = {}  # ends of compute nodes, by their chain
         for span in sorted(spans, key=lambda span: span.end):
             if span.node.resource is Resource.COMPUTE and span.node.kind is not Kind.W:
@@ -142,7 +151,7 @@ class Causes:
         return ready if counts is None or counts.end > span.start else max(ready, counts.end)
 
     def _idle(self, gap: Gap, late: Mapping[Node, Late]) -> Iterator[Idle]:
-        start, end, awaited = gap
+        start, end, awaited, launched = gap
         if awaited is not None:
             posted, arrived = max(start, awaited.start), min(end, awaited.end)
             if start < posted < arrived:
@@ -152,8 +161,10 @@ class Causes:
             elif posted < arrived:
                 yield from _split(posted, arrived, late.get(awaited.node, {}))
             start = max(start, arrived)
-        if start < end:
-            yield Idle(start, end, "host")
+        if start < (idle := min(end, max(start, launched))):
+            yield Idle(start, idle, "host")
+        if idle < end:  # launched, and nothing that it needs was missing: the device ran one thing at a time
+            yield Idle(idle, end, "order")
 
     def _lateness(self) -> dict[Node, Late]:
         """Return by how much each exchange is late, by cause."""
@@ -161,7 +172,7 @@ class Causes:
         before: dict[Resource, Span] = {}
         level = [0.0] * len(self._others)  # by how much each one's host was later than this one's, and waited for
         stalls: dict[Node, float] = {}
-        for start, end, awaited in self._gaps:
+        for start, end, awaited, _ in self._gaps:
             if awaited is not None:
                 stalls[awaited.node] = min(end, awaited.end) - max(start, awaited.start)
         for span in sorted(self._flights.values(), key=lambda span: span.end):
@@ -188,7 +199,7 @@ class Causes:
             if (queued := self._behind.get(node)) is not None:
                 ahead, could = queued, self._ready(span)
             if ahead is not None and ahead.end > could:
-                passed = found[ahead.node]
+                passed = found.get(ahead.node, {})
                 share = min(1.0, (ahead.end - could) / (sum(passed.values()) or 1.0))
                 for cause, time in passed.items():
                     late[cause] += share * time
@@ -219,13 +230,20 @@ class Causes:
 def _queued(flights: Iterable[Span]) -> dict[Node, Span]:
     """Return the exchange behind which each one has waited for the link: it began when that one ended."""
     found: dict[Node, Span] = {}
-    for resource in _LINKS:
-        these = sorted((span for span in flights if span.node.resource is resource), key=lambda span: span.end)
+    of: dict[Resource, list[Span]] = {}
+    for span in sorted(flights, key=lambda span: span.end):
+        of.setdefault(span.node.resource, []).append(span)
+    for these in of.values():
         ends = [span.end for span in these]
         for span in these:
             near = _NEAR * (span.end - span.start)
             number = bisect_right(ends, span.start + near) - 1
-            if number >= 0 and ends[number] >= span.start - near and these[number].start < span.start:
+            if (
+                number >= 0
+                and these[number] is not span
+                and ends[number] >= span.start - near
+                and these[number].start < span.start
+            ):
                 found[span.node] = these[number]
     return found
 
@@ -244,7 +262,7 @@ def _split(start: float, end: float, late: Late) -> Iterator[Idle]:
         at = until
 
 
-def gaps(spans: Iterable[Span]) -> Iterator[Gap]:
+def gaps(spans: Iterable[Span], launched: Mapping[tuple[Node, float], float]) -> Iterator[Gap]:
     """Yield the times of a step in which nothing is computed, in order."""
     compute: list[Span] = []
     pending: dict[object, list[Span]] = {}  # by the chain, or the parameters of a block, that await them
@@ -259,7 +277,8 @@ def gaps(spans: Iterable[Span]) -> Iterator[Gap]:
     for span in sorted(compute, key=lambda span: span.start):
         awaited = _taken(span, pending)
         if span.start > now:
-            yield Gap(now, span.start, max(awaited, key=lambda one: one.end, default=None))
+            last = max(awaited, key=lambda one: one.end, default=None)
+            yield Gap(now, span.start, last, launched.get((span.node, span.start), inf))
         now = max(now, span.end)
     last = max((one for of in pending.values() for one in of), key=lambda one: one.end, default=None)
     if last is not None and last.end > now:
@@ -276,7 +295,7 @@ def _taken(span: Span, pending: dict[object, list[Span]]) -> list[Span]:
         left = list[Span]()
         for one in pending.get(key, ()):
             other_part = place is not None and one.node.op in _OTHER and one.node[3:6] != node[3:6]
-            (left if other_part or one.start >= span.start else found).append(one)
+            (left if other_part or one.end > span.start else found).append(one)
         if key in pending:
             pending[key] = left
     return found

@@ -1,4 +1,4 @@
-"""Waits for late peers, by the records of the ranks that share an exchange."""
+"""What the records of ranks that share an exchange say of each other."""
 
 from __future__ import annotations
 
@@ -10,59 +10,56 @@ import pytest
 from overlap1f1b.plan import About
 from overlap1f1b.profiling import Figures, advice, figures_of, read, verdict
 from tests.profiling.synthetic import write_record
-from tests.tiers import wide
 
 MS = 1_000_000
+NONE = dict.fromkeys(("host", "link", "pipeline"), 0)
 
 
-def spans(posted: float, *, clock: float = 0.0) -> list[tuple[str, str, float, float]]:
-    """Compute until 10 ms, then an exchange from ``posted`` to 30 ms, of which the first 2 ms are hidden."""
+def spans(posted: float) -> list[tuple[str, str, float, float]]:
+    """Compute until an exchange is ``posted``, which ends at 30 ms, and of which the first 2 ms are hidden."""
     times = [
-        ("node", "attention.f[0] m0", 0.0, 10.0),
+        ("node", "attention.f[0] m0", 0.0, posted),
         ("flight", "dispatch.f[0] m0", posted, 30.0),
-        ("node", "dense.f[1] m1", 10.0, 12.0),
+        ("node", "dense.f[1] m1", posted, posted + 2.0),
         ("node", "experts.f[0] m0", 30.0, 40.0),
         ("node", "attention.b[0] m0", 40.0, 50.0),
     ]
-    return [(kind, node, (start + clock) / 1e3, (end + clock) / 1e3) for kind, node, start, end in times]
+    return [(kind, node, start / 1e3, end / 1e3) for kind, node, start, end in times]
 
 
-def figures(folder: Path, *posted: float, clock: float = 0.0) -> list[Figures]:
+def figures(folder: Path, *posted: float) -> list[Figures]:
     for rank, at in enumerate(posted):
         mesh = {"ep": (rank, len(posted))}
-        record = [spans(at, clock=clock * rank)]
-        write_record(folder / f"rank{rank}.json", record, rank=rank, mesh=mesh, seconds=0.05 + clock / 1e3)
+        write_record(folder / f"rank{rank}.json", [spans(at)], rank=rank, mesh=mesh, seconds=0.05)
     run = read(folder)
-    return [figures_of(recording, run.late) for recording in run.ranks]
+    return [figures_of(recording, run.others) for recording in run.ranks]
 
 
-@pytest.mark.parametrize("clock", [0.0, *wide(5.0)])
-def test_a_rank_waits_until_the_last_one_has_posted(tmp_path: Path, clock: float) -> None:
-    early, late = figures(tmp_path, 10.0, 25.0, clock=clock)
+def test_a_rank_waits_until_the_last_one_has_posted(tmp_path: Path) -> None:
+    early, late = figures(tmp_path, 10.0, 25.0)
     assert early.overlap.exposed == 18 * MS
-    assert early.late == 13 * MS  # from 12 ms, where compute ends, to 25 ms
-    assert late.late == 0
+    assert early.by_cause == pytest.approx({"order": 3 * MS, "imbalance": 15 * MS} | NONE)  # it could have ended at 15
+    assert late.by_cause == pytest.approx({"order": 3 * MS, "imbalance": 0} | NONE)
     every = Figures.sum([early, late])
-    assert every.late == 13 * MS
-    if not clock:
-        assert "For 13% of a step ranks waited for a late peer, not for the network." in verdict(every)
-    assert any("ranks wait for a late peer" in tip for tip in advice(early))
-    assert not any("late peer" in tip for tip in advice(late))
-
-
-def test_an_exchange_under_way_is_no_wait(tmp_path: Path) -> None:
-    """Another exchange, which all ranks have posted, moves rows meanwhile."""
-    for rank, posted in enumerate((10.0, 25.0)):
-        other = [("flight", "combine.f[0] m1", 0.012, 0.020)]
-        write_record(tmp_path / f"{rank}.json", [spans(posted) + other], rank=rank, mesh={"ep": (rank, 2)})
-    run = read(tmp_path)
-    assert figures_of(run.ranks[0], run.late).late == 5 * MS
+    assert sum(every.by_cause.values()) == every.overlap.exposed
+    assert "By cause: 71% imbalance, 29% order." in verdict(every)
+    assert any("ranks wait for a slower one" in tip for tip in advice(early))
+    assert not any("slower one" in tip for tip in advice(late))
 
 
 def test_nothing_is_waited_for_where_all_post_at_once_and_nothing_said_without_the_other_rank(tmp_path: Path) -> None:
-    assert [found.late for found in figures(tmp_path, 10.0, 10.0)] == [0, 0]
+    assert [found.by_cause["imbalance"] for found in figures(tmp_path, 10.0, 10.0)] == [0, 0]
+    assert [found.told for found in figures(tmp_path, 10.0, 10.0)] == [True, True]
     run = read(write_record(tmp_path / "a.json", [spans(10.0)], mesh={"ep": (0, 2)}))
-    assert figures_of(run.ranks[0], run.late).late is None
+    assert not figures_of(run.ranks[0], run.others).told
+
+
+def test_a_record_has_the_costs_of_its_plan_so_a_link_may_be_slow(tmp_path: Path) -> None:
+    path = write_record(tmp_path / "a.json", [spans(10.0)], mesh={"ep": (0, 1)})
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"about": {"costs": {"dispatch.f[0] m0": 0.012}}}))
+    found = figures_of(read(path).ranks[0])
+    assert found.by_cause == pytest.approx({"order": 10 * MS, "imbalance": 0} | NONE | {"link": 8 * MS})
+    assert any("exchanges take longer than planned for 16% of a step" in tip for tip in advice(found))
 
 
 def test_advice_knows_what_the_engine_chose(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from overlap1f1b.profiling import Figures, Recording, Recordings, advice, figures_of, longest, verdict
 from overlap1f1b.schedule.values import some
-from overlap1f1b.simulation import OverlapFigures, Timeline
+from overlap1f1b.simulation import CAUSES, OverlapFigures, Timeline
 from overlap1f1b.terminal.output import middle_left_out, number, print_lines
 
-OF_NODES = ("bytes", "held", "parameters", "standing")
+OF_NODES = ("bytes", "held", "costs", "parameters", "standing")
 """What a profile says of its nodes and of its rank, not of the run."""
 LONGEST = "Longest times of exposed exchange, milliseconds"
 PARTIAL = "Of some ranks only: "
@@ -21,13 +21,12 @@ NOT_MEASURED = "not measured"
 _OVERLAP = {"exchange": "exchange_ms", "hidden": "hidden_ms", "exposed": "exposed_ms", "share": "hidden_fraction"}
 _COMPARED = {"step": "step_ms", "compute": "compute_ms", "exchange": "exchange_ms", "exposed": "exposed_ms"}
 _COMPARED |= {"hidden": "hidden_fraction"}
-_IDLE = {"for the pipeline": "pipeline_bubble", "for the host": "host_late"}  # for an exchange: it is exposed
 _PHASES = {"warm_up": "warm-up", "steady": "steady", "cool_down": "cool-down"}
 
 
 def content_of(recordings: Recordings) -> dict[str, Any]:
     """Return the JSON of one run."""
-    ranks = {recording: figures_of(recording, recordings.late) for recording in recordings.ranks}
+    ranks = {recording: figures_of(recording, recordings.others) for recording in recordings.ranks}
     about = max((recording.about for recording in recordings.ranks), key=lambda about: about.date)
     every = Figures.sum(ranks.values())
     sentence = verdict(every)
@@ -109,6 +108,7 @@ def _json_of(of: Figures) -> dict[str, Any]:
     ms = of.per_step_ms
     unknown = [] if of.by_phase else ["pipeline_bubble", "host_late"]  # no ranges tell one from the other
     unknown += [] if of.measured else ["exposed_exchange"]
+    known = of.measured and of.by_cause
     return {
         "step_ms": ms(of.time),
         "compute_ms": ms(of.compute),
@@ -116,7 +116,8 @@ def _json_of(of: Figures) -> dict[str, Any]:
         "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
         "idle_ms": {name: None if name in unknown else ms(time) for name, time in of.idle.items()},
-        "late_peer_ms": None if of.late is None else ms(of.late),
+        "exposed_by_cause_ms": {name: ms(of.by_cause[name]) if known else None for name in CAUSES},
+        "late_peer_ms": ms(of.by_cause.get("imbalance", 0.0)) if of.told else None,
         "starved_ms": ms(of.starved),
     }
 
@@ -150,13 +151,10 @@ class Table(NamedTuple):
 def tables_of(content: Mapping[str, Any]) -> list[Table]:
     every, ranks = content["all"], content["ranks"]
     columns = {"step": "step_ms", "compute": "compute_ms"} | _OVERLAP
-    columns |= {f"idle {name}": f"idle_ms/{key}" for name, key in _IDLE.items()}
+    columns |= {name: f"exposed_by_cause_ms/{name}" for name in CAUSES}
     found = [_by_rank(content, "Milliseconds of a step", columns)]
     if every["exchange_ms"]:
         found += [_parts(every, "by_sub_op", "sub-op"), _parts(every, "by_phase", "phase")]
-    if every["late_peer_ms"] is not None:
-        columns = {"exposed": "exposed_ms", "late peer": "late_peer_ms"}
-        found.append(_by_rank(content, "Waits for late peers, ms", columns))
     if any(rank["peak_bytes"] is not None for rank in ranks):
         columns = {"parameters": "parameter_bytes", "most beyond them": "peak_bytes"}
         found.append(_by_rank(content, "Memory of a step, MB", columns, mean=False))
@@ -179,8 +177,9 @@ def comparison(contents: Sequence[Mapping[str, Any]], names: Sequence[str]) -> T
         for name in dict.fromkeys((*first[group], *second[group])):
             pair = [run[group][name]["exposed_ms"] if name in run[group] else absent(run) for run in (first, second)]
             rows.append(_compared(f"exposed, {_PHASES.get(name, name)}", "exposed_ms", *pair))
-    for text, name in _IDLE.items():
-        rows.append(_compared(f"idle {text}", "idle_ms", first["idle_ms"][name], second["idle_ms"][name]))
+    for name in CAUSES:
+        pair = [run["exposed_by_cause_ms"][name] for run in (first, second)]
+        rows.append(_compared(f"exposed by {name}", "exposed_ms", *pair))
     return Table("", ("ms a step", *names, "change"), rows)
 
 

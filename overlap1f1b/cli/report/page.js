@@ -27,13 +27,20 @@ function hatched(colour, both) {
   return { tile, fill: pen.createPattern(tile, "repeat") };
 }
 
-const exposed = hatched(data.styles.exchange.colour, false), late = hatched(data.styles.exchange.colour, true);
+const LOOKS = { // of exposed exchange, by cause
+  order: hatched(data.styles.exchange.colour, false),
+  imbalance: hatched(data.styles.exchange.colour, true),
+  host: hatched(data.styles.other.colour, true),
+  link: hatched(data.styles.pair.colour, true),
+  pipeline: hatched(data.styles.peer.colour, true),
+};
+const CAUSES = Object.keys(LOOKS);
 const background = look => (look.tile ? "url(" + look.tile.toDataURL() + ")" : look);
 const PARTS = [ // of a step, in the order of a bar
   ["compute alone", data.styles.F.colour],
   ["compute with hidden exchange", data.styles.exchange.colour],
-  ["exposed exchange", exposed],
-  ["exposed, waiting for a late peer", late],
+  ["exposed exchange", LOOKS.order],
+  ...CAUSES.map(cause => ["exposed by " + cause, LOOKS[cause]]),
   ["idle for the pipeline", data.styles.peer.colour],
   ["idle for the host", data.styles.other.colour],
 ];
@@ -56,9 +63,9 @@ function legend(place, entries) {
 function ranks() { // a bar of each rank's step
   const most = Math.max(...data.content.ranks.map(rank => rank.step_ms));
   for (const rank of data.content.ranks) {
-    const late = rank.late_peer_ms || 0, idle = rank.idle_ms, hidden = rank.hidden_ms;
-    const network = idle.exposed_exchange === null ? null : idle.exposed_exchange - late;
-    const sizes = [rank.compute_ms - hidden, hidden, network, late, idle.pipeline_bubble, idle.host_late];
+    const causes = rank.exposed_by_cause_ms, idle = rank.idle_ms, hidden = rank.hidden_ms;
+    const unknown = causes.order === null ? idle.exposed_exchange : null; // of a file without ranges
+    const sizes = [rank.compute_ms - hidden, hidden, unknown, ...CAUSES.map(cause => causes[cause]), idle.pipeline_bubble, idle.host_late];
     add(at("ranks"), "span", "rank " + rank.rank);
     const bar = add(at("ranks"), "div", "", "bar");
     sizes.forEach((size, number) => {
@@ -119,7 +126,8 @@ function opened(number) {
   const intervals = flat => Array.from({ length: flat.length / 2 }, (_, i) => [flat[2 * i] * UNIT, flat[2 * i + 1] * UNIT]);
   const ranks = {};
   for (const [rank, marks] of Object.entries(packed.ranks)) {
-    ranks[rank] = { ...marks, begin: marks.begin * UNIT, exposed: intervals(marks.exposed), late: intervals(marks.late) };
+    ranks[rank] = { ...marks, begin: marks.begin * UNIT, exposed: intervals(marks.exposed), why: {} };
+    for (const cause of CAUSES) ranks[rank].why[cause] = intervals(marks.why[cause] || []);
   }
   let end = 0;
   for (const { name, rank, measured, cells } of packed.tracks) {
@@ -132,7 +140,7 @@ function opened(number) {
       bars.push({ what, text, style, start: start * UNIT, end: now * UNIT, sent: measured && ranks[rank].sent[cells[i]] });
     }
     end = Math.max(end, now * UNIT);
-    tracks.push({ name, rank, measured, marks: measured ? ranks[rank] : { exposed: [], late: [] }, bars });
+    tracks.push({ name, rank, measured, marks: measured ? ranks[rank] : { exposed: [], why: {} }, bars });
   }
   return { number, tracks, ranks, end };
 }
@@ -205,8 +213,8 @@ function drawTrack(track, y, width, colour) {
     pen.fillStyle = data.styles[bar.style].colour;
     pen.fillRect(left, y + 2, Math.max(0.6, right - left - (right - left > 4)), ROW - 4);
     if (bar.style === "exchange") {
-      for (const [look, intervals] of [[exposed, track.marks.exposed], [late, track.marks.late]]) {
-        pen.fillStyle = look.fill;
+      for (const [cause, intervals] of [["order", track.marks.exposed], ...Object.entries(track.marks.why)]) {
+        pen.fillStyle = LOOKS[cause].fill;
         for (const [start, end] of parts(intervals, Math.max(bar.start, from), Math.min(bar.end, to))) {
           pen.fillRect(x(start, width), y + 2, Math.max(0.6, x(end, width) - x(start, width)), ROW - 4);
         }
@@ -292,7 +300,9 @@ function told(track, bar) {
   lines.push(bar.start.toFixed(3) + " to " + bar.end.toFixed(3) + " ms, " + time(size));
   const covered = intervals => parts(intervals, bar.start, bar.end).reduce((sum, [start, end]) => sum + end - start, 0);
   if (bar.style === "exchange" && track.marks.exposed.length) {
-    lines.push("exposed " + time(covered(track.marks.exposed)) + ", of it waiting for a late peer " + time(covered(track.marks.late)));
+    const causes = Object.entries(track.marks.why).filter(([, intervals]) => covered(intervals));
+    const said = causes.map(([cause, intervals]) => cause + " " + time(covered(intervals)));
+    lines.push(["exposed " + time(covered(track.marks.exposed)), ...said].join(", "));
   }
   if (bar.sent) {
     lines.push((bar.sent / 1e6).toPrecision(3) + " MB leave the rank, " + ((8 * bar.sent) / size / 1e6).toPrecision(3) + " Gbit/s");
@@ -354,6 +364,5 @@ move(0, step.end);
 const used = new Set(step.tracks.flatMap(track => track.bars.map(bar => bar.style)));
 legend(at("legend"), [
   ...Object.entries(data.styles).filter(([key]) => used.has(key)).map(([key, style]) => [key === "exchange" ? "exchange, hidden" : style.label, style.colour]),
-  ["exchange, exposed", exposed],
-  ["exchange, exposed, waiting for a late peer", late],
+  ...CAUSES.map(cause => ["exposed by " + cause, LOOKS[cause]]),
 ]);

@@ -13,7 +13,7 @@ from typing import Any
 
 from overlap1f1b.cli.draw import STYLES, tracks_of_bars
 from overlap1f1b.cli.report.figures import LONGEST, remarks, tables_of
-from overlap1f1b.plan.intervals import Intervals
+from overlap1f1b.plan.intervals import Intervals, intersection
 from overlap1f1b.profiling import Bar, Lanes, Recordings, aligned, bars_of
 from overlap1f1b.simulation.drawing import LETTERS
 
@@ -56,11 +56,12 @@ def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> 
                 now = end
             tracks.append({"name": name, "rank": int(rank), "measured": lane != "predicted", "cells": flat})
         for recording, step, by in aligned(ranks, number):
-            lanes, sent = Lanes(recording, step), recording.about.bytes.get(str(number), {})
+            lanes = Lanes(recording, step, recordings.others.get(step, ()))
+            sent = recording.about.bytes.get(str(number), {})
             marks[recording.rank] = {
                 "begin": _units(lanes.window[0] + by),
                 "exposed": _flat(lanes.exposed, by),
-                "late": _flat(recordings.late.get(step, []), by),
+                "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.why.items()},
                 "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
             }
         steps[number] = {"tracks": tracks, "ranks": marks}

@@ -74,7 +74,7 @@ def board(
         def show(number: int, step: StepFigures, held_out: float | None) -> None:
             values = {"loss": step.loss, "grad_norm": step.grad_norm, "held_out_loss": held_out}
             values |= {"tokens_per_s": tokens / step.seconds}
-            values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed} | step.by_exchange
+            values |= {"hidden_fraction": step.hidden, "exposed_ms": 1e3 * step.exposed} | step.by_name
             for name, value in values.items():
                 if value is not None:
                     writer.add_scalar(name, value, number)
@@ -83,22 +83,23 @@ def board(
 
 
 def speed_of(steps: Sequence[StepFigures], tokens: int) -> dict[str, Any]:
-    """Return the JSON of the speed: medians over ``timed_steps`` steps of ``tokens`` tokens each.
+    """Return the JSON of the speed: medians over ``timed_steps`` steps of ``tokens`` tokens each; of causes means.
 
     Steps that try plans count only where no plan is settled, those that measure nodes only where there are no others.
     The hidden fraction is None without an exchange, and all are None without steps.
     """
     by_purpose = ([step for step in steps if step.purpose is purpose] for purpose in (Purpose.SETTLED, Purpose.TRY))
     planned = next(filter(None, by_purpose), steps)
-    names = ("step_ms", "tokens_per_s", "exposed_ms", "hidden_fraction", "waited_fraction", "timed_steps")
+    names = ("step_ms", "tokens_per_s", "exposed_ms", "exposed_by_cause_ms", "hidden_fraction", "waited_fraction")
     if not planned:
-        return dict.fromkeys(names)
+        return dict.fromkeys((*names, "timed_steps"))
     seconds = median(step.seconds for step in planned)
     shares = [step.hidden for step in planned if step.hidden is not None]
     return {
         "step_ms": 1e3 * seconds,
         "tokens_per_s": tokens / seconds,
         "exposed_ms": 1e3 * median(step.exposed for step in planned),
+        "exposed_by_cause_ms": {c: 1e3 * fmean(step.by_cause[c] for step in planned) for c in planned[0].by_cause},
         "hidden_fraction": median(shares) if shares else None,
         "waited_fraction": sum(step.waited for step in planned) / sum(step.seconds for step in planned),
         "timed_steps": len(planned),
@@ -147,6 +148,10 @@ def show(result: dict[str, Any], screen: Console, *, link: float, local: bool = 
     for name, key in rows.items() if result["tokens_per_s"] is not None else ():
         form = ".1%" if key == "hidden_fraction" else ".0f"
         table.add_row(name, number(result[key], form), number(compare[key], form) if compare else "")
+    for cause, time in (result["exposed_by_cause_ms"] or {}).items():
+        if time >= 0.5:
+            also = f"{compare['exposed_by_cause_ms'][cause]:.0f}" if compare else ""
+            table.add_row(f"  by {cause}, mean", f"{time:.0f}", also)
     if (timed := result["timed_steps"]) is not None:
         others = result["steps"] - result["resumed_from"] - timed
         why = f", without {others} that measured nodes or tried plans" if others else ""

@@ -42,7 +42,8 @@ class StepFigures:
     hidden: float | None  # share of the exchange beside compute, on the rank with the least; None without an exchange
     waited: float  # seconds without a free processor, on the rank with most of them
     purpose: Purpose  # what the engine used it for
-    by_exchange: dict[str, float] = field(default_factory=dict)  # exposed ms of each sub-op on the first rank, by name
+    by_cause: dict[str, float] = field(default_factory=dict)  # seconds of what is exposed, on the same rank as those
+    by_name: dict[str, float] = field(default_factory=dict)  # further metrics of the first rank
 
 
 class Trainer:
@@ -103,7 +104,9 @@ class Trainer:
         self.optimizer.zero_grad()
         # A single rank sends rows only to itself.
         overlap = OverlapFigures(result.overlap.exchange if rank.group is not None else 0.0, result.overlap.exposed)
-        every, waits = zip(*self.engine.mesh.every((overlap, waited_s() - waited)).values(), strict=True)
+        by_cause = result.overlap.by_cause if rank.group is not None else {}
+        told = self.engine.mesh.every((overlap, waited_s() - waited, by_cause))
+        every, waits, causes = zip(*told.values(), strict=True)
         metrics = result.metrics() if rank.group is not None else {}
         return StepFigures(
             loss=loss,
@@ -113,7 +116,8 @@ class Trainer:
             hidden=min((of.hidden_fraction for of in every if of.exchange), default=None),
             waited=max(waits),
             purpose=purpose,
-            by_exchange={name: value for name, value in metrics.items() if name.startswith("exposed_ms/")},
+            by_cause=max(zip(every, causes, strict=True), key=lambda one: one[0].exposed)[1],
+            by_name={name: value for name, value in metrics.items() if "/" in name},
         )
 
     def evaluate(self) -> float:

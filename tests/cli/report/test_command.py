@@ -76,8 +76,9 @@ def test_what_is_printed(capsys: Capture, run: Path) -> None:
     found = report.content(capsys, run)
     figures = found["all"]
     texts = [f"{figures[key]:.3f}" for key in ("step_ms", "compute_ms", "exchange_ms", "hidden_ms", "exposed_ms")]
-    idle = [figures["idle_ms"][name] for name in ("pipeline_bubble", "host_late")]  # for the exchange: it is exposed
-    texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in idle)]
+    causes = figures["exposed_by_cause_ms"]
+    assert sum(causes.values()) == pytest.approx(figures["exposed_ms"], abs=1e-3)  # a microsecond
+    texts += [f"{figures['hidden_fraction']:.1%}", *(f"{time:.3f}" for time in causes.values())]
     assert ["mean", *texts] in [line.split() for line in lines]
     for name in ("combine.b", "dispatch.f", "warm-up", "steady", "cool-down", "Predicted", "Longest"):
         assert name in result.out
@@ -114,7 +115,7 @@ def test_nothing_exchanged_is_no_share(capsys: Capture, tmp_path: Path, monkeypa
     assert found["ranks"][0]["hidden_fraction"] is None
     result = report(capsys, alone)
     row = next(line.split() for line in result.out.splitlines() if line.startswith("   0"))
-    assert row == ["0", "1000", "1000", "0.000", "0.000", "0.000", "–", "0.000", "0.000"]
+    assert row == ["0", "1000", "1000", "0.000", "0.000", "0.000", "–", *["0.000"] * 5]
     assert "steady" not in result.out
     write_run(tmp_path / "run", simulated("combined_1f1b", 3))
     result = report(capsys, "--compare", "rank0.json", "run")
@@ -150,7 +151,7 @@ def test_what_no_file_shows_is_not_measured(capsys: Capture, tmp_path: Path) -> 
     assert {key: rank[key] for key in keys} == dict.fromkeys(keys)
     assert rank["idle_ms"] == {"exposed_exchange": None, "pipeline_bubble": None, "host_late": None}
     assert found["verdict"].startswith("Not measured: ")
-    row = ["0", "0.000", "0.000", *["not", "measured"] * 3, "–", *["not", "measured"] * 2]
+    row = ["0", "0.000", "0.000", *["not", "measured"] * 3, "–", *["not", "measured"] * 5]
     assert row in [line.split() for line in report(capsys, alone).out.splitlines()]
     named = Kernel(20, 50, 150, 1, name="ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")
     first = write_chrome(tmp_path / "first.json", Events([], [gemm, named]))
