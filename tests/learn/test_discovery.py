@@ -26,6 +26,7 @@ from overlap1f1b.schedule import build_schedule
 from tests.all_to_all import Own
 from tests.play.plain import HIDDEN, batch, engine_of
 from tests.ranks import Ranks
+from tests.reduce.ring import pass_on
 
 Way = Callable[[Tensor, Any], Tensor]
 
@@ -80,14 +81,7 @@ def without_gradient(rows: Tensor, group: Any) -> Tensor:
 
 
 def round_about(rows: Tensor, group: Any) -> Tensor:
-    ranks, rank, came = group.size(), group.rank(), torch.empty_like(rows)
-    ring = [
-        dist.P2POp(dist.isend, rows.detach(), group=group, group_peer=(rank + 1) % ranks),
-        dist.P2POp(dist.irecv, came, group=group, group_peer=(rank - 1) % ranks),
-    ]
-    for work in dist.batch_isend_irecv(ring):
-        work.wait()
-    return rows + came
+    return rows + pass_on(rows.detach(), group)
 
 
 STANDING: dict[str, tuple[Way, str]] = {

@@ -32,7 +32,7 @@ class RingAttention(torch.autograd.Function):
                 out = out * (log_sum - new).exp().unsqueeze(-1) + (scores - new.unsqueeze(-1)).exp() @ held[1]
                 log_sum = new
             if step < size - 1:
-                held = _pass_on(held, group)
+                held = pass_on(held, group)
         ctx.save_for_backward(q, k, v, out, log_sum)
         ctx.group = group
         return out
@@ -51,7 +51,7 @@ class RingAttention(torch.autograd.Function):
                 grad_q += grad_scores @ held[0]
                 held[2] += grad_scores.transpose(-1, -2) @ q
                 held[3] += weights.transpose(-1, -2) @ grad
-            held = _pass_on(held, ctx.group)
+            held = pass_on(held, ctx.group)
         return grad_q, held[2], held[3], None
 
 
@@ -62,7 +62,7 @@ def _scores(q: Tensor, k: Tensor, *, diagonal: bool) -> Tensor:
     return scores
 
 
-def _pass_on(held: Tensor, group: dist.ProcessGroup) -> Tensor:
+def pass_on(held: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send to the next rank, and return what came from the one before."""
     rank, size, got = group.rank(), group.size(), torch.empty_like(held)
     destination, source = (rank + 1) % size, (rank - 1) % size

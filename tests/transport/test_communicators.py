@@ -102,36 +102,28 @@ class Told(Failures):
         return "rank 1 failed" if self.looks < 0 else None
 
 
-def watched(
-    monkeypatch: pytest.MonkeyPatch, *, seconds: float, looks: int = 1000, idle: bool = True, timeout: float = 0.1
-) -> tuple[bool, str | None]:
-    """Return whether a watchdog aborts while a host is busy for some seconds, and what it has found."""
+@pytest.mark.parametrize(
+    ("seconds", "looks", "idle", "timeout", "wanted"),
+    [
+        # A host that is busy without the device may take any time.
+        (0.3, 1000, True, 0.1, (False, None)),
+        (30, 1000, False, 0.1, (True, "the device stood still for 0.2 s")),
+        (30, 1, False, 60, (True, "rank 1 failed")),
+        # A busy host ends at its next node, and groups that need no abort can be used by a next engine.
+        (0.15, 1, True, 0.1, (False, "rank 1 failed")),
+    ],
+)
+def test_what_a_watchdog_aborts(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, looks: int, idle: bool, timeout: float, wanted: object
+) -> None:
+    """While a host is busy for some seconds; and what it has found."""
     monkeypatch.setattr(communicators, "LOOK_S", LOOK_S)
-    aborted = threading.Event()
-    failures = Told(looks, timeout)
+    begun, aborted, failures = time.monotonic(), threading.Event(), Told(looks, timeout)
     watchdog = Watchdog(failures, [aborted.set], lambda: idle)
     aborted.wait(seconds)
     watchdog.end()
-    return aborted.is_set(), failures.lost
-
-
-def test_a_host_that_is_busy_without_the_device_may_take_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, seconds=0.3) == (False, None)
-
-
-def test_a_device_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = time.monotonic()
-    assert watched(monkeypatch, seconds=30, idle=False) == (True, "the device stood still for 0.2 s")
-    assert time.monotonic() - begun >= 0.2
-
-
-def test_a_failure_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert watched(monkeypatch, seconds=30, looks=1, idle=False, timeout=60) == (True, "rank 1 failed")
-
-
-def test_a_host_that_is_busy_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends at its next node, and groups that need no abort can be used by a next engine."""
-    assert watched(monkeypatch, seconds=0.15, looks=1) == (False, "rank 1 failed")
+    assert (aborted.is_set(), failures.lost) == wanted
+    assert looks == 1 or time.monotonic() - begun >= 0.2
 
 
 @pytest.mark.parametrize("where", ["record", "synchronize"])
