@@ -5,7 +5,7 @@
 
 A fault is a slow rank (its products take longer), a slow link, a late host (a rank pauses between nodes) or a skewed
 router (all tokens of some layers go to the experts of one rank). Of each mixture the least of three steps is judged,
-by cause: other processes of the machine only add.
+by cause, of steps in which no rank waited for a processor: other processes of the machine only add.
 A cause is named if it has grown, over both ranks, by a tenth of all growth against steps without faults, and by a
 hundredth of a step. A slow rank and a skewed router are both imbalance; ``rows_over_mean`` tells a skewed router.
 """
@@ -33,6 +33,7 @@ from overlap1f1b.plan import Node
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.running.bench.compute import TimedCompute
 from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.ranks import waited_s
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.schedule.values import check_size
@@ -41,10 +42,10 @@ from overlap1f1b.transport.exchange import own_exchange
 
 CONFIG = MoEConfig(layers=2, hidden=64, intermediate=64, experts=4, top_k=2, sequence=64, heads=2)
 MICROBATCHES, SPEED, GBPS = 4, 3e8, 0.002
-BEFORE = 6
-"""Steps without faults."""
+QUIET, MOST = 0.01, 10
+"""Least part of a step in which a rank waits for a processor that makes a step noisy; most steps of a mixture."""
 JUDGED = 3
-"""Steps with the faults of a mixture whose least figures are judged, behind one more."""
+"""Quiet steps with the faults of a mixture whose least figures are judged, behind one more."""
 NAMED = 0.1
 """Least part of the growth of exposure for which a cause is named."""
 LEAST = 0.01
@@ -87,9 +88,19 @@ class Run:
         """Make a step; return the means of its figures over the ranks."""
         for parameter in self.engine.parameters():
             parameter.grad = None
+        before = waited_s()
         metrics = self.engine.step(self.inputs, target=self.target).metrics()
+        metrics["waited_ms"] = 1e3 * (waited_s() - before)
         every = self.engine.mesh.every(metrics).values()
         return {key: fmean(one[key] for one in every) for key in metrics}
+
+    def quiet(self) -> dict[str, float]:
+        """Return the least figures of the steps in which ranks waited least for a processor."""
+        steps: list[dict[str, float]] = []
+        while len(steps) < MOST and sum(one["waited_ms"] < QUIET * one["step_ms"] for one in steps) < JUDGED:
+            steps.append(self.step())
+        steps = sorted(steps, key=lambda one: one["waited_ms"] / one["step_ms"])[:JUDGED]
+        return {key: min(one[key] for one in steps) for key in steps[0]}
 
     @contextmanager
     def faulty(self, mixture: tuple[str, ...], source: random.Random) -> Iterator[None]:
@@ -132,14 +143,13 @@ def rank_of(rank: int, port: int, options: argparse.Namespace) -> None:
     with run.compute.entered(run.model):
         while run.engine.tuner.settling:
             run.step()
-        told, before = 0, [run.step() for _ in range(BEFORE)]
-        usual = {key: min(one[key] for one in before) for key in before[0]}
+        told, usual = 0, run.quiet()
         tell(f"without faults: {said(usual)}")
         for number in range(options.mixtures):
             mixture = MIXTURES[number % len(MIXTURES)]
             with run.faulty(mixture, random.Random(options.seed + number)):
-                steps = [run.step() for _ in range(1 + JUDGED)][1:]
-            found = {key: min(one[key] for one in steps) for key in usual}
+                run.step()
+                found = run.quiet()
             named, skewed = judged(found, usual)
             right = named == {FAULTS[fault] for fault in mixture} and skewed == ("skewed router" in mixture)
             told += right

@@ -81,6 +81,8 @@ class UserOptions:
             its step and microbatch; raise ends the call on all ranks, every time, and the engine can go on; without a
             word neither is looked at. A GPU is not waited for: its losses are looked at in the first call that finds
             them ready.
+        gate: Least share of the plan's hidden fraction that the median of five steps may hide. 0.8 warns of the first
+            time below, error:0.8 ends the step on all ranks each time, and the engine can go on.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
     """
 
@@ -92,12 +94,14 @@ class UserOptions:
     tries: int = TRIES
     verify: bool = True
     finite: Finite = "warn"
+    gate: float | str | None = None
     timeout: float = DEFAULT_LIMIT_S
 
     def check(self) -> None:
         """Raise ``ValueError`` for a value of another kind, or out of range."""
         parse_overlap(self.overlap)
         parse_memory(self.memory)
+        parse_gate(self.gate)
         for name, parse in (("recompute", parse_recompute), ("parts", parse_parts)):
             if (value := getattr(self, name)) != "auto":
                 try:
@@ -197,6 +201,27 @@ class EngineOptions(UserOptions):
 
 
 EngineOptions.__init__ = naming_nearest(EngineOptions.__init__)  # type: ignore[method-assign]
+
+
+def parse_gate(value: object) -> tuple[float | None, bool]:
+    """Return the share of a gate, and whether it raises.
+
+    >>> parse_gate("error:0.8"), parse_gate(0.5), parse_gate(None)
+    ((0.8, True), (0.5, False), (None, False))
+
+    Raises:
+        ValueError: It is no share from 0 to 1.
+    """
+    if value is None:
+        return None, False
+    text = str(value)
+    share = text.removeprefix("error:")
+    try:
+        if isinstance(value, bool) or not 0 <= float(share) <= 1:
+            raise ValueError(value)
+    except ValueError:
+        raise ValueError(f"gate={quoted(value)}; allowed: 0 to 1, or error:0 to error:1, such as error:0.8") from None
+    return float(share), share != text
 
 
 _UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}

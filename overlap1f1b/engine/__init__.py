@@ -12,6 +12,7 @@ from overlap1f1b.cut.stage import Stage
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.engine.finite import NotFiniteError
+from overlap1f1b.engine.gate import NotHiddenError
 from overlap1f1b.engine.stages import split_blocks
 from overlap1f1b.learn.check import VerificationError
 from overlap1f1b.play.feed import Feed
@@ -33,6 +34,7 @@ __all__ = [
     "Microbatch",
     "MicrobatchBlock",
     "NotFiniteError",
+    "NotHiddenError",
     "Stage",
     "StepResult",
     "VerificationError",

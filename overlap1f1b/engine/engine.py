@@ -24,6 +24,7 @@ from overlap1f1b.engine.agreement import CallSizes, FirstRows, check_tensor_grou
 from overlap1f1b.engine.capacity import Capacity
 from overlap1f1b.engine.connection import Call, Connection
 from overlap1f1b.engine.finite import FiniteCheck
+from overlap1f1b.engine.gate import Gate
 from overlap1f1b.engine.stages import Model
 from overlap1f1b.kernels.choice import choosing
 from overlap1f1b.learn.check import Verification
@@ -142,6 +143,11 @@ class Engine:
                 options,
                 counts_block=not connection.exchange.background and options.capacity is None,
             )
+        if options.gate is not None and not self._travels:
+            raise ValueError(
+                f"gate={options.gate!r} where nothing is exchanged; allowed: ranks that share experts, or None"
+            )
+        self._gate = Gate(options.gate, self.mesh, counts_block=self.tuner.planner.counts_block)
         self.verification = Verification(self.stages, self.mesh, connection.sharding, partial(_tables_of, loss_fn))
         # 4. Who looks on.
         self.observers: list[Observer] = [CallSizes(self.mesh)]
@@ -181,8 +187,8 @@ class Engine:
         Raises:
             ValueError: A batch that is missing or cannot be split, a model without a parameter to train, or a number of
                 microbatches that the program's schedule does not allow, or that differs over ranks.
-            RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError` or
-                :class:`NotFiniteError`.
+            RuntimeError: Another rank failed, or did not answer within the limit; a :class:`CapacityOverflowError`,
+                :class:`NotFiniteError` or :class:`NotHiddenError`.
         """
         if not self.tuner.steps and self._compares:
             ends = {"inputs": 0, "target": self.program.placement.stages - 1}
@@ -302,8 +308,11 @@ class Engine:
                 ended = played.microbatches.of_stage(self.program.placement.stages - 1)
                 self._finite.note(self.tuner.steps, [one.index for one in ended], played.result.losses)
                 line = self._finite.found(self.tuner.steps)
+                settled = coming is not None and coming.purpose is Purpose.SETTLED
+                below = self._gate.found(self.tuner.steps, plan, self.costs, played.result) if settled else None
         if grad:
             self._finite.say(line, played.result)
+            self._gate.say(below, played.result)
         return played
 
     def _draws(self, before: float) -> bool:

@@ -61,6 +61,7 @@ class RunOptions(UserOptions):
     memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
     # train ends at a loss that is not finite, and timed compute of bench has no values
     finite: Annotated[Finite, by_default("{warn,raise}")] = None
+    gate: Annotated[float | str | None, by_default("GATE")] = None
     timeout: Annotated[float, Range(1)] = COMMAND_LINE_LIMIT_S
     model: Annotated[ModelOptions, tyro.conf.OmitArgPrefixes] = field(default_factory=ModelOptions)
     ep: Annotated[int, tyro.conf.arg(aliases=["--ranks"]), Range(1)] = 2

@@ -29,6 +29,8 @@ _OTHER = {Op.DISPATCH: Op.COMBINE, Op.COMBINE: Op.DISPATCH}
 """The exchange that brings the same rows back."""
 _NEAR = 0.1
 """Part of an exchange's time within which it follows another at once."""
+_NOTICED = 3
+"""Times as late may the end of the other be noticed: a thread has to wake up."""
 
 
 class Flown(NamedTuple):
@@ -237,7 +239,7 @@ def _queued(flights: Iterable[Span]) -> dict[Node, Span]:
         ends = [span.end for span in these]
         for span in these:
             near = _NEAR * (span.end - span.start)
-            number = bisect_right(ends, span.start + near) - 1
+            number = bisect_right(ends, span.start + _NOTICED * near) - 1
             if (
                 number >= 0
                 and these[number] is not span

@@ -19,6 +19,7 @@ GIVEN = {
     "memory": "1GB",
     "tries": "1",
     "finite": "raise",
+    "gate": "error:0.8",
     "timeout": "7.5",
 }
 """Another value of each option that takes one; the only other option is a switch."""
@@ -72,6 +73,10 @@ def test_options_of_trainer() -> None:
         ),
         ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, block, or auto"),
         ({"finite": "never"}, "finite='never'; allowed: warn, raise, or None"),
+        ({"gate": 1.5}, "gate=1.5; allowed: 0 to 1, or error:0 to error:1, such as error:0.8"),
+        ({"gate": "error:-1"}, "gate='error:-1'; allowed: 0 to 1"),
+        ({"gate": "never"}, "gate='never'; allowed: 0 to 1"),
+        ({"gate": float("nan")}, "gate=nan; allowed: 0 to 1"),
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
         ({"parts": 0}, "parts=0; allowed: 1 to 8, or auto"),
         ({"parts": "2"}, "parts='2'; allowed: 1 to 8, or auto"),
