@@ -191,4 +191,4 @@ def as_options(text: str, options: Any) -> str:
 
     alone = rf"(?:(?<=with )|(?<=without ))({names})(?=[,;]| and |$)"
     values = re.sub(rf"(?<= )({names})=(?:'(\w+)'|(\d+))", advised, values)
-    return re.sub(alone, advised, said) + allowed + re.sub(alone, advised, values)
+    return re.sub(alone, advised, said) + allowed + re.sub(alone, advised, values).removesuffix(", or None")

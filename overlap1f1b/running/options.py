@@ -275,6 +275,8 @@ class BenchOptions(RunOptions):
         super().check()
         if self.wire is not None:
             parse_wire(self.wire)
+            if self.ranks == 1:
+                raise ValueError(f"--wire {self.wire} with 1 rank; allowed: 2 or more")
         if self.exchange is not None:
             parse_loopback(self.exchange)
             if self.ranks > 1:

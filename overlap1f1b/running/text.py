@@ -62,8 +62,8 @@ class Corpus:
         total, window = len(whole), sequence + 1
         if total < 2 * window:
             raise ValueError(
-                f"text {name} is too short: {total} bytes, where sequence={sequence} needs {window} to train on "
-                f"and {window} held out; use a longer text or a shorter sequence"
+                f"--sequence {sequence} with a text of {total} bytes ({name}); allowed: {window} or more to train on, "
+                "and as many held out, by a longer --text or a shorter --sequence"
             )
         at = min(max(round((1 - held_out) * total), window), total - window)
         content = torch.frombuffer(whole, dtype=torch.uint8)
@@ -141,7 +141,7 @@ def _given(paths: Sequence[Path], limit: int) -> Iterator[bytes]:
     for path in paths:
         some = False
         try:
-            for file in [path] if path.is_file() else _walk(path):
+            for file in _walk(path) if path.is_dir() or not path.exists() else [path]:
                 content = _read(file, limit)
                 if content and b"\0" not in content[:BINARY_PROBE]:
                     some = True

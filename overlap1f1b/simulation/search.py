@@ -19,7 +19,7 @@ from overlap1f1b.schedule import (
     build_schedule,
     variants,
 )
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_size, counted
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline
 from overlap1f1b.simulation.simulator import simulate
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
@@ -169,7 +169,7 @@ class NodeModel:
         chunks = placement.stages // placement.ranks
         check_size("layers", self.layers)
         if self.layers % chunks:
-            raise ValueError(f"layers={self.layers} over {chunks} chunks; allowed: a multiple of {chunks}")
+            raise ValueError(f"layers={self.layers} over {counted(chunks, 'chunk')}; allowed: a multiple of {chunks}")
         return (BlockShape(expert_calls=1, parts=self.parts),) * (self.layers // chunks)
 
 

@@ -107,13 +107,13 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
         if not error.code or first not in verbs:
             sys.stderr.write(said.getvalue())
             raise
-        raise ValueError(f"{_one_line(said.getvalue())}; see {prog} {first} --help") from None
+        raise ValueError(f"{_in_order(_one_line(said.getvalue()), verbs[first])}; see {prog} {first} --help") from None
     sys.stderr.write(said.getvalue())
     return options
 
 
 def _check_names(words: Sequence[str], options: type) -> None:
-    """Raise ``ValueError`` for an option that is given by two of its names, or for a list that is given twice.
+    """Raise ``ValueError`` for an option that is given by two names, and for a list that is given twice or empty.
 
     The parser would keep the last in silence. One option, repeated with another value, replaces the first as usual.
     """
@@ -126,6 +126,9 @@ def _check_names(words: Sequence[str], options: type) -> None:
     }
     lists = {f"--{name.replace('_', '-')}" for name, hint in hints.items() if "tuple[" in str(hint)}
     given: dict[str, str] = {}
+    for word, follows in zip(words, [*words, "--"][1:], strict=True):
+        if word in lists and follows.startswith("--"):
+            raise ValueError(f"{word} without a value; allowed: one or more after it")
     for word in (one.partition("=")[0].replace("_", "-") for one in words if one.startswith("--")):
         name = aliases.get(word, word.replace("--no-", "--", 1))
         if given.get(name, word) != word:
@@ -133,6 +136,16 @@ def _check_names(words: Sequence[str], options: type) -> None:
         if name in given and name in lists:
             raise ValueError(f"{word} twice; allowed: once, with all its values behind it")
         given[name] = word
+
+
+def _in_order(text: str, options: type) -> str:
+    """Return an error with its choices as in the help: in the order of their declaration, without None."""
+    found = re.fullmatch(r"--([\w-]+) (.*; allowed: )('.*')", text)
+    if found is None:
+        return text
+    declared = str(get_type_hints(options, include_extras=True).get(found[1].replace("-", "_")))
+    choices = [choice for choice in found[3].split(", ") if choice != "'None'"]
+    return f"--{found[1]} {found[2]}{', '.join(sorted(choices, key=declared.find))}"
 
 
 def _overview(verbs: Mapping[str, type], prog: str, description: str) -> str:

@@ -212,7 +212,7 @@ def test_the_unigram_entropy_is_the_cost_of_the_held_out_bytes_under_the_trainin
     ("name", "why"),
     [
         ("nowhere", ": No such file or directory"),
-        ("pipe", ": Not a directory"),
+        ("pipe", " has only hidden, empty or binary files, or none"),
         ("gone", "/link: No such file or directory"),
         *((name, " has only hidden, empty or binary files, or none") for name in ("empty", "binary", "bare")),
     ],
@@ -231,7 +231,7 @@ def test_paths_that_cannot_be_used_are_named(tmp_path: Path, name: str, why: str
 
 
 def test_a_text_too_short_says_what_is_needed(tmp_path: Path) -> None:
-    expected = "is too short: 17 bytes, where sequence=8 needs 9 to train on and 9 held out; use a longer text or a sh"
+    expected = "allowed: 9 or more to train on, and as many held out, by a longer --text or a shorter --sequence"
     with pytest.raises(ValueError, match=expected):
         of(tmp_path, b"x" * 17)
     assert len(of(tmp_path, b"x" * 18).held_out) == 9

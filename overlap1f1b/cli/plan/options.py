@@ -172,6 +172,8 @@ class PlanOptions:
         if not (self.search or auto):
             _refuse(sub_ops, ("seconds",), "alone; allowed: with --search or auto")
             _refuse(self, ("peak_activations",), "alone; allowed: with --search or auto")
+        if self.output.tables:
+            _refuse(self.output, ("width",), "with --tables, which draws nothing; allowed: one of them")
         written = {name: getattr(self.output, name) for name in ("png", "svg", "csv", "trace", "json")}
         check_files(written, [self.from_csv] if self.from_csv else [])
 

@@ -24,6 +24,7 @@ from overlap1f1b.running.ranks import Rank, waited_s
 from overlap1f1b.running.text import Corpus
 from overlap1f1b.running.workload import build, fed
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import OverlapFigures
 from overlap1f1b.terminal.output import refused
 from overlap1f1b.transport.exchange import own_exchange
@@ -163,7 +164,8 @@ def link_of(options: TrainOptions, rank: Rank) -> float:
     """
     here = rank.device.type == "cpu" and rank.group is not None
     if options.link and not here:
-        raise ValueError(f"--link {options.link:g} on {rank.size} rank(s), {rank.device.type}; allowed: ranks on CPUs")
+        on = f"{counted(rank.size, 'rank')}, {rank.device.type}"
+        raise ValueError(f"--link {options.link:g} on {on}; allowed: several ranks on CPUs")
     local = here and int(os.environ.get("LOCAL_WORLD_SIZE", rank.size)) == rank.size
     return (DEFAULT_LINK if local and options.checkpoint is None else 0.0) if options.link is None else options.link
 

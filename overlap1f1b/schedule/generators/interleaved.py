@@ -9,6 +9,7 @@ from overlap1f1b.schedule.action import Action, Kind, Pair, Slot
 from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
+from overlap1f1b.schedule.values import counted
 
 DEFAULT_EXTRA_WARMUP = 1
 """Extra warm-up of ``combined_1f1b`` with one chunk on one rank."""
@@ -33,8 +34,9 @@ def groups_of(microbatches: int, ranks: int, group_size: int | None = None) -> l
         if group_size not in fitting:
             nearest = min(fitting, key=lambda size: abs(size - group_size))
             allowed = f"{fitting[0]} to {microbatches} with a last group of {ranks} or more, nearest {nearest}"
+            sizes = f"over {counted(ranks, 'rank')} with {counted(microbatches, 'microbatch')}"
             raise ValueError(
-                f"group_size={group_size} over {ranks} ranks with {microbatches} microbatches; allowed: "
+                f"group_size={group_size} {sizes}; allowed: "
                 + (allowed if len(fitting) > 1 else f"{nearest}, all in one group")
             )
         return [range(m, min(m + group_size, microbatches)) for m in range(0, microbatches, group_size)]

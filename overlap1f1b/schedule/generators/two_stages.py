@@ -10,6 +10,7 @@ from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of
 from overlap1f1b.schedule.generators.options import Schedule
 from overlap1f1b.schedule.placement import Placement
 from overlap1f1b.schedule.program import Program, program_of
+from overlap1f1b.schedule.values import counted
 
 PipeStage = tuple[int, int]
 """(pipe, stage)."""
@@ -86,11 +87,11 @@ class DualPipe(Schedule):
     def program(self, microbatches: int, ranks: int) -> Program:
         if ranks % 2:
             nearest = f"{ranks - 1} or {ranks + 1}" if ranks > 1 else "2"
-            raise ValueError(f"dualpipe over {ranks} ranks; allowed: an even number, nearest {nearest}")
+            raise ValueError(f"dualpipe over {counted(ranks, 'rank')}; allowed: an even number, nearest {nearest}")
         if microbatches % 2 or microbatches < 2 * ranks:
             nearest = str(2 * ranks) if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
             raise ValueError(
-                f"dualpipe over {ranks} ranks with {microbatches} microbatches; "
+                f"dualpipe over {counted(ranks, 'rank')} with {counted(microbatches, 'microbatch')}; "
                 f"allowed: an even number from {2 * ranks} on, nearest {nearest}"
             )
         placement = Placement.bidirectional(ranks)
@@ -123,7 +124,8 @@ class DualPipeV(Schedule):
     def program(self, microbatches: int, ranks: int) -> Program:
         if microbatches < 2 * ranks:
             raise ValueError(
-                f"dualpipev over {ranks} ranks with {microbatches} microbatches; allowed: {2 * ranks} or more"
+                f"dualpipev over {counted(ranks, 'rank')} with {counted(microbatches, 'microbatch')}; "
+                f"allowed: {2 * ranks} or more"
             )
         rows = [
             _eight_steps(

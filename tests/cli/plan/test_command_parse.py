@@ -32,7 +32,7 @@ def test_parse(text: str, candidate: Candidate) -> None:
         ("1f1b:ranks=2", "'ranks=2'; allowed: chunks=NUMBER"),
         ("1f1b:overlap=most", "overlap='most'; allowed: serial"),
         ("1f1b:overlap=0", "overlap='0'; allowed: serial"),
-        ("1f1b:chunks=2,,", "''; allowed: "),
+        ("1f1b:chunks=2,,", ": an option is missing; allowed: "),
     ],
 )
 def test_refused(text: str, message: str) -> None:
