@@ -27,6 +27,7 @@ from tests.all_to_all import Own
 from tests.play.plain import HIDDEN, batch, engine_of
 from tests.ranks import Ranks
 from tests.reduce.ring import pass_on
+from tests.tiers import wide
 
 Way = Callable[[Tensor, Any], Tensor]
 
@@ -172,15 +173,9 @@ def problems_of(rank: int, size: int, experts: bool) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_what_stands_is_not_measured(ranks2: Ranks, experts: bool) -> None:
-    every = ranks2.run(problems_of, experts, timeout=120)
-    assert not any(every), "\n".join(line for lines in every for line in lines)
-
-
-@pytest.mark.wide
-def test_what_stands_is_not_measured_over_four_ranks(ranks4: Ranks) -> None:
-    every = ranks4.run(problems_of, False, timeout=200)
+@pytest.mark.parametrize(("ranks", "experts"), [(2, False), (2, True), *wide((4, False))])
+def test_what_stands_is_not_measured(kept: dict[int, Ranks], ranks: int, experts: bool) -> None:
+    every = kept[ranks].run(problems_of, experts, timeout=100 * ranks)
     assert not any(every), "\n".join(line for lines in every for line in lines)
 
 
