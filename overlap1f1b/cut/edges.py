@@ -96,9 +96,8 @@ def applying(apply: Callable[..., Any]) -> Callable[[], None]:
     return back
 
 
-def next_sequence_number() -> int:
-    """Return the number of the autograd node that this thread makes next."""
-    return _autograd._get_sequence_nr()
+next_sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+"""Returns the number of the autograd node that this thread makes next."""
 
 
 def nodes_behind(ends: Iterable[Any]) -> list[Any]:

@@ -126,8 +126,7 @@ class BlockRun:
     def _start(self, x: Tensors) -> Reached:
         """Run the module from its inputs to its first exchange or to its outputs."""
         microbatch, installed, shape = self.microbatch, self.installed, self.shape
-        grad, stage = microbatch.grad, installed.stage
-        segment = self._open()
+        grad, segment = microbatch.grad, self._open()
         given = segment.enter(x, [grad and t.requires_grad for t in x], installed.anchor)
         if self.stretch is not None:
             return self._run_through(self.stretch, given)
@@ -137,7 +136,7 @@ class BlockRun:
         if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
         call = partial(call_block, microbatch, self.block)
-        with stage.draws.within(self.block, microbatch.random, always=shape.recompute != "none"), eager(mode):
+        with eager(mode, self._drawing()):
             if suspends:
                 self.forward = self._suspendable(call, lookout)
                 if self.carried is not None:
@@ -148,6 +147,11 @@ class BlockRun:
                     return call(*given)
                 with self.mode:
                     return call(*given)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Return the context of a segment that may draw random numbers."""
+        draws, again = self.installed.stage.draws, self.shape.recompute != "none"
+        return draws.within(self.block, self.microbatch.random, always=again)
 
     def _run_through(self, stretch: Stretch, given: Sequence[Tensor]) -> Tensors:
         """Run the blocks of a stretch one after another, in one graph."""
@@ -209,8 +213,7 @@ class BlockRun:
             requires_grad += sent.results_require_grad
         given = segment.enter(received, requires_grad, installed.anchor)
         mode = microbatch.grad and not results[0][0].call.feeds_part
-        always = self.shape.recompute != "none"
-        with installed.stage.draws.within(self.block, microbatch.random, always=always), eager(mode):
+        with eager(mode, self._drawing()):
             if self.carried is not None:
                 self.carried.enter()
             return self._carry(self.forward.resume(tuple(given), installed.thread, mode=mode))
@@ -251,7 +254,7 @@ class BlockRun:
         for call, (_, at, _) in zip(calls, behind, strict=True):
             if self.own.every:
                 self.own.check(number, call, [segment.sent[0].call.splits for segment in self.segments[:-1]])
-            elif not call.back and isinstance(call.splits, Route):
+            elif not call.back and self.installed.observers.routed and isinstance(call.splits, Route):
                 self._tell_routed(call, call.splits, at)
         self._send(calls)
 
@@ -285,10 +288,10 @@ class BlockRun:
         if isinstance(call.splits, LibrarySplits):
             library = LibraryExchange(call.splits.function, self.installed.library_stream, self.installed.anchor)
             return Sent(place, call, layout, requires_grad, edges, library, bare)
-        rows = layout.pack(bare)
+        rows = layout.pack(bare) if len(bare) > 1 else bare[0]
         # The model may change its own tensor while it is still being sent.
         rows = rows.clone() if self.own.every and len(bare) == 1 else rows
-        return Sent(place, call, layout, requires_grad, edges, None, rows, len(rows))
+        return Sent(place, call, layout, requires_grad, edges, None, rows, rows.shape[0])
 
     def _check_graph(self, segment: Segment, edges: Sequence[GradientEdge | None]) -> None:
         """Check, in a block's first forward, that a segment's graph does not lead into another segment's.

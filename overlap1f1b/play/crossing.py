@@ -48,6 +48,7 @@ from overlap1f1b.transport.calls import ExchangeCall, ExchangedRows, Splits, spl
 from overlap1f1b.transport.functions import plain_apply
 from overlap1f1b.transport.suspension import Forward, uncompiled
 
+_NOTHING = nullcontext()
 _GRAPH_PROPERTIES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _OWN = (SplitLinear, SplitGroupedMM)
 _OF_THE_TENSOR_ITSELF = {Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward}
@@ -305,13 +306,13 @@ class _Crossing(ExitStack):
 _CHANGING = Lock()
 
 
-def eager(mode: bool) -> AbstractContextManager[None]:
-    """Return a context in which nothing is compiled if a mode is in force, since compiled code goes past it."""
-    return _eagerly() if mode and "torch._dynamo" in sys.modules else nullcontext()
+def eager(mode: bool, inside: AbstractContextManager[None] = _NOTHING) -> AbstractContextManager[None]:
+    """Return the context ``inside``, in which nothing is compiled if a mode is in force: compiled code goes past it."""
+    return _eagerly(inside) if mode and "torch._dynamo" in sys.modules else inside
 
 
 @contextmanager
-def _eagerly() -> Iterator[None]:
+def _eagerly(inside: AbstractContextManager[None]) -> Iterator[None]:
     """Compile nothing inside the context: in no thread, since the compiler's stance is the process's."""
     crossing: Any = LAST.__dict__["crossing"]
     with _CHANGING:
@@ -319,7 +320,8 @@ def _eagerly() -> Iterator[None]:
             crossing.stance = torch.compiler.set_stance("force_eager")
         crossing.eager += 1
     try:
-        yield
+        with inside:
+            yield
     finally:
         with _CHANGING:
             crossing.eager -= 1

@@ -69,8 +69,9 @@ class WeightQueue:
         """Return all gradients, summed per parameter, and empty the queue."""
         total, self._ready = self._ready, {}
         for weight, gradient in self._waiting:
-            if (found := gradient()) is not None:
-                total[weight] = total[weight] + found if weight in total else found
+            found = gradient()
+            if found is not None and (before := total.setdefault(weight, found)) is not found:
+                total[weight] = before + found
         self._waiting = []
         return total
 

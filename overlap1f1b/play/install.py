@@ -160,14 +160,14 @@ class Installation:
         """Return the forward of a linear layer that leaves its weight gradient to the queue in force."""
 
         def forward(input: Tensor) -> Tensor:
-            weight, bias = linear.weight, linear.bias
+            weight, bias, queue = linear.weight, linear.bias, self.queue
             # It was frozen since, or has a class with products of its own. Or torch.func has put a tensor in its place,
             # or transforms a call and knows no Function.
             plain = not isinstance(weight, nn.Parameter) or not weight.requires_grad or has_own_products(weight)
-            plain = plain or self.queue is None or (bias is not None and has_own_products(bias))
-            if plain or torch._C._are_functorch_transforms_active():
+            plain = plain or (bias is not None and has_own_products(bias))
+            if plain or queue is None or torch._C._are_functorch_transforms_active():
                 return F.linear(input, weight, bias)
-            return split_linear(input, (weight,), bias, self.put, self.anchor)
+            return split_linear(input, (weight,), bias, queue.put, self.anchor)
 
         return forward
 
@@ -178,12 +178,13 @@ class Installation:
         eight = None if precision is None else EightBits(experts.kernels, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-            if has_own_products(weight) or (self.queue is None and eight is None):
+            queue = self.queue
+            if has_own_products(weight) or (queue is None and eight is None):
                 return plain(rows, weight, counts)
-            if self.queue is None:
+            if queue is None:
                 multiplied: Tensor = GroupedMM.apply(rows, weight, counts, eight)
                 return multiplied
             anchor = self.anchor if weight.requires_grad else None
-            return split_grouped_mm(rows, (weight,), counts, self.put, kernels, anchor, eight)
+            return split_grouped_mm(rows, (weight,), counts, queue.put, kernels, anchor, eight)
 
         return product

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from inspect import signature
@@ -186,8 +186,8 @@ class Passage:
         if before.phase is not Phase.FINISHED:
             before.transfers.beside[Kind.I] = self
 
-    def await_input(self, kind: Kind, coming: Mapping[Place, Flight[Any]]) -> dict[Place, Any]:
-        """Wait for the tensors that the next compute node needs from other ranks; return what its exchanges bring."""
+    def await_input(self, kind: Kind, places: Sequence[Place]) -> dict[Place, Any]:
+        """Wait for the tensors that the next compute node needs from other ranks; return what these exchanges bring."""
         if kind in self.transfers.receives:
             arrived = self.transfers.receives.pop(kind).wait()
             if kind is Kind.F:
@@ -195,7 +195,8 @@ class Passage:
             else:
                 grads = iter(arrived)
                 self.gradients = tuple(next(grads) if required else None for required in self.returned.requires_grad)
-        return {place: flight.wait() for place, flight in coming.items()}
+        flying = self.transfers.exchanges[kind]
+        return {place: flying.pop(place).wait() for place in places}
 
     def with_loss(self, outs: Tensors, name: str) -> Tensors:
         """Return the outputs of the last block, ``name``, or the loss if there is a ``loss_fn``."""

@@ -178,12 +178,12 @@ class Player:
 
     def _await(self, turn: Turn, microbatch: Microbatch) -> dict[Place, Any]:
         """Wait for what a turn needs from other ranks; return what its exchanges bring."""
-        kind, transfers = turn.node.kind, microbatch.transfers
-        flying = transfers.exchanges[kind]
-        coming = {place: flying.pop(place) for place in turn.awaits}
+        kind = turn.node.kind
         if self._late:
-            self._fill((*coming.values(), *((transfers.receives[kind],) if turn.receives else ())))
-        return microbatch.await_input(kind, coming)
+            transfers = microbatch.transfers
+            flights = [transfers.exchanges[kind][place] for place in turn.awaits]
+            self._fill([*flights, transfers.receives[kind]] if turn.receives else flights)
+        return microbatch.await_input(kind, turn.awaits)
 
     def _fill(self, flights: Iterable[Flight[Any]]) -> None:
         """Play weight gradients early, in plan order, until the flights have arrived or none is ready."""

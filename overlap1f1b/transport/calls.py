@@ -268,12 +268,12 @@ class ExchangedRows(torch.autograd.Function):
 def cut(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Return the rows that sizes count: on a device a route makes room for more, since it does not know how many."""
     count = sum(sizes)
-    return rows if len(rows) == count else rows[:count]
+    return rows if rows.shape[0] == count else rows[:count]
 
 
 def uncut(grad: Tensor, rows: int) -> Tensor:
     """Return the gradient of rows before :func:`cut`, of which nobody reads the rest."""
-    if len(grad) == rows:
+    if grad.shape[0] == rows:
         return grad
     whole = grad.new_zeros(rows, *grad.shape[1:])
     whole[: len(grad)] = grad

@@ -69,10 +69,14 @@ class Flight(Generic[T]):
     _transfer: Transfer[T] | None = None
     _result: T | None = None
     _error: BaseException | None = None
+    _ended = False  # whether the lane's thread has ended it
+    _under_way: Any = None  # a lock that is held until then, where a thread ends it; an event costs several times more
 
     def __init__(self, node: Node, lane: Lane) -> None:
         self.node, self.lane = node, lane
-        self._arrived = threading.Event() if lane.background else None  # set by the thread that calls `arrive`
+        if lane.background:
+            self._under_way = threading.Lock()
+            self._under_way.acquire()
 
     def note_read(self) -> None:
         """Note that the thread knows now the counts that it carried."""
@@ -85,7 +89,7 @@ class Flight(Generic[T]):
             LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
             ValueError: Sizes that ranks told each other before do not fit.
         """
-        if self._arrived is not None or self._transfer is not None:  # else it has arrived or failed in its launch
+        if self._under_way is not None or self._transfer is not None:  # else it has arrived or failed in its launch
             listener = self.lane.listener
             if listener is None or self.arrived:
                 self._await()
@@ -98,12 +102,14 @@ class Flight(Generic[T]):
         return result  # type: ignore[return-value] # a transfer of nothing brings None
 
     def _await(self) -> None:
-        if self._arrived is None:
+        if self._under_way is None:
             self.arrive()
+            return
+        if self._ended:
             return
         # The transfers before it on the lane may take as long as the limit, and then this one as long again.
         deadline = time.monotonic() + LATE_FACTOR * self.lane.failures.limit.total_seconds()
-        while self._error is None and not self._arrived.wait(LOOK_S):
+        while self._error is None and not self._under_way.acquire(timeout=LOOK_S):
             if self.lane.failures.read() is not None:
                 self._error = ConnectionError("another rank failed")
             elif time.monotonic() > deadline:
@@ -120,8 +126,8 @@ class Flight(Generic[T]):
     @property
     def arrived(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if self._arrived is not None:
-            return self._arrived.is_set()
+        if self._under_way is not None:
+            return self._ended
         return self._transfer is None or self._transfer.done
 
     def settle(self) -> None:
@@ -130,7 +136,7 @@ class Flight(Generic[T]):
         Raises:
             LostRankError: As :meth:`wait`.
         """
-        if self._arrived is not None:
+        if self._under_way is not None:
             self._await()
         if self._error is not None:
             self._raise(self._error)
@@ -139,8 +145,8 @@ class Flight(Generic[T]):
 
     def drain(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the transfer to end, and drop it."""
-        if self._arrived is not None:
-            self._arrived.wait(seconds)
+        if self._under_way is not None and not self._ended:
+            self._under_way.acquire(timeout=seconds)
         transfer, self._transfer = self._transfer, None
         if transfer is not None and transfer.mark is not None:  # a stream may still use its tensors
             with suppress(Exception):
@@ -154,7 +160,7 @@ class Flight(Generic[T]):
             self.received = getattr(transfer.result, "nbytes", 0)
             if self.lane.stamp is not None and transfer.mark is None:
                 self.begun = self.lane.stamp()
-            if transfer.at_once and self._arrived is None:
+            if transfer.at_once and self._under_way is None:
                 self._result = transfer.result
                 self.arrived_at, self.ended = self.departed_at, self.begun
             else:
@@ -179,10 +185,10 @@ class Flight(Generic[T]):
                 transfer.release(timeout)
             self.arrived_at = time.perf_counter()
             self._read_clock(transfer)
-            if self._arrived is not None:
+            if self._under_way is not None:
                 if self.lane.listener is not None:
                     self.lane.listener.arrived(self)
-                self._arrived.set()
+                self._end()
             if not sends:
                 transfer.release(timeout)
             self._transfer = None
@@ -202,8 +208,13 @@ class Flight(Generic[T]):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        if self._arrived is not None:
-            self._arrived.set()
+        self._end()
+
+    def _end(self) -> None:
+        """Let go of the thread that waits; the thread that starts a flight, or ends it, calls this."""
+        if self._under_way is not None and not self._ended:
+            self._ended = True
+            self._under_way.release()
 
 
 class Lane:

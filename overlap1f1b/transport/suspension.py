@@ -163,8 +163,8 @@ class Forward:
     def run(self) -> None:
         """Run the whole function, on its own stack."""
         try:
-            outside = self._outside
-            self._with(outside).restore(outside, self.name)
+            if self.with_mode:
+                _C._push_on_torch_function_stack(self.mode)
             _C._set_grad_enabled(self._grad)
             self._passed = self.function(*self._take())
         finally:
