@@ -351,11 +351,12 @@ class Engine:
         # 4. What the step has shown decides how the next ones are played.
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
-        costs = None if purpose.looks else self.costs
-        tuner.learn(coming, played.result, self.connection.boundary.timed, counted, found)
+        result = played.result
+        if not (purpose.looks or tuner.standing):
+            result = replace(result, costs=self.costs, others=self._seen_by_others(step.plan, result))
+        tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing
-        others = () if purpose.looks or standing else self._seen_by_others(step.plan, played.result)
-        return played._replace(result=replace(played.result, standing=standing, costs=costs, others=others))
+        return played._replace(result=replace(result, standing=standing) if standing else result)
 
     def _seen_by_others(self, plan: Plan, result: StepResult) -> tuple[Mapping[Node, Flown], ...]:
         """Return what the other ranks that share experts saw of the exchanges of a step; all ranks must call this."""

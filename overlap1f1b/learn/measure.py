@@ -19,7 +19,7 @@ from overlap1f1b.transport.exchange import Exchange, Transfer
 from overlap1f1b.transport.mesh import Mesh
 from overlap1f1b.transport.streams import Mark
 
-_Links = dict[CostKey, tuple[float, ...]]
+Links = dict[CostKey, tuple[float, ...]]
 
 
 class OneByOne(Observer):
@@ -112,14 +112,14 @@ def measured_costs(
     for node in nodes:
         if node.op not in (Op.SEND, Op.RECEIVE):
             by_key.setdefault(cost_key(node), []).extend(took.get(node, (0.0,)))
-    mine: _Links = {key: (median(times),) for key, times in by_key.items()}
+    mine: Links = {key: (median(times),) for key, times in by_key.items()}
     mine |= {key: (seconds,) for key, seconds in transfers.items()}
     by_op: dict[tuple[Op, Kind], list[float]] = {}
     for span in launches:
         by_op.setdefault(span.node[:2], []).append(span.end - span.start)
     # A launch belongs to no block; a tag keeps it apart from the time on the device.
     mine |= {(*place, *_LAUNCH): (median(times),) for place, times in by_op.items()}
-    merged = mesh.combined(mine, lambda dimension, tables: _slowest(tables, links=dimension in mesh.experts_over))
+    merged = mesh.combined(mine, lambda dimension, tables: slowest(tables, links=dimension in mesh.experts_over))
     launch = {key[:2]: max(merged.pop(key)) for key in list(merged) if key[2:] == _LAUNCH}
     by_node = {key: links if len(links) > 1 else links[0] for key, links in merged.items()}
     return NodeCosts(by_node=by_node, shared_links=shared_links, launch=launch)
@@ -128,9 +128,9 @@ def measured_costs(
 _LAUNCH = (-1, -1, -1, -1)
 
 
-def _slowest(tables: list[_Links], *, links: bool) -> _Links:
+def slowest(tables: list[Links], *, links: bool) -> Links:
     """Merge the tables of the ranks along a dimension: the slowest rank counts; exchanges may keep each rank's link."""
-    merged: _Links = {}
+    merged: Links = {}
     for key in dict.fromkeys(key for table in tables for key in table):
         costs = [table[key] for table in tables if key in table]
         if links and RESOURCE_OF[key[0]] in (Resource.EXCHANGE, Resource.CONTROL):

@@ -56,7 +56,7 @@ class Peers:
         made: T | ValueError | None = None
         if any(map(self.mesh.rank, DIMENSIONS)):
             while made is None:
-                made = self._first(None)
+                made = self.first(None)
         else:
             self._told = time.monotonic()
             try:
@@ -64,16 +64,17 @@ class Peers:
             except ValueError as error:
                 made = error
             self._told = None
-            self._first(made)
+            self.first(made)
         if isinstance(made, ValueError):
             raise made
         return made
 
-    def _first(self, value: T) -> T:
+    def first(self, value: T) -> T:
+        """Return the first rank's value."""
         return self.mesh.combined(value, lambda _, every: every[0])
 
     def go_on(self, _: float) -> None:
         """Tell ranks that wait in :meth:`made` that it goes on: the limit of waits is for ranks that do nothing."""
         if self._told is not None and time.monotonic() > self._told + self.mesh.failures.limit.total_seconds() / 4:
             self._told = time.monotonic()
-            self._first(None)
+            self.first(None)

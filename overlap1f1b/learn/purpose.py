@@ -30,13 +30,15 @@ class Purpose(StrEnum):
     """Every node is timed, with nothing else under way."""
     TRY = "try"
     """One of the plans that costs predict to be the fastest is timed."""
+    ADAPT = "adapt"
+    """Node times have left what the plan was made for: it is played while another is searched beside it."""
     SETTLED = "settled"
     """Nothing is left to learn: the plan stays."""
 
     @property
     def looks(self) -> bool:
         """Whether it looks at every node."""
-        return self not in (Purpose.TRY, Purpose.SETTLED)
+        return self not in (Purpose.TRY, Purpose.ADAPT, Purpose.SETTLED)
 
 
 class Coming(NamedTuple):

@@ -10,6 +10,8 @@ hold for any number: the first step with another number has a plan for them, and
                 the last "measure" of a setting: the next setting's shapes; behind the last one costs, plans,
                                                  and a "try" for each turn of each plan
                 the last "try": the fastest plan stays
+                settled, and node times leave what the plan was made for: an "adapt" while a plan for the new ones is
+                                                 searched beside the step; then a "try" for each turn again
 
 Costs that are set, other numbers of microbatches and a plan that is set change the list, and nothing else. A plan that
 needs more memory than there is gets no entry.
@@ -18,10 +20,12 @@ needs more memory than there is gets no entry.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import NamedTuple
@@ -33,6 +37,7 @@ from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes, parameters_of
 from overlap1f1b.learn.discovery import Found
+from overlap1f1b.learn.drift import Drift, Search, left
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
@@ -42,7 +47,7 @@ from overlap1f1b.plan import CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.transport import devices
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 WARM_STEPS = 3
 """Steps of a device before the one that is measured: kernels are compiled and memory is allocated in them."""
@@ -76,6 +81,7 @@ class Numbered:
     tried: Sequence[Tried] = ()
     others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
     agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
+    drift: Drift = field(default_factory=Drift)  # of the steps of the settled plan
 
 
 class Tuner:
@@ -135,6 +141,8 @@ class Tuner:
                 pass
             self._count(count)
         self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
+        self._search: Search | None = None  # of a plan for node times that have changed
+        self._changes: Mapping[int, tuple[float, float]] = {}
         self._measured: dict[Setting, tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         self._numbers: dict[int, Numbered] = {}  # the last one played comes last
         self._now = self._numbered(program.microbatches)
@@ -424,6 +432,10 @@ class Tuner:
                 self._note_nodes(plan, result, transfers)
             case Purpose.TRY:
                 self._note_time(plan, result.overlap.makespan)
+            case Purpose.SETTLED:
+                self._watch(result)
+            case Purpose.ADAPT:
+                self._adapt()
 
     def _adopt_exchanges(self, cut: Plan | None, found: Mapping[tuple[int, int], OwnExchanges]) -> None:
         """Cut blocks at the exchanges that they have shown; play a plan for these blocks, if one was given."""
@@ -501,6 +513,46 @@ class Tuner:
         times = [median(slowest[turn :: len(plans)]) for turn in range(len(plans))]
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
         now.plan = now.tried[0].plan
+
+    def _watch(self, result: StepResult) -> None:
+        """Note the node times of a settled step, and search another plan when they leave what it was made for."""
+        now, costs = self._now, self._costs
+        if costs is None or now.given or self.options.costs is not None or not result.others:
+            return
+        if not now.drift.note(result.overlap) or not self._left(now.drift):
+            return
+        scaled = replace(self.peers.agreed(now.drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
+        planner = replace(self._limited(), timed=True, progress=lambda _: None)
+        self._search = Search(partial(planner.fastest, self.program, self.shapes, scaled), scaled, self.peers)
+        now.coming.append(Coming(Purpose.ADAPT, self.setting))
+
+    def _left(self, drift: Drift) -> bool:
+        self._changes = self.peers.mesh.every(drift.changes)
+        return self.peers.agreed(left(self._changes))
+
+    def _adapt(self) -> None:
+        """Go over to the plans that were searched, once they are there; the step has played the one before."""
+        search, now, before = self._search, self._now, self._now.plan
+        assert search is not None
+        if not search.ended:
+            now.coming.append(Coming(Purpose.ADAPT, self.setting))
+            return
+        self._search, plans = None, search.plans
+        now.drift = Drift()
+        if not plans or before is None or plans[0].fingerprint == before.fingerprint:
+            return  # the plan is still the best
+        self._costs, self._rounds = search.costs, self.options.tries
+        self._forget()
+        self._play(plans)
+        if not any(map(self.peers.mesh.rank, DIMENSIONS)):
+            exchange, compute = (
+                max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True)
+            )
+            warnings.warn(
+                f"node times have left what the plan was made for, exchanges take {exchange:.2f} and compute "
+                f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}",
+                stacklevel=2,
+            )
 
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import inf
 from statistics import fmean
@@ -110,6 +111,7 @@ class Causes:
                 self._computed.setdefault(span.node.chain, []).append(span.end)
         lost = [sum(end - start for start, end, cause in self._idle(gap, {}) if cause == "host") for gap in self._gaps]
         before, begins = [0.0, *accumulate(lost)], [gap.start for gap in self._gaps]
+        self._moved: dict[Node, float] = {}
         self.flown: dict[Node, Flown] = {}
         for span in self._flights.values():
             number = bisect_right(begins, span.start)
@@ -121,9 +123,15 @@ class Causes:
             self.flown[span.node] = Flown(span.end - span.start, *bytes.get(span.node, (0.0, 0.0)), host)
 
     @property
+    def moved(self) -> Mapping[Node, float]:
+        """How long each exchange moved: without the waits for a last rank and for one before it on the link."""
+        _ = self._late
+        return self._moved
+
+    @property
     def idle(self) -> list[Idle]:
         """The times without compute in their order, each with its cause."""
-        late = self._lateness()
+        late = self._late
         return [piece for gap in self._gaps for piece in self._idle(gap, late)]
 
     @property
@@ -168,7 +176,8 @@ class Causes:
         if idle < end:  # launched, and nothing that it needs was missing: the device ran one thing at a time
             yield Idle(idle, end, "order")
 
-    def _lateness(self) -> dict[Node, Late]:
+    @cached_property
+    def _late(self) -> dict[Node, Late]:
         """Return by how much each exchange is late, by cause."""
         found: dict[Node, Late] = {}
         before: dict[Resource, Span] = {}
@@ -212,6 +221,7 @@ class Causes:
             rows = min(max(0.0, own - even), even * max(0.0, load[0] / mean - 1.0))
             late["imbalance"] += rows
             late["link"] += max(0.0, own - even - rows)
+            self._moved[node] = own
             found[node], before[node.resource] = late, span
         return found
 

@@ -1,0 +1,127 @@
+"""Does a run follow a link that slows down, and leave noise alone? Two CPU ranks, a paced link, products that wait.
+
+    python benchmarks/drift.py               # the link's rate is halved after 60 steps
+    python benchmarks/drift.py --noise 500   # each exchange takes up to 10 % more or less, for 500 steps
+
+Printed: when the engine went over to another plan, and the medians of steps before, behind the change and at the end.
+Then an engine measures its costs with the slow link from the beginning, for the best order of the new rate. Losses are
+compared with those of a plain loop over the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import socket
+import time
+import warnings
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from overlap1f1b import Engine, EngineOptions, build_schedule
+from overlap1f1b.running.bench.compute import TimedCompute
+from overlap1f1b.running.link import PacedExchange
+from overlap1f1b.running.transformer import MoEConfig, MoETransformer
+from overlap1f1b.running.workload import loss_fn
+from overlap1f1b.transport.exchange import Transfer, own_exchange
+
+CONFIG = MoEConfig(layers=2, hidden=64, intermediate=64, experts=4, top_k=2, sequence=64, heads=2)
+MICROBATCHES, SPEED, GBPS = 4, 1.5e9, 0.02
+BEFORE, BEHIND, LAST = 60, 60, 15
+NOISE = 0.1
+
+
+class NoisyExchange(PacedExchange):
+    """A paced link whose rate varies by up to ``noise`` for each transfer."""
+
+    noise = 0.0
+    source = random.Random(0)
+
+    def rows(self, source: Tensor, send: Sequence[int], receive: Sequence[int], *others: Any) -> Transfer[Tensor]:
+        rate, self.gbps = self.gbps, self.gbps * self.source.uniform(1 - self.noise, 1 + self.noise)
+        try:
+            return super().rows(source, send, receive, *others)
+        finally:
+            self.gbps = rate
+
+
+def engine_of(gbps: float, options: argparse.Namespace) -> tuple[Engine, NoisyExchange, TimedCompute]:
+    """Return an engine, its link, and its compute, which is to be entered."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = MoETransformer(CONFIG, group=mesh.get_group("ep"), seed=1)
+    link = NoisyExchange(own_exchange(mesh.get_group("ep")), gbps)
+    given: Any = {"mesh": mesh, "loss_fn": loss_fn, "exchange": link}
+    program = build_schedule("combined_1f1b", microbatches=MICROBATCHES, extra_warmup=1)
+    return Engine(model, program, options=EngineOptions(overlap=3, verify=False), **given), link, TimedCompute(SPEED)
+
+
+def play(
+    rank: int, gbps: float, changed: float, options: argparse.Namespace
+) -> tuple[list[float], list[str], list[float]]:
+    """Return the seconds of settled steps and of all behind the change, what was said, and the losses."""
+    engine, link, compute = engine_of(gbps, options)
+    seconds, said, losses = list[float](), list[str](), list[float]()
+    torch.manual_seed(rank)
+    rows = torch.randint(0, CONFIG.vocabulary, (2 * MICROBATCHES, CONFIG.sequence + 1))
+    with compute.entered(engine.model), warnings.catch_warnings(record=True) as caught:  # type: ignore[arg-type]
+        warnings.simplefilter("always")
+        steps = options.noise or BEFORE + BEHIND
+        while engine.tuner.settling:
+            engine.step(rows[:, :-1].contiguous(), target=rows[:, 1:].contiguous())
+        first = engine.plan
+        for number in range(steps):
+            if number == BEFORE and not options.noise:
+                link.gbps = changed
+            link.noise = NOISE if options.noise else 0.0
+            engine.mesh.barrier()
+            start = time.perf_counter()
+            result = engine.step(rows[:, :-1].contiguous(), target=rows[:, 1:].contiguous())
+            seconds.append(max(engine.mesh.every(time.perf_counter() - start).values()))
+            losses.append(engine.mean_loss(result))
+            if caught:
+                said += [f"step {number - BEFORE} behind the change: {one.message}" for one in caught]
+                caught.clear()
+        said.append(f"plan {'unchanged' if engine.plan.fingerprint == first.fingerprint else 'changed'}")
+    engine.close()
+    return seconds, said, losses
+
+
+def rank_of(rank: int, port: int, options: argparse.Namespace) -> None:
+    """Run one rank; the first prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    seconds, said, losses = play(rank, GBPS, GBPS / 2, options)
+    lines = said
+    if options.noise:
+        lines.append(f"{options.noise} steps with {NOISE:.0%} of noise, median {1e3 * median(seconds):.0f} ms")
+    else:
+        best, _, _ = play(rank, GBPS / 2, GBPS / 2, options)
+        before, behind, end = (seconds[BEFORE - LAST : BEFORE], seconds[BEFORE : BEFORE + 10], seconds[-LAST:])
+        times = ", ".join(f"{1e3 * median(part):.0f}" for part in (before, behind, end, best[-LAST:]))
+        lines.append(f"ms of a step before, 10 behind the change, at the end, best for the new rate: {times}")
+        lines.append(f"losses of all steps {'equal' if len(set(losses)) == 1 else 'DIFFERENT'}")
+    if rank == 0:
+        print("\n".join(lines))
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--noise", type=int, default=0)
+    options = parser.parse_args(arguments)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    given: Any = (port, options)
+    torch.multiprocessing.spawn(rank_of, given, nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
