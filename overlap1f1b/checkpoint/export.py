@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from os import PathLike
 from pathlib import Path
 
 from overlap1f1b.checkpoint.folder import checkpoint_in
 from overlap1f1b.checkpoint.tensors import check_tensors, empty, read_index, read_tensors
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import check_size, checked
 
 FILE_BYTES = 5_000_000_000
 
 
-def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int = FILE_BYTES) -> Path:
+@checked
+def consolidate(checkpoint: str | Path, folder: str | Path, *, file_bytes: int = FILE_BYTES) -> Path:
     """Write the model of a checkpoint, whole, as safetensors, and return ``folder``.
 
     One process calls this, without an engine; it needs memory for one file at a time. The tensors have the names of
@@ -33,8 +33,6 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     """
     from safetensors.torch import save_file
 
-    for name, value in (("checkpoint", checkpoint), ("folder", folder)):
-        check_kind(name, value, str, PathLike)
     check_size("file_bytes", file_bytes)
     path, folder = checkpoint_in(Path(checkpoint)), Path(folder)
     if path is None:
@@ -47,7 +45,10 @@ def consolidate(checkpoint: Path | str, folder: Path | str, *, file_bytes: int =
     check_tensors(path)
     sizes = {name: empty(meta, "meta").nbytes for name, meta in index.items()}
     parts = _parts(sizes, file_bytes)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}; allowed: a folder that can be written") from error
     where: dict[str, str] = {}
     for number, part in enumerate(parts):
         tensors = {name: empty(index[name]) for name in part}

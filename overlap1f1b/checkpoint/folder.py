@@ -61,7 +61,10 @@ def begin(directory: Path, step: int) -> Path:
     if directory.is_file():
         raise NotADirectoryError(f"{directory} is a file; allowed: a folder that can be written")
     latest(directory)  # it refuses a checkpoint, in which the next load would not look for others
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{directory}: {error.strerror}; allowed: a folder that can be written") from error
     _remove_leftovers(directory)
     unfinished = directory / f".{name_of(step)}.unfinished"
     unfinished.mkdir()

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import chain
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from overlap1f1b.checkpoint.shards import Shards, parts_of
 from overlap1f1b.checkpoint.state import States, described, json_of, keys_of, unpack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, check_tensors, decoded, empty, read_index, read_tensors
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import check_kind, quoted
+from overlap1f1b.schedule.values import checked, quoted
 from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.failures import LostRankError
 
 
+@checked
 def load_checkpoint(
     engine: Engine,
-    directory: Path | str,
+    directory: str | Path,
     optimizer: Optimizers,
     *,
     state: States | None = None,
@@ -57,8 +57,6 @@ def load_checkpoint(
             have all ranks.
         RuntimeError: A rank failed in another way, or did not answer, as for :func:`save_checkpoint`.
     """
-    check_kind("engine", engine, Engine)
-    check_kind("directory", directory, str, PathLike)
     with engine.guarded("load_checkpoint", (LostRankError, KeyboardInterrupt)):
         engine.wait_for_checkpoint()
         together = Together(engine.mesh, f"{directory} cannot be searched")

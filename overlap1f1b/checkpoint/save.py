@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -34,7 +33,7 @@ from overlap1f1b.checkpoint.shards import Shards, Stored, parts_of
 from overlap1f1b.checkpoint.state import States, json_of, key_of, pack, with_random
 from overlap1f1b.checkpoint.tensors import FACTS, checksum, encoded
 from overlap1f1b.engine.engine import Engine
-from overlap1f1b.schedule.values import check_kind, check_size, quoted
+from overlap1f1b.schedule.values import check_size, checked, quoted
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.consensus import Together
 from overlap1f1b.transport.failures import LostRankError
@@ -42,9 +41,10 @@ from overlap1f1b.transport.failures import LostRankError
 _THREAD = "checkpoint"  # purpose of the groups over which background threads of all ranks meet
 
 
+@checked
 def save_checkpoint(
     engine: Engine,
-    directory: Path | str,
+    directory: str | Path,
     step: int,
     optimizer: Optimizers,
     *,
@@ -64,10 +64,11 @@ def save_checkpoint(
         engine: Engine of the model.
         directory: Folder that all ranks see.
         step: Number of training steps so far.
-        optimizer: Optimizer of the engine's parameters, or several. The checkpoint has its state (tensors, numbers,
-            texts, and dicts, lists or tuples of these) and, from its parameter groups, every number, text or tuple of
-            these (``lr``, ``weight_decay``, a scheduler's entries), but not the way in which a step is computed
-            (``foreach``, ``fused``, ``capturable``, ``differentiable``).
+        optimizer: Optimizer of the engine's parameters, or several; [] for a checkpoint of the model
+            without one. The checkpoint has its state (tensors, numbers, texts, and dicts, lists or tuples of these)
+            and, from its parameter groups, every number, text or tuple of these (``lr``, ``weight_decay``, a
+            scheduler's entries), but not the way in which a step is computed (``foreach``, ``fused``, ``capturable``,
+            ``differentiable``).
         state: Objects with ``state_dict`` and ``load_state_dict``, by name: a learning rate's scheduler, a dataloader,
             a gradient scaler. A state that is equal on all ranks is read by ranks of any layout; one that each rank has
             of its own, by ranks of the same layout.
@@ -87,8 +88,6 @@ def save_checkpoint(
         RuntimeError: A rank failed in another way; the message on every rank names it. A LostRankError if a rank did
             not answer within the engine's limit; the slowest rank must write its part within this limit.
     """
-    check_kind("engine", engine, Engine)
-    check_kind("directory", directory, str, PathLike)
     check_size("step", step, 0)
     check_size("keep", keep)
     directory = Path(directory)
@@ -125,8 +124,6 @@ def save_checkpoint(
 
 
 def _facts(engine: Engine, step: int, config: Mapping[str, Any] | None, model: Stored) -> dict[str, Any]:
-    if model not in (allowed := get_args(Stored)):
-        raise ValueError(f"model={quoted(model)}; allowed: {', '.join(allowed)}")
     return {"step": int(step), "config": json_of(config), "layout": engine.mesh.layout, "model": model}
 
 

@@ -58,7 +58,7 @@ class RandomState:
 def json_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a run's configuration is in JSON; ``ValueError`` for other values than JSON has."""
     try:
-        values: dict[str, Any] = json.loads(json.dumps(dict(config or {})))
+        values: dict[str, Any] = json.loads(json.dumps(dict(config or {}), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"config={quoted(config)}: {shortened(str(error))}; allowed: JSON values") from None
     return values

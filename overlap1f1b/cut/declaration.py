@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverloadPacket
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.calls import splits_of
 
@@ -66,6 +67,7 @@ KNOWN = {
 """Functions of libraries, by module and name."""
 
 
+@checked
 def declare(
     function: type[torch.autograd.Function],
     *,
@@ -95,17 +97,21 @@ def declare(
     Raises:
         ValueError: Not a Function, or positions that are negative or stand for two arguments.
     """
-    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+    if not issubclass(function, torch.autograd.Function):
         raise ValueError(f"declare({function!r}); allowed: a subclass of torch.autograd.Function")
     declared = Declared(tensor, send, receive, group, output, async_op)
     places = [tensor, *[at for at in (send, receive, group, output, async_op) if at is not None]]
     same = len(places) - len(set(places)) - (send is not None and send == receive)
     if same or not all(type(at) is int and at >= 0 for at in places):
-        given = ", ".join(f"{name}={at}" for name, at in declared._asdict().items() if at is not None)
+        given = ", ".join(f"{name}={at!r}" for name, at in declared._asdict().items() if at is not None)
         raise ValueError(
             f"declare({function.__qualname__}, {given}); allowed: positions from 0, each for one argument (send and "
             "receive may share one)"
         )
+    takes = [one for name, one in signature(function.forward).parameters.items() if name != "ctx"]
+    if max(places) >= len(takes) and all(one.kind is one.POSITIONAL_OR_KEYWORD for one in takes):
+        what = f"declare({function.__qualname__}, …) with position {max(places)}"
+        raise ValueError(f"{what}; allowed: 0 to {len(takes) - 1}, as in {_signature(function)}")
     setattr(function, _ATTRIBUTE, declared)
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar, get_args
 
 from overlap1f1b.plan import NodeCosts, Overlap, Plan, Recompute, parse_overlap, parse_parts, parse_recompute
-from overlap1f1b.schedule.values import check_kind, check_number, check_size, naming_nearest, quoted
+from overlap1f1b.schedule.values import check_kind, check_number, check_size, checked, quoted
 from overlap1f1b.transport.budget import DeviceOptions
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
 
@@ -117,7 +117,7 @@ class UserOptions:
         check_size("tries", self.tries, 0)
         check_kind("verify", self.verify, bool)
         if self.finite not in (None, "warn", "raise"):
-            raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise, or None")
+            raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise")
         if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
             raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
 
@@ -127,6 +127,7 @@ class UserOptions:
         return EngineOptions(**chosen | given)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(UserOptions):
     """How an :class:`~overlap1f1b.engine.Engine` plays; all ranks are given the same.
@@ -160,21 +161,16 @@ class EngineOptions(UserOptions):
     reduce: bool = True
     count_tokens: Callable[..., int | Tensor] | None = None
     dynamic_shapes: bool = False
-    experts_over: Sequence[str] = ("ep",)
+    experts_over: Sequence[Literal["ep", "cp", "tp"]] = ("ep",)
     block_weights: Sequence[float] | None = None
     device: DeviceOptions = field(default_factory=DeviceOptions)
 
     def __post_init__(self) -> None:
         self.check()
-        check_kind("costs", self.costs, NodeCosts, None)
-        check_kind("plan", self.plan, Plan, None)
-        check_kind("device", self.device, DeviceOptions)
+        check_kind("count_tokens", self.count_tokens, Callable, None)  # a Tensor in it is for type checkers alone
         for name in ("recompute", "parts"):
             if getattr(self, name) == "auto" and (self.costs, self.plan) != (None, None):
                 raise ValueError(f"{name}='auto' with costs or a plan, which have one already; allowed: that one")
-        check_kind("reduce", self.reduce, bool)
-        check_kind("dynamic_shapes", self.dynamic_shapes, bool)
-        check_kind("count_tokens", self.count_tokens, Callable, None)
 
     @property
     def limit(self) -> timedelta:
@@ -198,9 +194,6 @@ class EngineOptions(UserOptions):
             "count_tokens": None if self.count_tokens is None else "a function",
             "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
         }
-
-
-EngineOptions.__init__ = naming_nearest(EngineOptions.__init__)  # type: ignore[method-assign]
 
 
 def parse_gate(value: object) -> tuple[float | None, bool]:
@@ -244,5 +237,5 @@ def parse_memory(value: object) -> int | Literal["auto"] | None:
     unit = 1 if found is None else (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
     number = 0 if found is None else int(float(found[1]) * unit)
     if not number:
-        raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None")
+        raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, or auto")
     return number

@@ -44,15 +44,17 @@ from overlap1f1b.play.step import PlayedStep, Step
 from overlap1f1b.reduce.clipping import check_norm, clip
 from overlap1f1b.reduce.fsdp import gathered_in
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_each, check_kind, check_number, check_size, naming_nearest
+from overlap1f1b.schedule.values import check_each, check_kind, check_number, checked, quoted
 from overlap1f1b.simulation import Flown
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
-from overlap1f1b.transport.mesh import Comparison
+from overlap1f1b.transport.mesh import Comparison, Mesh
 
 _COMPARED = 1024
 """Steps between two comparisons of parameters over ranks; the first ones are at 0, 1, 2, 4, 8, ... steps."""
 _TOLD = (*EXCHANGED, Op.REDUCE)
 """Sub-ops of which ranks that share experts tell each other how long they were in flight."""
+_SETTABLE = "costs", "loss_fn", "microbatches", "plan"
+"""Attributes of an engine that may be set between steps."""
 _DRAWS = {False: 0, None: 1, True: 2}
 """Whether a rank's blocks draw random numbers, as a number of which ranks know the largest."""
 
@@ -107,7 +109,16 @@ class Engine:
             evaluations only those look on that do so at rehearsals.
     """
 
-    @naming_nearest
+    options: EngineOptions
+    model: Model
+    connection: Connection
+    mesh: Mesh
+    stages: dict[int, Stage]
+    tuner: Tuner
+    verification: Verification
+    observers: list[Observer]
+
+    @checked
     def __init__(
         self,
         model: Model,
@@ -120,10 +131,6 @@ class Engine:
     ) -> None:
         # 1. What was given.
         options = EngineOptions() if options is None else options
-        check_kind("program", program, Program)
-        check_kind("options", options, EngineOptions)
-        check_kind("exchange", exchange, Exchange, None)
-        check_kind("loss_fn", loss_fn, Callable, None)
         _check_trains(program)
         self.loss_fn, self.options, self.model = loss_fn, options, model
         # 2. Groups, stages, lanes, sums.
@@ -150,14 +157,14 @@ class Engine:
         self._gate = Gate(options.gate, self.mesh, counts_block=self.tuner.planner.counts_block)
         self.verification = Verification(self.stages, self.mesh, connection.sharding, partial(_tables_of, loss_fn))
         # 4. Who looks on.
-        self.observers: list[Observer] = [CallSizes(self.mesh)]
+        self.observers = [CallSizes(self.mesh)]
         if options.capacity is not None:
             self.observers.append(Capacity(options.capacity, self.mesh, partial(_parameters_of, self.stages)))
         self._finite = FiniteCheck(options.finite, self.mesh)
         self._played = 0  # microbatches of the last step or evaluation
         self._settle: Callable[[], None] | None = None
 
-    @naming_nearest
+    @checked
     def step(
         self,
         inputs: Batch | None = None,
@@ -206,7 +213,7 @@ class Engine:
         make_feed = self._feed_of(inputs, target, self.program, loss_scale, return_outputs)
         return self.play(make_feed, loss_scale=loss_scale).result
 
-    @naming_nearest
+    @checked
     def evaluate(
         self,
         inputs: Batch | None = None,
@@ -270,10 +277,9 @@ class Engine:
         try:
             looking = [one for given in (self.observers, observers) for one in check_each("observers", given, Observer)]
             check_kind("make_feed", make_feed, Callable)
+            check_kind("grad", grad, bool)
         except ValueError as error:  # the other ranks are told it below
             wrong = error
-        if microbatches is not None:
-            check_size("microbatches", microbatches)
         if grad and microbatches is not None:
             self.microbatches = microbatches
         if grad and not self._made.trains:
@@ -457,6 +463,19 @@ class Engine:
         return self.tuner.program
 
     @property
+    def loss_fn(self) -> LossFunction | None:
+        """Loss of a microbatch. Another may be set between steps."""
+        return self._loss_fn
+
+    @loss_fn.setter
+    @checked
+    def loss_fn(self, loss_fn: LossFunction | None) -> None:
+        if isinstance(loss_fn, type):
+            name = loss_fn.__name__
+            raise ValueError(f"loss_fn={name}, a class; allowed: a function, or an object such as {name}()")
+        self._loss_fn = loss_fn
+
+    @property
     def microbatches(self) -> int:
         """Number of microbatches of the next step. Another may be set between steps, on all ranks alike.
 
@@ -475,8 +494,8 @@ class Engine:
         return self.tuner.costs
 
     @costs.setter
+    @checked
     def costs(self, costs: NodeCosts | None) -> None:
-        check_kind("costs", costs, NodeCosts, None)
         self.tuner.costs = costs
 
     @property
@@ -489,8 +508,8 @@ class Engine:
         return self.tuner.plan
 
     @plan.setter
+    @checked
     def plan(self, plan: Plan) -> None:
-        check_kind("plan", plan, Plan)
         self.tuner.plan = plan
 
     @property
@@ -498,9 +517,9 @@ class Engine:
         """Shapes of the blocks of all stages, for which a plan of the next step is made."""
         return self.tuner.shapes
 
+    @checked
     def mean_loss(self, result: StepResult) -> float:
         """Return the loss of a step over all ranks. All of them must call this."""
-        check_kind("result", result, StepResult)
         with self.guarded("mean_loss"):
             losses = (
                 torch.stack([x.detach().double().reshape(()) for x in result.losses]).tolist() if result.losses else []
@@ -564,6 +583,16 @@ class Engine:
     def wait_later(self, settle: Callable[[], None]) -> None:
         """Let :meth:`wait_for_checkpoint`, and with it :meth:`close`, call what waits for a checkpoint."""
         self._settle = settle
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_"):
+            of_class = getattr(type(self), name, None)
+            is_new = name in Engine.__annotations__ and name not in vars(self)
+            is_read = isinstance(of_class, property) and of_class.fset is None
+            if name not in _SETTABLE and (is_read or not (is_new or of_class)):
+                allowed = ", ".join(_SETTABLE)
+                raise ValueError(f"engine.{name}={quoted(value)}, which changes nothing; allowed: {allowed}")
+        super().__setattr__(name, value)
 
     def __enter__(self) -> Engine:
         return self

@@ -78,8 +78,9 @@ def pipelining_fn(
     """
     _check(parallel_dims, training, parallelism, compile_config)
     check_dispatcher(dispatcher)
-    over = ("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
-    options = replace(EngineOptions() if options is None else options, experts_over=over)
+    options = replace(
+        EngineOptions() if options is None else options, experts_over=("ep", "tp") if parallel_dims.ep > 1 else ("ep",)
+    )
     if options.recompute == "none" and ac_config is not None and parallel_dims.ep > 1:
         options = replace(options, recompute="block")
     if options.recompute != "none":

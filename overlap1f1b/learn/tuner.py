@@ -46,6 +46,7 @@ from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
 from overlap1f1b.plan import CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.schedule import Program, forwards_of, one_by_one
+from overlap1f1b.schedule.values import check_size
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
@@ -244,6 +245,7 @@ class Tuner:
         self._now = self._numbered(count)
 
     def _numbered(self, count: int) -> Numbered:
+        check_size("microbatches", count)  # 2.0 and True would be found, too
         found = self._numbers.pop(count, None) or Numbered(self.planner.program.of(count))
         if len(self._numbers) >= MOST_NUMBERS:
             for old in [number for number, one in self._numbers.items() if not one.given][:1]:

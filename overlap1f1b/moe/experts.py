@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from overlap1f1b.kernels.fp8 import FITS, Precision, check_device
 from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, KnownRows, multiplied
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.moe.router import check_factory
+from overlap1f1b.schedule.values import check_size, checked, quoted
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
@@ -133,6 +134,9 @@ class Experts(nn.Module):
     def __call__(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         # These checks are not in forward, which an engine wraps. The host knows shapes and dtypes but not values:
         # reading values would make every call wait for a GPU. Route finds unknown experts.
+        for name, given in (("tokens", tokens), ("indices", indices), ("weights", weights)):
+            if not isinstance(given, Tensor):
+                raise ValueError(f"{name}={quoted(given)}; allowed: a tensor")
         hidden = tokens.shape[-1] if self.hidden is None else self.hidden
         if indices.dim() != 2 or indices.dtype != torch.int64:
             raise ValueError(f"indices {_described(indices)}; allowed: torch.int64 [T, K]")
@@ -208,6 +212,7 @@ class GroupedExperts(Experts):
             or dtypes are wrong, an expert is unknown, or a GPU has no such products.
     """
 
+    @checked
     def __init__(
         self,
         experts: int,
@@ -223,9 +228,12 @@ class GroupedExperts(Experts):
         super().__init__()
         check_size("hidden", hidden)
         check_size("intermediate", intermediate)
+        check_factory(dtype, device)
         self.hidden = hidden
         self.share(experts, group)
-        check_experts(weights_in, precision, hidden, intermediate)
+        for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+            if precision is not None and size % FITS:
+                raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS}")
         self.weights_in, self.precision = weights_in, precision
         if weights_in == "activation" and not self.reads_counts_late:
             raise ValueError(
@@ -265,17 +273,6 @@ class GroupedExperts(Experts):
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, local={self.local_experts}, gate_up={tuple(self.gate_up.shape)}"
-
-
-def check_experts(weights_in: WeightsIn, precision: Precision | None, hidden: int, intermediate: int) -> None:
-    """Raise ValueError if an option of experts is unknown, or does not fit their sizes."""
-    if weights_in not in get_args(WeightsIn):
-        raise ValueError(f"weights_in={weights_in!r}; allowed: {', '.join(map(repr, get_args(WeightsIn)))}")
-    if precision not in (None, *get_args(Precision)):
-        raise ValueError(f"precision={precision!r}; allowed: None, {', '.join(map(repr, get_args(Precision)))}")
-    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-        if precision is not None and size % FITS:
-            raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS}")
 
 
 def _described(tensor: Tensor) -> str:

@@ -12,8 +12,8 @@ from overlap1f1b.kernels.choice import Kernels, use_kernels
 from overlap1f1b.kernels.fp8 import Precision
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.experts import GroupedExperts, WeightsIn
-from overlap1f1b.moe.router import Router, RouterConfig, blanked, check_tokens, flat_mask
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.moe.router import Router, RouterConfig, blanked, check_factory, check_tokens, flat_mask
+from overlap1f1b.schedule.values import check_size, checked
 
 
 class SwiGLU(nn.Module):
@@ -24,6 +24,7 @@ class SwiGLU(nn.Module):
         intermediate: Size between the products.
     """
 
+    @checked
     def __init__(
         self,
         hidden: int,
@@ -33,6 +34,9 @@ class SwiGLU(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        check_size("hidden", hidden)
+        check_size("intermediate", intermediate)
+        check_factory(dtype, device)
         self.kernels = Kernels()
         self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=False, dtype=dtype, device=device)
         self.down = nn.Linear(intermediate, hidden, bias=False, dtype=dtype, device=device)
@@ -65,6 +69,7 @@ class MoE(nn.Module):
             or ``precision`` is unknown or does not fit.
     """
 
+    @checked
     def __init__(
         self,
         hidden: int,
@@ -80,7 +85,6 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_size("shared_intermediate", shared_intermediate, 0)
-        check_kind("router", router, RouterConfig)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.hidden, self.router = hidden, Router(hidden, router, **factory)
         options = {"weights_in": weights_in, "precision": precision, "group": group, **factory}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from overlap1f1b.moe.experts import Experts
-from overlap1f1b.schedule.values import quoted
+from overlap1f1b.schedule.values import checked, quoted
 
 
 class Trained(Protocol):
@@ -137,6 +137,7 @@ def _local(tensor: Tensor) -> Tensor:
     return local.to_local() if isinstance(local, DTensor) else local
 
 
+@checked
 def parameter_groups(model: Trained, stacked: Iterable[nn.Parameter] = ()) -> list[dict[str, Any]]:
     """Return two parameter groups: each expert's weights apart, and all other trained parameters of a model.
 
@@ -154,6 +155,8 @@ def parameter_groups(model: Trained, stacked: Iterable[nn.Parameter] = ()) -> li
     Raises:
         ValueError: A stacked weight is a DTensor that is sharded inside its experts, or is none of the model's.
     """
+    if not all(callable(getattr(model, name, None)) for name in ("parameters", "modules")):
+        raise ValueError(f"model={quoted(model)}; allowed: an Engine or a module")
     found, trained = dict.fromkeys(stacked), [p for p in model.parameters() if p.requires_grad]
     if strange := [one for one in found if all(one is not p for p in trained)]:
         what = f"stacked has {quoted(strange[0])}, which the model does not train"

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.routing import TINY, Rule, count_choices_, gate_logits, route, route_in_turn
 from overlap1f1b.moe.auxiliary import attach, attach_balance, z_loss
-from overlap1f1b.schedule.values import check_kind, check_number, check_size, quoted
+from overlap1f1b.schedule.values import check_kind, check_number, check_size, checked, quoted, shortened
 
 Score = Literal["softmax", "sigmoid"]
 
 
+@checked
 @dataclass(frozen=True)
 class RouterConfig:
     """Number of experts, and the rules by which tokens choose them.
@@ -58,8 +59,6 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "groups", "top_groups"):
             check_size(name, getattr(self, name))
-        if self.score not in get_args(Score):
-            raise ValueError(f"score={self.score!r}; allowed: {', '.join(map(repr, get_args(Score)))}")
         if self.experts % self.groups:
             allowed = ", ".join(str(n) for n in range(1, self.experts + 1) if self.experts % n == 0)
             raise ValueError(f"{self.experts} experts cannot be divided into groups={self.groups}; allowed: {allowed}")
@@ -72,8 +71,6 @@ class RouterConfig:
         check_number("scaling", self.scaling, above=True)
         for name in ("aux_coefficient", "z_coefficient"):
             check_number(name, getattr(self, name))
-        for name in ("normalize", "force_load_balance"):
-            check_kind(name, getattr(self, name), bool)
 
     @property
     def rule(self) -> Rule:
@@ -88,6 +85,18 @@ def check_tokens(tokens: object, hidden: int) -> None:
         raise ValueError(f"tokens of type {type(tokens).__name__}; allowed: a tensor [..., {hidden}]")
     if tokens.shape[-1:] != (hidden,) or not tokens.is_floating_point():
         raise ValueError(f"tokens {tokens.dtype} {[*tokens.shape]}; allowed: floating [..., {hidden}]")
+
+
+def check_factory(dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    """Raise ``ValueError`` for a dtype that no trained parameter has, or a device that torch cannot use."""
+    check_kind("dtype", dtype, torch.dtype, None)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}; allowed: a floating one, such as torch.bfloat16")
+    try:
+        torch.empty(0, device=device)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        why = shortened(str(error).partition("\n")[0])
+        raise ValueError(f"device={quoted(device)}: {why}; allowed: a torch.device, or its name") from None
 
 
 class Router(nn.Module):
@@ -128,6 +137,7 @@ class Router(nn.Module):
     load: Tensor
     aux_scale: float = 1.0
 
+    @checked
     def __init__(
         self,
         hidden: int,
@@ -138,7 +148,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
-        check_kind("config", config, RouterConfig)
+        check_factory(dtype, device)
         self.config, self.kernels = config, Kernels()
         self.gate = nn.Linear(hidden, config.experts, bias=False, dtype=dtype, device=device)
         self.register_buffer("correction_bias", torch.zeros(config.experts, dtype=torch.float32, device=device))
@@ -189,6 +199,7 @@ class Router(nn.Module):
             weights = attach(weights, z_loss(logits, mask), z * self.aux_scale)
         return weights
 
+    @checked
     @torch.no_grad()
     def update_correction_bias(self, rate: float, group: dist.ProcessGroup | None = None) -> None:
         """Move the bias of each expert by ``rate``: up if its load was below the mean, down if above.
@@ -249,6 +260,7 @@ def blanked(tokens: Tensor, mask: Tensor) -> Tensor:
     return tokens.masked_fill(~mask.unsqueeze(1), 0)
 
 
+@checked
 def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
     """Set ``aux_scale`` of every router in ``model``.
 
@@ -256,6 +268,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
     >>> for tokens, labels in batch:
     ...     (loss_fn(model(tokens), labels) / microbatches).backward()  # auxiliary gradients included
     """
+    check_number("scale", scale, -math.inf)
     for module in model.modules():
         if isinstance(module, Router):
             module.aux_scale = scale

@@ -15,7 +15,7 @@ from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gath
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_kind
+from overlap1f1b.schedule.values import checked
 
 LARGE = 20_000
 """Number of nodes in a step beyond which fewer variants are tried."""
@@ -33,6 +33,7 @@ RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
 
 
+@checked
 def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap, *, counts_block: bool = False) -> Plan:
     """Return the plan of a program: the order of every node on every rank.
 
@@ -76,7 +77,6 @@ def fastest(
     ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
     are left out.
     """
-    check_kind("costs", costs, NodeCosts)
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)

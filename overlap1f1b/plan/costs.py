@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 from overlap1f1b.plan.node import OF_PARAMETERS, PARTED, RECOMPUTE_OF, Node, Op
 from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule.values import check_kind, check_number, checked, quoted
 
 CostKey = tuple[Op, Kind, int, int, int, int]
 """Sub-op, kind, stage, block, call, part."""
@@ -39,6 +41,7 @@ def cost_key(node: Node) -> CostKey:
     return node.op, node.kind, node.stage, node.block, node.call, node.part
 
 
+@checked
 @dataclass(frozen=True)
 class NodeCosts:
     """Costs of nodes, in any one unit of time.
@@ -77,8 +80,11 @@ class NodeCosts:
             for key, cost in table.items():
                 op, kind = _checked(key, length)
                 for time in cost if isinstance(cost, tuple) else (cost,):
-                    if not 0 <= time < float("inf"):
-                        raise ValueError(f"{what} of {op}.{kind} is {time}; allowed: a finite number ≥ 0")
+                    if not isinstance(time, Real) or isinstance(time, bool) or not 0 <= time < float("inf"):
+                        raise ValueError(f"{what} of {op}.{kind} is {quoted(time)}; allowed: a finite number ≥ 0")
+        for key, held in self.bytes.items():
+            _checked(key, 6)
+            check_kind(f"bytes of {key[0]}.{key[1]}", held, Held)
         if len(links) > 1 or links == {0}:
             raise ValueError(f"costs over {sorted(links)} links; allowed: one number of links, 1 or more")
 
@@ -119,6 +125,7 @@ class NodeCosts:
         return replace(self, by_op=by_op)
 
     @classmethod
+    @checked
     def uniform(
         cls,
         *,
@@ -142,16 +149,22 @@ class NodeCosts:
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
         weightless = {Op.DISPATCH: dispatch, Op.COMBINE: combine, Op.AGGREGATE: aggregate, Op.SEND: send}
-        table = {(op, kind): float(cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
-        table |= {(op, kind): float(cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
-        table |= {(RECOMPUTE_OF[op], Kind.I): float(cost) for op, cost in weighted.items()}
-        table |= {(Op.COUNTS, Kind.F): float(counts), (Op.REDUCE, Kind.W): float(reduce)}
-        table[Op.GATHER, Kind.W] = float(gather)
+        table = {(op, kind): _time(op, cost) for op, cost in weighted.items() for kind in (Kind.F, Kind.I, Kind.W)}
+        table |= {(op, kind): _time(op, cost) for op, cost in weightless.items() for kind in (Kind.F, Kind.I)}
+        table |= {(RECOMPUTE_OF[op], Kind.I): _time(op, cost) for op, cost in weighted.items()}
+        table |= {(Op.COUNTS, Kind.F): _time(Op.COUNTS, counts), (Op.REDUCE, Kind.W): _time(Op.REDUCE, reduce)}
+        table[Op.GATHER, Kind.W] = _time(Op.GATHER, gather)
+        check_number("launch", launch)
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)
 
 
 _NOTHING = Held()
+
+
+def _time(op: Op, cost: float) -> float:
+    check_number(op, cost)
+    return float(cost)
 
 
 def _checked(key: Any, length: int) -> tuple[Op, Kind]:

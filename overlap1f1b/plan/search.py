@@ -48,7 +48,7 @@ from overlap1f1b.schedule import (
     check_search,
     variants,
 )
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import check_size, checked
 
 NODES_PER_SECOND = 50_000
 """Nodes that tries schedule for each second of a search: a processor schedules about 150,000."""
@@ -89,6 +89,7 @@ _SETTINGS: Mapping[str, tuple[float, ...]] = MappingProxyType(
 """Tried values of settings; see :class:`~overlap1f1b.plan.priorities.Priorities`. A unit of a key is a microbatch."""
 
 
+@checked
 def found_orders(
     placement: Placement,
     microbatches: int,
@@ -134,7 +135,6 @@ def found_orders(
     """
     check_size("microbatches", microbatches)
     limits = check_search(placement, peak_activations, seconds)
-    check_kind("costs", costs, NodeCosts)
     chains = Chains(placement, shape)
     limits = [min(limit, len(placement.places(rank)) * microbatches) for rank, limit in enumerate(limits)]
     limit = max(seconds, LEAST_SECONDS) if timed else float("inf")

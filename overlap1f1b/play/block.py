@@ -39,7 +39,7 @@ from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import ExpertCall
-from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent
+from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
 from overlap1f1b.play.values import PlaceValues
@@ -579,8 +579,9 @@ def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:
             returned = module(*values, **given)
         else:
             returned = module(*x)
-    except RuntimeError as error:
+    except (IndexError, RuntimeError) as error:
         if OUTSIDE not in str(error):
+            name_call(error, name, *x)
             raise
         raise ValueError(
             f"{name} is compiled with fullgraph=True, and calls experts or nn.Linear, where the engine leaves the "

@@ -46,9 +46,10 @@ def split_batch(batch: Batch | None, count: int, name: str, names: Sequence[str]
         none = ", or () for a loss of outputs alone" if name == "target" else ""
         raise ValueError(f"no {name} on a rank that needs them; allowed: this rank's batch{none}")
     if isinstance(batch, list):
-        if len(batch) != count:
+        parts = [_filled(_checked(part, name, names)) for part in batch]
+        if len(parts) != count:
             raise ValueError(f"{name}: {len(batch)} microbatches for a program of {count}; allowed: as many")
-        return [_filled(_checked(part, name, names)) for part in batch].__getitem__
+        return parts.__getitem__
     whole = _checked(batch, name, names)
     if not any(tensor is not None for tensor in whole) and (whole or name != "target"):
         raise ValueError(f"{name}: no tensor; allowed: at least one")
@@ -69,10 +70,13 @@ def _check_rows(inputs: Batch | None, target: Batch | None) -> None:
 def _size_of_part(tensor: Tensor, count: int, name: str) -> int:
     if tensor.is_meta:
         raise ValueError(f"{name} on the meta device; allowed: tensors with values")
-    size = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.dim():
+        raise ValueError(f"{name}: a single number; allowed: a batch of {count} rows, or a multiple")
+    size = tensor.shape[0]
     if size == 0 or size % count:
         raise ValueError(
             f"{name}: a batch of {size} cannot be split into {count} microbatches; allowed: a multiple of {count}"
+            f"{'' if size else ' above 0'}"
         )
     return size // count
 
@@ -150,7 +154,6 @@ def feed_batch(
     Raises:
         ValueError: A batch that is missing or cannot be split, or counts for no token; no ``loss_fn``.
     """
-    check_number("loss_scale", loss_scale, float("-inf"))
     placement, count = program.placement, program.microbatches
     last = placement.stages - 1
     part = split_batch(inputs, count, "inputs", stages[0].input_names) if 0 in stages else _nothing
@@ -205,6 +208,8 @@ def _shares(
     tokens = [next(read) if isinstance(count, Tensor) else count for count in counted]
     for number in tokens:
         check_number("a result of count_tokens", number)
+        if number != int(number):
+            raise ValueError(f"a result of count_tokens={number}; allowed: a whole number")
     tokens = list(map(int, tokens))
     (total,) = mesh.sums(sum(tokens) / mesh.size("tp"))
     if total <= 0:

@@ -22,7 +22,7 @@ from overlap1f1b.play.player import Player
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.schedule import Action, Kind, Pair, Placement
-from overlap1f1b.schedule.values import check_kind
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.failures import Failures
 from overlap1f1b.transport.limits import DEFAULT_LIMIT_S
@@ -32,6 +32,7 @@ Passed = Tensor | OptionalTensors | None
 _TYPICAL = NodeCosts.uniform(attention=3.0, experts=4.0, dispatch=5.0, counts=0.3, aggregate=0.2, dense=1.0)
 
 
+@checked
 def combined_forward_backward_step(
     forward: Microbatch | None,
     backward: Microbatch | None,
@@ -70,8 +71,6 @@ def combined_forward_backward_step(
         ValueError: Neither is given, both are the same, the gradient of the output is missing, stages that cannot be
             told apart, or a microbatch with gradients in inference mode.
     """
-    for name, microbatch in (("forward", forward), ("backward", backward)):
-        check_kind(name, microbatch, Microbatch, None)
     if forward is None and backward is None:
         raise ValueError("neither a forward nor a backward is given; allowed: one of them or both")
     if forward is backward:

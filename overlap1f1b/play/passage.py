@@ -41,6 +41,13 @@ def check_call(
         raise ValueError(f"{name} is given {len(values)} tensor(s): {reason}; allowed: {allowed}") from error
 
 
+def name_call(error: Exception, name: str, *values: Tensor) -> None:
+    """Let torch's own error, which does not say where it was raised, begin with what was called."""
+    if type(error) in (IndexError, RuntimeError):
+        given = ", ".join(f"{one.dtype} {list(one.shape)}" for one in values)
+        error.args = (f"{name} is given {given}: {error}",)
+
+
 @dataclass(frozen=True, slots=True)
 class Given:
     """What a microbatch is given beside its inputs.
@@ -211,6 +218,9 @@ class Passage:
         except TypeError as error:
             allowed = "one argument for each output of the last block and each target"
             check_call(error, getattr(loss_fn, "forward", loss_fn), "loss_fn", allowed, *given)
+            raise
+        except (IndexError, RuntimeError) as error:
+            name_call(error, "loss_fn", *given)
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a value of {type(loss).__name__}"

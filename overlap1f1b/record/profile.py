@@ -8,9 +8,8 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.profiler import profile
@@ -18,7 +17,7 @@ from torch.profiler import profile
 from overlap1f1b.engine.engine import Engine
 from overlap1f1b.plan import ActionRange, StepRange
 from overlap1f1b.record.recorder import RecordedSpan, RecordedStep, Recorder, TorchRanges
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.simulation.drawing import stacked
 from overlap1f1b.transport import devices
 
@@ -50,12 +49,8 @@ class Profile:
             at the end of the block: no step was made in it, or the folder has no room for the files.
     """
 
+    @checked
     def __init__(self, engine: Engine, folder: str | Path, *, tool: Tool = "torch", first: int = 1) -> None:
-        if tool not in get_args(Tool):
-            raise ValueError(f"tool={tool!r}; allowed: {', '.join(map(repr, get_args(Tool)))}")
-        check_kind("engine", engine, Engine)
-        check_kind("folder", folder, str, PathLike)
-        check_size("first", first, 0)
         self.folder, self.tool = Path(folder), tool
         if tool == "nsys" and devices.gpu_of(devices.present()) is None:
             raise ValueError(f"nsys without a GPU that torch {torch.__version__} can use; allowed: torch.profiler")
@@ -63,7 +58,8 @@ class Profile:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"{folder}: {error.strerror}; allowed: a folder that can be written") from error
-        self.recorder = Recorder(engine, devices.RANGES if tool == "nsys" else TorchRanges(), first=first)
+        writer: Any = devices.RANGES if tool == "nsys" else TorchRanges()
+        self.recorder = Recorder(engine, writer, first=first)
         self.files: tuple[Path, ...] = ()
         self._profiler: profile | None = None
         self._open = ExitStack()

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,17 @@ from overlap1f1b.plan.ranges import FORMAT, VERSION
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.play.times import Times
 from overlap1f1b.schedule import Action, Kind, Program
+from overlap1f1b.schedule.values import check_size, checked
 from overlap1f1b.transport.lanes import Flight
+
+
+@runtime_checkable
+class RangeWriter(Protocol):
+    """Writes ranges by their names, as :class:`TorchRanges` and torch's ``nvtx`` do."""
+
+    range: Callable[[str], AbstractContextManager[object]]
+    range_start: Callable[[str], Any]
+    range_end: Callable[[Any], object]
 
 
 class TorchRanges:
@@ -100,10 +110,12 @@ class Recorder(Observer):
         first: Number of the first step.
 
     Raises:
-        ValueError: The engine has a recorder already.
+        ValueError: The engine has a recorder already, or a value is of another kind.
     """
 
-    def __init__(self, engine: Engine, writer: Any, *, first: int = 1) -> None:
+    @checked
+    def __init__(self, engine: Engine, writer: RangeWriter, *, first: int = 1) -> None:
+        check_size("first", first, 0)
         self.engine, self.writer, self.next = engine, writer, first
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.mesh: dict[str, tuple[int, int]] = {
@@ -217,6 +229,7 @@ class Recorder(Observer):
 
     # ------------------------------------------------------------------------------------- results
 
+    @checked
     def save(self, path: str | Path) -> None:
         """Write the steps as JSON; waits for a device.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -23,10 +24,10 @@ from overlap1f1b.transport.mesh import Mesh
 
 def check_norm(name: Literal["max_norm", "norm_type"], value: object) -> float:
     """Return a limit or an order of norms as a number; raise ``ValueError`` for one that no norm has."""
-    try:
-        number = float(value)  # type: ignore[arg-type] # torch takes "inf", too
-    except (TypeError, ValueError):
-        number = math.nan
+    number = math.nan
+    if not isinstance(value, bool | str) or value == "inf":  # which torch takes, too
+        with suppress(TypeError, ValueError):
+            number = float(value)  # type: ignore[arg-type]
     if number > 0 or (number == 0 and name == "max_norm"):
         return number
     allowed = "0 or more" if name == "max_norm" else "more than 0, math.inf for the largest gradient"

@@ -12,7 +12,7 @@ from typing import NoReturn
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, peaks_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
 from overlap1f1b.schedule.table import read, write
-from overlap1f1b.schedule.values import check_size, some
+from overlap1f1b.schedule.values import check_size, checked, some
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _REPEATED = {Kind.F: 1, Kind.B: 14, Kind.I: 6, Kind.W: 10}
@@ -122,6 +122,7 @@ class Program:
             for rank, slots in enumerate(self.ranks)
         )
 
+    @checked
     def to_csv(self, path: str | Path, *, header: bool = True) -> None:
         """Write one row a rank, one cell a slot. A file holds an order that stays: ``search_seconds`` is not written.
 
@@ -140,13 +141,20 @@ class Program:
         write(self.ranks, path, said if header else {})
 
     @classmethod
+    @checked
     def from_csv(cls, path: str | Path) -> Program:
         """Return the program of a file of :meth:`to_csv`, or of a table of torch's pipeline schedules.
 
         Raises:
-            ValueError: The file is malformed; the message names line, column and text.
+            ValueError: The file cannot be read, is malformed (the message names line, column and text), or breaks a
+                rule of schedules, as one that is cut off does.
         """
-        return cls(**read(path))
+        program = cls(**read(path))
+        try:
+            program.check()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; allowed: a whole file of to_csv, or of torch's schedules") from None
+        return program
 
     def check(self) -> None:
         """Raise ``ValueError`` for a broken rule of the schedule, naming rank, position and action.

@@ -16,6 +16,7 @@ from overlap1f1b.schedule.values import check_size, quoted
 _TRAFFIC = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*", re.ASCII)
 """Cells of communication in torch's tables; a plan derives communication from the actions."""
 
+_ALLOWED = "allowed: a file of Program.to_csv, or of torch's schedules"
 _LONGEST_NAME, _MOST_DIGITS = 200, 40
 
 _NUMBERS = ("microbatches", "peak_activations", "peak_weights")
@@ -35,12 +36,17 @@ def read(path: str | Path) -> dict[str, Any]:
     peaks follow from the rows.
 
     Raises:
-        ValueError: The file is malformed; the message names line, column and text.
+        ValueError: The file cannot be read, or is malformed; the message names line, column and text.
     """
     path = Path(path)
     said: dict[str, Any] = {}
     rows: list[tuple[Slot, ...]] = []
-    lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a byte order mark
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # spreadsheets begin a file with a byte order mark
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text; {_ALLOWED}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}; {_ALLOWED}") from error
     for number, line in enumerate(lines, 1):
         if line.startswith("#"):
             key, colon, value = line[1:].partition(":")

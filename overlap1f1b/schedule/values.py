@@ -1,4 +1,4 @@
-"""Users' values: short texts for messages and tables, and checks of whole numbers."""
+"""Users' values: short texts for messages and tables, and checks of what users give."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from inspect import Parameter
+from itertools import chain
 from math import inf
 from numbers import Real
+from operator import index
+from os import PathLike
+from pathlib import Path
 from reprlib import Repr
-from typing import Any, ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
-P = ParamSpec("P")
-R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
 T = TypeVar("T")
 
 MOST = 80
@@ -84,30 +89,79 @@ def some(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def naming_nearest(call: Callable[P, R]) -> Callable[P, R]:
-    """Let a function name the nearest of its arguments in the ``TypeError`` for a name that it does not have.
+def checked(call: C) -> C:
+    """Let a function, or a class when it is made, refuse arguments that its signature does not allow, in one line.
 
-    >>> @naming_nearest
-    ... def run(*, overlap=3, parts=1): ...
-    >>> run(overlp=2)
+    Annotated truth values, words, classes, mappings, functions and lists are checked, and names. Numbers are left to
+    the function, which knows their range, and so is what else an annotation may say.
+
+    >>> @checked
+    ... def run(program: str, *, overlap: int = 3, verify: bool = True): ...
+    >>> run("1f1b", verify="no")
     Traceback (most recent call last):
-    TypeError: run has no overlp; allowed: overlap, parts; nearest: overlap
+    ValueError: verify='no'; allowed: True or False
+    >>> run("1f1b", overlp=2)
+    Traceback (most recent call last):
+    TypeError: run has no overlp; allowed: program, overlap, verify; nearest: overlap
+    >>> run("1f1b", 2)
+    Traceback (most recent call last):
+    TypeError: run(…, 2) without a name; allowed: overlap=, verify=
     """
-    allowed = [name for name in inspect.signature(call).parameters if name != "self"]
+    if isinstance(call, type):
+        call.__init__ = checked(call.__init__)  # type: ignore[misc]
+        return call
+    where, every = call.__qualname__.removesuffix(".__init__"), inspect.signature(call).parameters
+    allowed = [name for name in every if name not in ("self", "cls")]
+    by_place = [name for name, one in every.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    by_name = [f"{name}=" for name, one in every.items() if one.kind is one.KEYWORD_ONLY]
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in every.values())
+
+    @functools.cache
+    def kinds() -> dict[str, tuple[Any, ...]]:  # not before a call: an annotation may name what stands below
+        found = {name: _kinds_of(one.annotation, inspect.unwrap(call).__globals__) for name, one in every.items()}
+        return {name: kinds for name, kinds in found.items() if kinds}
 
     @functools.wraps(call)
-    def checked(*args: P.args, **given: P.kwargs) -> R:
+    def checking(*args: Any, **given: Any) -> Any:
         for name in given:
-            if name not in allowed:
+            if name not in allowed and not takes_all:
                 nearest = "".join(f"; nearest: {found}" for found in get_close_matches(name, allowed, 1))
-                where = call.__qualname__.removesuffix(".__init__")
                 raise TypeError(f"{where} has no {name}; allowed: {', '.join(allowed)}{nearest}")
+        if len(args) > len(by_place) and by_name:
+            raise TypeError(f"{where}(…, {quoted(args[len(by_place)])}) without a name; allowed: {', '.join(by_name)}")
+        known = kinds()
+        for name, value in chain(zip(by_place, args, strict=False), given.items()):
+            if name in known:
+                check_kind(name, value, *known[name])
         return call(*args, **given)
 
-    return checked
+    return checking  # type: ignore[return-value]
 
 
-def check_size(name: str, value: object, least: int = 1) -> None:
+def _kinds_of(annotation: Any, scope: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the kinds of values that an annotation allows; none if a function can say more of them.
+
+    It can of numbers, of one thing or several, and of what cannot be told here.
+    """
+    try:
+        hint = eval(annotation, scope) if isinstance(annotation, str) else annotation
+    except NameError:  # it is imported for type checkers alone
+        return ()
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    several = [get_origin(kind) in (Sequence, Iterable) for kind in kinds if kind is not type(None)]
+    left = {int, float}.intersection(kinds) or (any(several) and not all(several))
+    return kinds if all(map(_is_told, kinds)) and not left else ()
+
+
+def _is_told(kind: Any) -> bool:
+    of, inner = get_origin(kind) or kind, get_args(kind)
+    if of in (Sequence, Iterable):
+        return all(map(_is_told, inner))
+    protocol = getattr(of, "_is_protocol", False) and not getattr(of, "_is_runtime_protocol", False)
+    return of is Literal or (isinstance(of, type) and of not in (Any, Parameter.empty, UnionType) and not protocol)
+
+
+def check_size(name: str, value: Any, least: int = 1) -> None:
     """Raise ``ValueError`` for a value that is not a whole number, or is too small.
 
     >>> check_size("ranks", 2.5)
@@ -117,9 +171,13 @@ def check_size(name: str, value: object, least: int = 1) -> None:
     Raises:
         ValueError: The value is not a whole number (a bool counts as none), or is less than ``least``.
     """
-    if not hasattr(value, "__index__") or isinstance(value, bool):
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:  # of a tensor, too, that has fractions or several numbers
+        number = None
+    if number is None:
         raise ValueError(f"{name}={quoted(value)}; allowed: a whole number, {least} or more")
-    if value.__index__() < least:
+    if number < least:
         raise ValueError(f"{name}={quoted(value, plain=True)}; allowed: {least} or more")
 
 
@@ -138,17 +196,50 @@ def check_number(name: str, value: object, least: float = 0.0, *, above: bool = 
 
 
 def check_kind(name: str, value: object, *kinds: Any) -> None:
-    """Raise ``ValueError`` for a value that is of none of these classes; None among them allows None.
+    """Raise ``ValueError`` for a value that is of none of these kinds: classes, words, lists; None allows None.
 
     >>> check_kind("costs", 3, str, None)
     Traceback (most recent call last):
     ValueError: costs=3; allowed: str or None
+    >>> check_kind("experts_over", "ep", Sequence[Literal["ep", "cp"]])
+    Traceback (most recent call last):
+    ValueError: experts_over='ep'; allowed: a list of ep or cp
     """
-    if any(value is None if kind is None else isinstance(value, kind) for kind in kinds):
-        return
-    words = {None: "None", Callable: "a function", bool: "True or False"}
-    allowed = " or ".join(words.get(kind) or kind.__name__ for kind in kinds)
-    raise ValueError(f"{name}={quoted(value)}; allowed: {allowed}")
+    if not any(_allows(kind, value) for kind in kinds):
+        raise ValueError(f"{name}={quoted(value)}; allowed: {_words_of(*kinds)}")
+
+
+def _allows(kind: Any, value: object) -> bool:
+    of, inner = get_origin(kind) or kind, get_args(kind)
+    if of is None:
+        return value is None
+    if of is Literal:
+        return any(isinstance(value, type(one)) and value == one for one in inner)
+    if of in (int, float):
+        return not isinstance(value, bool) and (isinstance(value, Real) if of is float else hasattr(value, "__index__"))
+    if of is Path:
+        return isinstance(value, PathLike)
+    if of not in (Sequence, Iterable):
+        return isinstance(value, of)
+    several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    each = value if isinstance(value, list | tuple) and inner else ()
+    return several and all(_allows(inner[0], one) for one in each)
+
+
+def _words_of(*kinds: Any) -> str:
+    *words, last = chain.from_iterable(map(_words, kinds))
+    return f"{', '.join(words)}{',' * (len(words) > 1)} or {last}" if words else last
+
+
+def _words(kind: Any) -> list[str]:
+    of, inner = get_origin(kind) or kind, get_args(kind)
+    if of is Literal:
+        return list(map(str, inner))
+    if of in (Sequence, Iterable):
+        return [f"a list of {_words_of(*inner)}" if inner else "a list"]
+    words = {None: "None", type(None): "None", Callable: "a function", Path: "PathLike", float: "numbers"}
+    word = words.get(of) or (f"torch.{of.__name__}" if of.__module__ == "torch" else of.__name__)
+    return ["True", "False"] if of is bool else [word]
 
 
 def check_each(name: str, values: Any, kind: type[T]) -> list[T]:

@@ -6,7 +6,7 @@ from typing import overload
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, compile, parse_parts
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_size, checked
 from overlap1f1b.simulation.actions import Costs, ProgramTimeline, play_actions
 from overlap1f1b.simulation.timeline import PlanTimeline, play_nodes
 
@@ -31,6 +31,7 @@ def simulate(
 def simulate(what: Plan, costs: NodeCosts, *, counts_block: bool = False) -> PlanTimeline: ...
 
 
+@checked
 def simulate(
     what: Plan | Program,
     costs: NodeCosts | Costs,
@@ -87,7 +88,8 @@ def simulate(
     if isinstance(what, Program) and isinstance(costs, NodeCosts):
         layers, overlap = 1 if layers is None else layers, 3 if overlap is None else overlap
         check_size("layers", layers)
-        shape, costs = BlockShape(expert_calls=1, parts=parse_parts(parts or 1)), costs.in_parts(parts or 1)
+        parts = parse_parts(1 if parts is None else parts)
+        shape, costs = BlockShape(expert_calls=1, parts=parts), costs.in_parts(parts)
         what = compile(what, (shape,) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
         return play_nodes(what, costs, counts_block=counts_block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from overlap1f1b.schedule.values import check_kind, check_size
+from overlap1f1b.schedule.values import check_size, checked
 
 DEFAULT_CTAS = 8
 """Thread blocks of a transfer on NCCL, each on one multiprocessor."""
@@ -12,6 +12,7 @@ LEAST_CTAS = 16
 """Smallest budget of thread blocks: what rows and sums leave of it is enough for counts and neighbours."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
     """Multiprocessors of a GPU for transfers and for compute.
@@ -34,7 +35,6 @@ class DeviceOptions:
 
     def __post_init__(self) -> None:
         check_size("ctas", self.ctas, LEAST_CTAS)
-        check_kind("carveout", self.carveout, bool)
 
     @property
     def rows(self) -> int:

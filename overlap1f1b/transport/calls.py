@@ -182,6 +182,10 @@ def exchange(
         raise ValueError(f"tensors {', '.join(map(str, shapes))}; allowed: one or several [R, ...], of as many rows")
     check_kind("group", group, dist.ProcessGroup, None)
     splits = splits_of(len(given[0]), send, receive, 1 if group is None else group.size())
+    here = 0 if group is None else group.rank()
+    if splits.send[here] != splits.receive[here]:
+        what = f"send={splits.send}, receive={splits.receive}: a rank's rows to itself differ"
+        raise ValueError(f"{what}; allowed: the same number at position {here} of both")
     if group is None:
         return tensors
     forward = Forward.running()

@@ -154,12 +154,7 @@ class Mesh:
 
     def check(self, program: Program) -> None:
         """Raise ValueError if the program has another number of pipeline ranks than the mesh."""
-        if self.size("pp") != program.placement.ranks:
-            raise ValueError(
-                f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with "
-                f"{self.size('pp')} along 'pp'; allowed: the same number, as of "
-                f"build_schedule(..., ranks={self.size('pp')})"
-            )
+        check_ranks(program, self.devices)
 
     def group(self, dimension: Dimension) -> Group | None:
         """Return the group of this rank along a dimension; None for one rank."""
@@ -386,6 +381,16 @@ def _differing(one: str, other: str) -> tuple[str, str]:
     parts = (text[start : start + _SHOWN] for text in (one, other))
     first, second = (f"{'…' if start else ''}{part}{'…' if len(part) == _SHOWN else ''}" for part in parts)
     return first, second
+
+
+def check_ranks(program: Program, mesh: DeviceMesh | None) -> None:
+    """Raise ValueError if a program has another number of pipeline ranks than a mesh; None is one rank."""
+    size = 1 if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)).get("pp", 1)
+    if size != program.placement.ranks:
+        raise ValueError(
+            f"program {program.name!r} over {program.placement.ranks} pipeline ranks on a mesh with {size} along 'pp'; "
+            f"allowed: the same number, as of build_schedule(..., ranks={size})"
+        )
 
 
 def lines_of(mesh: DeviceMesh) -> list[list[int]]:

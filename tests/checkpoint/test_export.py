@@ -132,3 +132,12 @@ def test_frozen_parameters_of_a_second_place_are_not_trained(tmp_path: Path) -> 
     save_checkpoint(model.engine(None), tmp_path / "run", 1, model.optimizer, model="trained")
     found = load_file(consolidate(tmp_path / "run", tmp_path / "out") / "model.safetensors")
     assert found.keys() == {name for name in model.state_dict() if not name.endswith("frozen")}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    path, file = Tiny().save(tmp_path, 1), tmp_path / "file"
+    file.touch()
+    with pytest.raises(ValueError, match=f"^{file}: File exists; allowed: a folder that can be written$"):
+        consolidate(path, file)
+    with pytest.raises(OSError, match=r"/proc/x: No such file or directory; allowed: a folder that can be written$"):
+        Tiny().save(Path("/proc/x"), 1)

@@ -78,14 +78,17 @@ def test_what_cannot_be_asked(tmp_path: Path) -> None:
         model.save(tmp_path, 1, keep=0)
     with pytest.raises(ValueError, match="step=-1; allowed: 0 or more"):
         model.save(tmp_path, -1)
-    with pytest.raises(ValueError, match="model='some'; allowed: all, trained, none"):
+    with pytest.raises(ValueError, match="model='some'; allowed: all, trained, or none"):
         model.save(tmp_path, 1, model="some")
     for config in (["a"], "abc", 5):
-        with pytest.raises(ValueError, match="allowed: JSON values"):
+        with pytest.raises(ValueError, match=r"^config=.*; allowed: Mapping or None$"):
             model.save(tmp_path, 1, config=config)
+    for value in (float("nan"), float("inf"), {1}, object()):
+        with pytest.raises(ValueError, match=r"^config=\{'a': .*\}: .*; allowed: JSON values$"):
+            model.save(tmp_path, 1, config={"a": value})
     assert os.listdir(tmp_path) == []
     model.save(tmp_path / "there", 1)
-    with pytest.raises(ValueError, match=r"^config=5: .*; allowed: JSON values$"):
+    with pytest.raises(ValueError, match=r"^config=5; allowed: Mapping or None$"):
         model.load(tmp_path / "there", config=5)  # type: ignore[arg-type]
     optimizers = {None: "optimizer=None; allowed: a list of Optimizer", "adam": "optimizer='adam'; allowed: a list of"}
     for optimizer, message in (*optimizers.items(), ([3], r"optimizer\[0\]=3; allowed: Optimizer")):

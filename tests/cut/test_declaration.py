@@ -208,7 +208,11 @@ def _first_step(rank: int, size: int, functions: Sequence[Any]) -> list[str]:
     for given in functions:
 
         class Wrong(Own):
-            """Declared in another way than it is called."""
+            """Declared in another way than it is called; only the call shows how many arguments it takes."""
+
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Tensor:
+                return Own.forward(ctx, *args)
 
         function = Wrong if isinstance(given, dict) else given
         if isinstance(given, dict):
@@ -237,6 +241,14 @@ def test_a_contradicted_declaration_is_one_line(ranks2: Ranks) -> None:
     ("function", "places", "message"),
     [
         (nn.Linear, {"tensor": 0}, r"^declare\(<class.*Linear'>\); allowed: a subclass of torch.autograd.Function"),
+        ("Own", {"tensor": 0}, r"^function='Own'; allowed: type$"),
+        (
+            Undeclared,
+            {"tensor": 7},
+            r"position 7; allowed: 0 to 3, as in .*\(group, rows, receive, send\)$",
+        ),
+        (Undeclared, {"tensor": 0, "output": 4}, "position 4; allowed: 0 to 3, as in"),
+        (Undeclared, {"tensor": "0"}, r"^declare\(Undeclared, tensor='0'\); allowed: positions from 0"),
         (Undeclared, {"tensor": -1}, r"^declare\(Undeclared, tensor=-1\); allowed: positions from 0"),
         (Undeclared, {"tensor": 0, "send": 0}, r"tensor=0, send=0\); allowed: positions from 0, each for one"),
     ],

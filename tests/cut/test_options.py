@@ -80,7 +80,7 @@ def test_options_of_trainer() -> None:
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
         ({"parts": 0}, "parts=0; allowed: 1 to 8, or auto"),
         ({"parts": "2"}, "parts='2'; allowed: 1 to 8, or auto"),
-        ({"memory": "much"}, "memory='much'; allowed: bytes above 0, such as 70GB or 64GiB, auto, or None"),
+        ({"memory": "much"}, "memory='much'; allowed: bytes above 0, such as 70GB or 64GiB, or auto"),
     ],
 )
 def test_values_that_are_refused(given: dict[str, Any], message: str) -> None:

@@ -322,11 +322,17 @@ def test_a_step_that_torch_would_sum_again_is_refused(rank: int, size: int) -> N
         ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
         ({"model": ["x"]}, "'x' as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
         ({"model": 3}, "3 as a model or a block of it; allowed: an nn.Sequential or a list of blocks"),
-        ({"block_weights": 3}, "block_weights 3 of 5 blocks; allowed: a finite number ≥ 0 of each"),
+        ({"block_weights": 3}, "block_weights=3; allowed: a list of numbers or None"),
         ({"capacity": "2"}, "capacity='2'; allowed: a finite number, more than 0"),
         ({"capacity": 0.0}, "capacity=0.0; allowed: a finite number, more than 0"),
         ({"capacity": True}, "capacity=True; allowed: a finite number, more than 0"),
-        ({"experts_over": [["ep"]]}, "experts_over=[['ep']]; allowed: some of 'ep', 'cp', 'tp'"),
+        ({"experts_over": [["ep"]]}, "experts_over=[['ep']]; allowed: a list of ep, cp, or tp"),
+        ({"block_weights": "121"}, "block_weights='121'; allowed: a list of numbers or None"),
+        ({"experts_over": "ep"}, "experts_over='ep'; allowed: a list of ep, cp, or tp"),
+        ({"experts_over": ("dp",)}, "experts_over=('dp',); allowed: a list of ep, cp, or tp"),
+        ({"reduce": 1}, "reduce=1; allowed: True or False"),
+        ({"mesh": "cpu"}, "mesh='cpu'; allowed: DeviceMesh or None"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn=MSELoss, a class; allowed: a function, or an object such as MSELoss()"),
         ({"device": 24}, "device=24; allowed: DeviceOptions"),
         ({"costs": 3}, "costs=3; allowed: NodeCosts or None"),
         ({"plan": "fast"}, "plan='fast'; allowed: Plan or None"),
@@ -350,6 +356,8 @@ def test_values_of_another_kind(options: dict[str, Any], message: str) -> None:
     [
         ("x", "a result of count_tokens='x'; allowed: a finite number, 0 or more"),
         (None, "a result of count_tokens=None; allowed: a finite number, 0 or more"),
+        (2.5, "a result of count_tokens=2.5; allowed: a whole number"),
+        (torch.tensor(2.5), "a result of count_tokens=2.5; allowed: a whole number"),
         (math.nan, "a result of count_tokens=nan; allowed: a finite number, 0 or more"),
         (torch.ones(2), "count_tokens returns a tensor [2]; allowed: one number"),
     ],
@@ -366,6 +374,7 @@ def test_counts_of_tokens_of_another_kind(result: Any, message: str) -> None:
     [
         ({"observers": 3}, "observers=3; allowed: a list of Observer"),
         ({"observers": ["x"]}, "observers[0]='x'; allowed: Observer"),
+        ({"grad": "no"}, "grad='no'; allowed: True or False"),
         ({"make_feed": None}, "make_feed=None; allowed: a function"),
     ],
 )
@@ -377,6 +386,56 @@ def test_values_of_another_kind_that_a_step_gets(given: dict[str, Any], message:
     engine.observers.append(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"(?m)^observers\[[0-9]\]=3; allowed: Observer$"):
         engine.play(list)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("overlap", 2, "engine.overlap=2, which changes nothing; allowed: costs, loss_fn, microbatches, plan"),
+        ("options", 3, "engine.options=3, which changes nothing; allowed: costs, loss_fn, microbatches, plan"),
+        ("program", 3, "engine.program=3, which changes nothing; allowed: costs, loss_fn, microbatches, plan"),
+        ("microbatches", 2.0, "microbatches=2.0; allowed: a whole number, 1 or more"),
+        ("microbatches", torch.tensor(2.5), "microbatches=tensor(2.5000); allowed: a whole number, 1 or more"),
+        ("microbatches", [2], "microbatches=[2]; allowed: a whole number, 1 or more"),
+        ("loss_fn", nn.MSELoss, "loss_fn=MSELoss, a class; allowed: a function, or an object such as MSELoss()"),
+        ("loss_fn", 3, "loss_fn=3; allowed: a function or None"),
+        ("plan", None, "plan=None; allowed: Plan"),
+        ("costs", 3, "costs=3; allowed: NodeCosts or None"),
+    ],
+)
+def test_attributes_that_cannot_be_set(name: str, value: Any, message: str) -> None:
+    engine = make(models.build(), programs(2)[0])
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        setattr(engine, name, value)
+    engine.loss_fn = models.loss_fn
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("step", {"return_outputs": "no"}, "return_outputs='no'; allowed: True or False"),
+        ("evaluate", {"return_outputs": 1}, "return_outputs=1; allowed: True or False"),
+        ("step", {"microbatches": 2.0}, "microbatches=2.0; allowed: a whole number, 1 or more"),
+        ("evaluate", {"microbatches": True}, "microbatches=True; allowed: a whole number, 1 or more"),
+        (
+            "evaluate",
+            {"inputs": torch.ones(0, 7)},
+            "inputs: a batch of 0 cannot be split into 2 microbatches; al",
+        ),
+        (
+            "step",
+            {"inputs": 99 + torch.ones(4, 7).long()},
+            "block 0 (Embedding) is given torch.int64 [2, 7]: index",
+        ),
+        ("step", {"inputs": torch.ones(4, 7)}, "block 0 (Embedding) is given torch.float32 [2, 7]: Expected tensor"),
+        ("step", {"target": 99 + torch.ones(4, 7).long()}, "loss_fn is given torch.float32 [2, 7, 31], torch.int64"),
+    ],
+)
+def test_batches_of_another_kind(call: str, given: dict[str, Any], message: str) -> None:
+    engine = make(models.build(), programs(2)[0])
+    inputs, target = models.batch(2)
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=f"(?m)^{re.escape(message)}"):
+        getattr(engine, call)(**{"inputs": inputs, "target": target} | given)
 
 
 def test_bad_input_is_named() -> None:
@@ -405,7 +464,11 @@ def test_bad_input_is_named() -> None:
         Engine(model, program, los_fn=models.loss_fn)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^EngineOptions has no overlp; allowed: .*; nearest: overlap$"):
         EngineOptions(overlp=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^EngineOptions\(…, 3\) without a name; allowed: overlap=, recompute=, .*"):
+        EngineOptions(3)  # type: ignore[misc]
     engine = make(model, program)
+    with pytest.raises(TypeError, match=r"^Engine\.step\(…, 1\.0\) without a name; allowed: loss_scale=, return_out"):
+        engine.step(data[0], data[1], 1.0)  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"^loss_scale='x'; allowed: a finite number$"):
         engine.step(data[0], data[1], loss_scale="x")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^result=tensor.*; allowed: StepResult$"):

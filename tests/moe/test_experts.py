@@ -36,6 +36,8 @@ WRONG = [
     (TOKENS, INDICES[:, 0], WEIGHTS, "indices torch.int64 [5]; allowed: torch.int64 [T, K]"),
     (TOKENS, INDICES.float(), WEIGHTS, "indices torch.float32 [5, 2]; allowed: torch.int64 [T, K]"),
     (TOKENS, INDICES, WEIGHTS[:, :1], "weights torch.float32 [5, 1]; allowed: floating, of the indices' [5, 2]"),
+    ("x", INDICES, WEIGHTS, "tokens='x'; allowed: a tensor"),
+    (TOKENS, INDICES, None, "weights=None; allowed: a tensor"),
     (TOKENS, INDICES, WEIGHTS.long(), "weights torch.int64 [5, 2]; allowed: floating, of the indices' [5, 2]"),
 ]
 
@@ -50,7 +52,7 @@ def test_shapes_and_dtypes(
 
 def test_precisions_and_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes, precision, error in (
-        ((16, 16), "fp4", "precision='fp4'; allowed: None, 'fp8'"),
+        ((16, 16), "fp4", "precision='fp4'; allowed: fp8 or None"),
         ((24, 16), "fp8", "hidden=24 with precision='fp8'; allowed: multiples of 16"),
         ((16, 40), "fp8", "intermediate=40 with precision='fp8'; allowed: multiples of 16"),
     ):
@@ -142,6 +144,12 @@ def test_the_same_expert_twice_counts_twice(rank: int, size: int) -> None:
     [
         ({"experts": 0}, "experts=0; allowed: 1 or more"),
         ({"hidden": 1.5}, "hidden=1.5; allowed: a whole number, 1 or more"),
+        ({"weights_in": "input"}, "weights_in='input'; allowed: combine or activation"),
+        ({"group": "ep"}, "group='ep'; allowed: ProcessGroup or None"),
+        ({"dtype": "float32"}, "dtype='float32'; allowed: torch.dtype or None"),
+        ({"dtype": torch.int64}, "dtype=torch.int64; allowed: a floating one, such as torch.bfloat16"),
+        ({"device": "gpu0"}, "device='gpu0': Invalid device string: 'gpu0'; allowed: a torch.device, or its name"),
+        ({"device": 3.5}, "device=3.5; allowed: torch.device, str, or None"),
         ({"intermediate": None}, "intermediate=None; allowed: a whole number, 1 or more"),
     ],
 )

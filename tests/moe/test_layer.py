@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from overlap1f1b.moe import MoE, RouterConfig
+from overlap1f1b.moe import MoE, Router, RouterConfig, SwiGLU, set_auxiliary_scale
 
 H, I, E, K = 6, 5, 7, 3  # noqa: E741  the letters of the legend
 
@@ -121,3 +123,24 @@ def test_experts_are_called_once_before_the_shared_expert() -> None:
     y = moe(x)
     assert calls == ["experts", "shared"]
     assert torch.equal(y, 2 * x + moe.shared(x.view(10, H)).view(2, 5, H))  # type: ignore[misc]
+
+
+ROUTER = RouterConfig(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MoE(8, 4, "top2"), "router='top2'; allowed: RouterConfig"),  # type: ignore[arg-type]
+        (lambda: MoE(8, 4, ROUTER, dtype=torch.int32), "dtype=torch.int32; allowed: a floating one, such as torch.bf"),
+        (lambda: MoE(8, 4, ROUTER, device="tpu"), "device='tpu': Expected one of cpu, cuda, "),
+        (lambda: Router(8, ROUTER, dtype="half"), "dtype='half'; allowed: torch.dtype or None"),  # type: ignore[arg-type]
+        (lambda: SwiGLU(8, "16"), "intermediate='16'; allowed: a whole number, 1 or more"),  # type: ignore[arg-type]
+        (lambda: RouterConfig(8, 2, normalize="no"), "normalize='no'; allowed: True or False"),  # type: ignore[arg-type]
+        (lambda: set_auxiliary_scale(MoE(8, 4, ROUTER), "x"), "scale='x'; allowed: a finite number"),  # type: ignore[arg-type]
+        (lambda: set_auxiliary_scale(5, 0.1), "model=5; allowed: Module"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_of_another_kind(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        make()

@@ -125,7 +125,9 @@ def test_one_memory_and_one_gradient() -> None:
 
 def test_a_weight_that_is_none_of_the_models_is_named() -> None:
     layer = torch.nn.Linear(3, 2)
-    for stacked in (layer.weight, ["weight"], [torch.nn.Parameter(torch.zeros(2, 3))]):
+    with pytest.raises(ValueError, match=r"^stacked=\['weight'\]; allowed: a list of Parameter$"):
+        parameter_groups(layer, ["weight"])  # type: ignore[list-item]
+    for stacked in (layer.weight, [torch.nn.Parameter(torch.zeros(2, 3))]):
         with pytest.raises(ValueError, match=r"^stacked has .*, which the model does not train; allowed: a list of"):
             parameter_groups(layer, stacked)  # type: ignore[arg-type]
 
@@ -196,3 +198,11 @@ def test_an_engine_says_its_modules() -> None:
     model = models.build()
     engine = Engine(model, build_schedule("sequential", microbatches=2))
     assert {*engine.modules()} == {*model.modules()} - {model}
+
+
+@pytest.mark.parametrize("model", [5, [torch.zeros(2)], torch.optim.SGD([torch.zeros(2)])], ids=type)
+def test_what_has_no_parameters_in_modules(model: Any) -> None:
+    with pytest.raises(ValueError, match=r"^model=.*; allowed: an Engine or a module$"):
+        parameter_groups(model)
+    with pytest.raises(ValueError, match=r"^stacked=5; allowed: a list of Parameter$"):
+        parameter_groups(torch.nn.Linear(2, 2), 5)  # type: ignore[arg-type]

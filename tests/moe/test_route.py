@@ -255,5 +255,5 @@ def test_refused() -> None:
     ):
         Own(E, H, I, weights_in="activation")
     wrong: WeightsIn = "input"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"^weights_in='input'; allowed: 'combine', 'activation'$"):
+    with pytest.raises(ValueError, match=r"^weights_in='input'; allowed: combine or activation$"):
         GroupedExperts(E, H, I, weights_in=wrong)

@@ -289,7 +289,7 @@ def test_copies_of_a_shared_router_know_no_ranks() -> None:
         ({"experts": 0, "top_k": 1}, "experts=0; allowed: 1 or more"),
         ({"experts": 8, "top_k": 9}, "top_k=9 of 8 experts; allowed: 1 to 8"),
         ({"experts": 8, "top_k": 0}, "top_k=0; allowed: 1 or more"),
-        ({"score": "tanh"}, "score='tanh'; allowed: 'softmax', 'sigmoid'"),
+        ({"score": "tanh"}, "score='tanh'; allowed: softmax or sigmoid"),
         ({"groups": 3}, "8 experts cannot be divided into groups=3; allowed: 1, 2, 4, 8"),
         ({"groups": 0}, "groups=0; allowed: 1 or more"),
         ({"groups": 4, "top_groups": 5}, "top_groups=5 of 4 groups; allowed: 1 to 4"),

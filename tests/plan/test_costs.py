@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 
 from overlap1f1b.plan import Node, NodeCosts, Op
-from overlap1f1b.plan.costs import Cost
+from overlap1f1b.plan.costs import Cost, Held
 from overlap1f1b.schedule import Kind
 
 
@@ -62,6 +64,28 @@ def test_refused_costs_are_named(cost: Cost) -> None:
     if not isinstance(cost, tuple):
         with pytest.raises(ValueError, match=r"cost of experts\.W is"):
             NodeCosts({(Op.EXPERTS, Kind.W): cost})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"by_op": 5}, "by_op=5; allowed: Mapping"),
+        ({"by_node": [1, 2]}, "by_node=[1, 2]; allowed: Mapping"),
+        ({"launch": 0.1}, "launch=0.1; allowed: Mapping"),
+        ({"bytes": 5}, "bytes=5; allowed: Mapping"),
+        ({"bytes": {"x": Held()}}, "a cost of x; allowed: a key (Op, Kind, stage, block, call, part)"),
+        ({"bytes": {(Op.DISPATCH, Kind.F, 0, 0, 0, 0): 5}}, "bytes of dispatch.F=5; allowed: Held"),
+        ({"shared_links": "no"}, "shared_links='no'; allowed: True or False"),
+        ({"by_op": {(Op.DISPATCH, Kind.F): "3"}}, "cost of dispatch.F is '3'; allowed: a finite number ≥ 0"),
+        ({"by_op": {(Op.DISPATCH, Kind.F): True}}, "cost of dispatch.F is True; allowed: a finite number ≥ 0"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        NodeCosts(**given)
+    for name, value in (("attention", "3"), ("send", None), ("launch", -1)):
+        with pytest.raises(ValueError, match=f"^{name}={value!r}; allowed: a finite number, 0 or more$"):
+            NodeCosts.uniform(**{"attention": 1, "experts": 1, "dispatch": 1, name: value})  # type: ignore[arg-type]
 
 
 def test_exchanges_use_the_same_links() -> None:

@@ -55,8 +55,10 @@ def test_a_loss_of_outputs_alone_has_no_target() -> None:
     [
         (None, (), "no inputs on a rank that needs them"),
         (X, (), "inputs: a batch of 6 cannot be split into 4 microbatches; allowed: a multiple of 4"),
-        (torch.tensor(1.0), (), "a batch of 0 cannot be split"),
+        (torch.tensor(1.0), (), "^inputs: a single number; allowed: a batch of 4 rows, or a multiple$"),
         (torch.empty(4, 2, device="meta"), (), "inputs on the meta device; allowed: tensors with values"),
+        (X[:0], (), "^inputs: a batch of 0 cannot be split into 4 microbatches; allowed: a multiple of 4 above 0$"),
+        (X.tolist(), (), "^inputs of type list; allowed: a tensor, a tuple of tensors, a list of either$"),
         ([X], (), "inputs: 1 microbatches for a program of 4"),
         ({"ids": X}, (), "inputs of type dict; allowed: a tensor, a tuple of tensors, a list of either"),
         ((X, None), (), "inputs of type tuple of Tensor, NoneType"),

@@ -135,7 +135,7 @@ def test_a_profile_without_a_step_writes_nothing(tmp_path: Path) -> None:
     [
         ({"folder": "file/in"}, "file/in: Not a directory; allowed: a folder that can be written"),
         *wide(
-            ({"tool": "nvtx"}, "tool='nvtx'; allowed: 'torch', 'nsys'"),
+            ({"tool": "nvtx"}, "tool='nvtx'; allowed: torch or nsys"),
             ({"engine": None}, "engine=None; allowed: Engine"),
             ({"folder": 3}, "folder=3; allowed: str or PathLike"),
             ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),

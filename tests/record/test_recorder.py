@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -177,3 +178,20 @@ def test_nvtx() -> None:
     with writer.range("outer"):
         handle = writer.range_start("apart")
     writer.range_end(handle)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"engine": nn.Linear(2, 2)}, "engine=Linear(in_features=2, out_features=2, bias=True); allowed: Engine"),
+        ({"writer": None}, "writer=None; allowed: RangeWriter"),
+        ({"writer": "torch"}, "writer='torch'; allowed: RangeWriter"),
+        ({"first": "1"}, "first='1'; allowed: a whole number, 0 or more"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    engine = make(build(), build_schedule("sequential", microbatches=2))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Recorder(**{"engine": engine, "writer": TorchRanges(), **given})
+    with pytest.raises(ValueError, match=r"^path=5; allowed: str or PathLike$"):
+        Recorder(engine, devices.RANGES).save(5)  # type: ignore[arg-type]

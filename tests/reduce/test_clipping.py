@@ -228,9 +228,10 @@ def test_no_token_at_all_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="count_tokens gives 0 for the whole batch; allowed: 1 or more"):
         engine.step(inputs, target=torch.full_like(target, IGNORED))
-    with pytest.raises(ValueError, match=r"max_norm=-1.0; allowed: 0 or more"):
-        engine.clip_gradients(-1.0)
-    for norm_type, said in ((0, "0"), ("abc", "'abc'"), (None, "None")):
+    for wrong in (-1.0, math.nan, "1", True, None):
+        with pytest.raises(ValueError, match=f"^max_norm={wrong!r}; allowed: 0 or more$"):
+            engine.clip_gradients(wrong)  # type: ignore[arg-type]
+    for norm_type, said in ((0, "0"), ("abc", "'abc'"), ("2", "'2'"), (True, "True"), (None, "None")):
         with pytest.raises(ValueError, match=f"norm_type={said}; allowed: more than 0, math.inf for the largest"):
             engine.clip_gradients(1.0, norm_type)  # type: ignore[arg-type]
     engine.clip_gradients(1.0)  # a wrong value ends no engine

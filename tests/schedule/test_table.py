@@ -126,3 +126,27 @@ def test_long_values_are_cut(text: str, path: Path) -> None:
 def test_a_name_of_one_long_word(path: Path) -> None:
     path.write_text(f"# name: {'x' * 190}\n0F0,0B0\n")
     assert Program.from_csv(path).name == "x" * 190
+
+
+def test_files_that_cannot_be_read(path: Path) -> None:
+    program = build_schedule("1f1b", ranks=2, microbatches=4)
+    program.to_csv(path)
+    whole = path.read_bytes()
+    allowed = "allowed: a file of Program.to_csv, or of torch's schedules$"
+    for content, message in (
+        (None, f"No such file or directory; {allowed}"),
+        (bytes(range(256)), f" is not text; {allowed}"),
+        (whole[:-5], "program '1f1b', rank 1: 1F3 lacks a backward; allowed: a whole file of to_csv, or of"),
+        (whole[: len(whole) // 2], "line 5, column 1: '# peak_w' is not a header line; allowed before the first rank"),
+    ):
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            Program.from_csv(path)
+        path.touch()
+    with pytest.raises(ValueError, match=rf"^{path.parent}: Is a directory; {allowed}"):
+        Program.from_csv(path.parent)
+    for call in (program.to_csv, Program.from_csv):
+        with pytest.raises(ValueError, match=r"^path=5; allowed: str or PathLike$"):
+            call(5)  # type: ignore[operator]

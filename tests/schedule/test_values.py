@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from overlap1f1b.schedule.values import MOST, MOST_TEXT, check_size, quoted, shortened
+from overlap1f1b.schedule.values import MOST, MOST_TEXT, check_size, checked, quoted, shortened
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,75 @@ def test_whole_numbers_of_any_type_pass() -> None:
 def test_others_are_refused(value: object, least: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         check_size("ranks", value, least)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@checked
+def taking(
+    name: str,
+    *,
+    truth: bool | None = None,
+    word: Literal["a", "b"] = "a",
+    table: Mapping[str, int] | None = None,
+    call: Callable[[], int] | None = None,
+    words: Sequence[Literal["a", "b"]] = (),
+    numbers: Sequence[float] | None = None,
+    one_or_several: str | Sequence[str] = "",
+    path: str | Path = "",
+    later: Later | None = None,
+    size: int = 1,
+    unknown: Tensor | None = None,
+    anything: Any = None,
+) -> bool:
+    """Take a value of each kind."""
+    return True
+
+
+class Later:
+    """A class that stands below the function that takes it."""
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ({"name": 3}, "str"),
+        ({"truth": "no"}, "True, False, or None"),
+        ({"truth": 1}, "True, False, or None"),
+        ({"word": "c"}, "a or b"),
+        ({"word": ["a"]}, "a or b"),
+        ({"table": [1]}, "Mapping or None"),
+        ({"call": "x"}, "a function or None"),
+        ({"words": "ab"}, "a list of a or b"),
+        ({"words": ("a", "c")}, "a list of a or b"),
+        ({"numbers": "121"}, "a list of numbers or None"),
+        ({"numbers": [1.0, True]}, "a list of numbers or None"),
+        ({"numbers": 3}, "a list of numbers or None"),
+        ({"path": 5}, "str or PathLike"),
+        ({"later": 5}, "Later or None"),
+    ],
+)
+def test_arguments_are_of_their_annotated_kinds(given: dict[str, Any], allowed: str) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}={value!r}; allowed: {allowed}')}$"):
+        taking(**{"name": "x"} | given)
+
+
+def test_what_an_annotation_cannot_tell_is_left_to_the_function() -> None:
+    right = {
+        "truth": False,
+        "word": "b",
+        "table": {},
+        "call": dict,
+        "words": ["a"],
+        "numbers": iter([1]),
+        "later": Later(),
+    }
+    left = {"one_or_several": 3, "size": "x", "unknown": 3, "anything": object, "path": Path()}
+    assert taking("x", **right, **left)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^taking has no trth; allowed: name, truth, .*; nearest: truth$"):
+        taking("x", trth=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^taking\(…, 4\) without a name; allowed: truth=, word=, .*anything=$"):
+        taking("x", 4)  # type: ignore[misc]

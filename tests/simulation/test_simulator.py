@@ -32,9 +32,11 @@ def test_what_cannot_be_simulated() -> None:
     program = build_schedule("1f1b", ranks=2, microbatches=2)
     plan = o1.compile(program, (o1.plan.BlockShape(1),), o1.NodeCosts(), "serial")
     for what, costs, options, message in [
-        (program, 1.0, {}, r"simulate\(Program, float\); allowed: a Program with Costs or NodeCosts, a Plan"),
+        (program, 1.0, {}, "costs=1.0; allowed: NodeCosts or Costs$"),
         (program, o1.NodeCosts(), {"layers": 0}, "layers=0; allowed: 1 or more"),
         (program, o1.NodeCosts(), {"layers": 1.5}, "layers=1.5; allowed: a whole number, 1 or more"),
+        (program, o1.NodeCosts(), {"parts": 0}, "parts=0; allowed: 1 to 8$"),
+        (program, o1.NodeCosts(), {"counts_block": "no"}, "counts_block='no'; allowed: True or False$"),
         (program, Costs(), {"layers": 2}, "layers=2 with Costs, which have no sub-ops; allowed: with NodeCosts"),
         (program, Costs(), {"overlap": 3}, "overlap=3 with Costs, which have no sub-ops; allowed: with NodeCosts"),
         (program, Costs(), {"counts_block": True}, "counts_block=True with Costs, which have no sub-ops; allowed"),

@@ -49,6 +49,8 @@ def test_a_rank_alone_exchanges_with_itself() -> None:
     assert exchange(rows, [3], [3], None) is rows
     with pytest.raises(ValueError, match=r"^send=\[2\]"):
         exchange(rows, [2], [3], None)
+    with pytest.raises(ValueError, match=r"^send=\[3\], receive=\[2\]: a rank's rows to itself differ; allowed"):
+        exchange(rows, [3], [2], None)
 
 
 def test_tensors_of_other_lengths_do_not_travel_together() -> None:

@@ -239,10 +239,6 @@ def read(path: Path, model: Model) -> tuple[Program, Played]:
     try:
         program = Program.from_csv(path)
         return program, play(program, model)
-    except UnicodeDecodeError:
-        raise ValueError(f"--from-csv {path} is not text; allowed: a file of --csv or of torch's schedules") from None
-    except OSError as error:
-        raise ValueError(f"--from-csv {path}: {error.strerror}; allowed: a file that can be read") from error
     except ValueError as error:
         said = str(error).removeprefix(str(path))
         raise ValueError(f"--from-csv {path}{'' if said != str(error) else ': '}{said}") from None

@@ -22,8 +22,9 @@ from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
 from overlap1f1b.schedule import Placement, Program
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.consensus import Together
-from overlap1f1b.transport.mesh import Mesh
+from overlap1f1b.transport.mesh import Mesh, check_ranks
 
 OF_NEXT_TOKENS = (None, "ForCausalLM", "ForConditionalGeneration")
 """Names that transformers gives to a loss of next tokens; None if the class of the model does not tell."""
@@ -176,6 +177,7 @@ class RankModule(nn.Module):
         return super().train(mode)
 
 
+@checked
 def split_model(
     model: nn.Module,
     program: Program,
@@ -218,6 +220,7 @@ def split_model(
             attentions of layers.
     """
     # 1. Find layers and experts, and the modules around the layers.
+    check_ranks(program, mesh)
     found = find(model)
     _check_compiled(model, found)
     placement = program.placement

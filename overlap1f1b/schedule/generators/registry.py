@@ -16,7 +16,7 @@ from overlap1f1b.schedule.generators.search import AUTO, Auto
 from overlap1f1b.schedule.generators.sequences import Afab, Sequential, forwards_of
 from overlap1f1b.schedule.generators.two_stages import ZBV, DualPipe, DualPipeV
 from overlap1f1b.schedule.program import Program
-from overlap1f1b.schedule.values import check_size
+from overlap1f1b.schedule.values import check_size, checked
 
 BY_NAME: Mapping[str, type[Schedule]] = MappingProxyType(
     {
@@ -81,6 +81,7 @@ def variants(
                 yield name, options
 
 
+@checked
 def build_schedule(
     name: str, *, ranks: int = 1, microbatches: int, forward_only: bool = False, **options: float | None
 ) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -232,6 +233,29 @@ def test_a_mean_over_tokens_and_stages_as_a_module() -> None:
     assert problems_of(stages, tiny.gradients(plain), 1e-5) == []
     stages.eval()
     assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"model": "x"}, "model='x'; allowed: Module"),
+        ({"program": "1f1b"}, "program='1f1b'; allowed: Program"),
+        (
+            {"program": build_schedule("1f1b", ranks=2, microbatches=4)},
+            "program '1f1b' over 2 pipeline ranks on a me",
+        ),
+        ({"mesh": "cpu"}, "mesh='cpu'; allowed: DeviceMesh or None"),
+        ({"inputs": "input_ids"}, "inputs='input_ids'; allowed: a list of str"),
+        ({"inputs": 5}, "inputs=5; allowed: a list of str"),
+        ({"block_weights": "11"}, "block_weights='11'; allowed: a list of numbers or None"),
+        ({"grouped": "yes"}, "grouped='yes'; allowed: True, False, or None"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    program = build_schedule("sequential", microbatches=2)
+    model = transformers.AutoModelForCausalLM.from_config(tiny.configuration("mixtral"))
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        split_model(**{"model": model, "program": program} | given)
 
 
 @pytest.mark.parametrize(("head", "labels"), [("Sequence", [1]), ("Token", [[1] + [-100] * 7])])
