@@ -118,8 +118,7 @@ class UserOptions:
         check_kind("verify", self.verify, bool)
         if self.finite not in (None, "warn", "raise"):
             raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise")
-        if not isinstance(self.timeout, SupportsFloat) or not 0 < float(self.timeout) <= MOST_S:
-            raise ValueError(f"timeout={quoted(self.timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+        check_timeout(self.timeout)
 
     def engine_options(self, **given: Any) -> EngineOptions:
         """Return the options of an engine: these, and what a program gives."""
@@ -192,7 +191,7 @@ class EngineOptions(UserOptions):
         return every | {
             "plan": None if self.plan is None else self.plan.fingerprint,
             "count_tokens": None if self.count_tokens is None else "a function",
-            "experts_over": tuple(sorted(self.experts_over)) if not isinstance(self.experts_over, str) else None,
+            "experts_over": tuple(sorted(self.experts_over)),
         }
 
 
@@ -217,6 +216,12 @@ def parse_gate(value: object) -> tuple[float | None, bool]:
     return float(share), share != text
 
 
+def check_timeout(timeout: object) -> None:
+    """Raise ``ValueError`` for what is no limit of a wait."""
+    if not isinstance(timeout, SupportsFloat) or isinstance(timeout, bool) or not 0 < float(timeout) <= MOST_S:
+        raise ValueError(f"timeout={quoted(timeout)}; allowed: seconds > 0, at most {MOST_S:g}")
+
+
 _UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}
 
 
@@ -236,6 +241,6 @@ def parse_memory(value: object) -> int | Literal["auto"] | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B?", str(value))
     unit = 1 if found is None else (1024 if found[3] else 1000) ** _UNITS.get(found[2], 0)
     number = 0 if found is None else int(float(found[1]) * unit)
-    if not number:
+    if not number or (unit == 1 and "." in str(value)):
         raise ValueError(f"memory={quoted(value)}; allowed: bytes above 0, such as 70GB or 64GiB, or auto")
     return number

@@ -35,6 +35,7 @@ from overlap1f1b.moe.experts import Experts
 from overlap1f1b.moe.router import Router
 from overlap1f1b.plan import BlockShape, Place, Recompute, StageShape, parse_parts, parse_recompute, segments_of
 from overlap1f1b.schedule import Placement
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
 from overlap1f1b.transport.mesh import Mesh
 
@@ -95,6 +96,7 @@ class Stage:
             ``recompute``.
     """
 
+    @checked
     def __init__(
         self,
         blocks: nn.Module | Sequence[nn.Module],

@@ -37,7 +37,7 @@ from overlap1f1b.plan import EXCHANGED, Node, NodeCosts, Op, Plan, StageShape
 from overlap1f1b.play.feed import Batch, Feed, feed_batch
 from overlap1f1b.play.microbatch import check_gradients_possible
 from overlap1f1b.play.observers import Observer
-from overlap1f1b.play.passage import LossFunction
+from overlap1f1b.play.passage import LossFunction, check_loss
 from overlap1f1b.play.random import take_number
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.play.step import PlayedStep, Step
@@ -468,11 +468,8 @@ class Engine:
         return self._loss_fn
 
     @loss_fn.setter
-    @checked
     def loss_fn(self, loss_fn: LossFunction | None) -> None:
-        if isinstance(loss_fn, type):
-            name = loss_fn.__name__
-            raise ValueError(f"loss_fn={name}, a class; allowed: a function, or an object such as {name}()")
+        check_loss(loss_fn)
         self._loss_fn = loss_fn
 
     @property

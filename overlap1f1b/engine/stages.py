@@ -21,7 +21,7 @@ from overlap1f1b.moe.experts import Experts
 from overlap1f1b.reduce.fsdp import Sharding
 from overlap1f1b.reduce.ties import ties_in
 from overlap1f1b.schedule import Placement
-from overlap1f1b.schedule.values import quoted
+from overlap1f1b.schedule.values import check_size, checked, quoted
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
@@ -29,6 +29,7 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module | Sequence[nn.M
 """An ``nn.Sequential`` or a list of blocks, the whole model; or the stages of this rank by their number."""
 
 
+@checked
 def split_blocks(
     blocks: Sequence[nn.Module], stages: int, block_weights: Sequence[float] | None = None
 ) -> list[list[nn.Module]]:
@@ -49,6 +50,7 @@ def split_blocks(
     Raises:
         ValueError: Fewer blocks than stages, or block_weights of another number, negative or infinite.
     """
+    check_size("stages", stages)
     count = len(blocks)
     if count < stages:
         raise ValueError(f"{count} blocks for {stages} stages; allowed: at least one a stage")

@@ -18,7 +18,7 @@ from overlap1f1b.kernels.grouped_mm import EightBits, ExpertRows, KnownRows, mul
 from overlap1f1b.kernels.swiglu import swiglu
 from overlap1f1b.moe.route import Route
 from overlap1f1b.moe.router import check_factory
-from overlap1f1b.schedule.values import check_size, checked, quoted
+from overlap1f1b.schedule.values import check_number, check_size, checked, quoted
 from overlap1f1b.transport.calls import exchange_parts
 from overlap1f1b.transport.exchange import Exchange, build_exchange
 from overlap1f1b.transport.functions import direct, quick_apply
@@ -244,9 +244,11 @@ class GroupedExperts(Experts):
         self.down = nn.Parameter(torch.empty(self.local_experts, hidden, intermediate, **factory))
         self.reset_parameters()
 
+    @checked
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None, std: float = 0.02) -> None:
         """Draw normal weights: all E experts, of which this rank keeps its own, so the seed alone gives the model."""
+        check_number("std", std)
         mine = self.exchange.rank
         for weight in (self.gate_up, self.down):
             where = "meta" if weight.is_meta else "cpu"

@@ -83,7 +83,7 @@ def check_tokens(tokens: object, hidden: int) -> None:
     """Raise ``ValueError`` for what is no tensor of floating tokens ``[…, H]``."""
     if not isinstance(tokens, Tensor):
         raise ValueError(f"tokens of type {type(tokens).__name__}; allowed: a tensor [..., {hidden}]")
-    if tokens.shape[-1:] != (hidden,) or not tokens.is_floating_point():
+    if tokens.dim() < 2 or tokens.shape[-1] != hidden or not tokens.is_floating_point():
         raise ValueError(f"tokens {tokens.dtype} {[*tokens.shape]}; allowed: floating [..., {hidden}]")
 
 

@@ -14,7 +14,7 @@ from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import LossFunction, OptionalTensors, Tensors, absent
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import check_number
+from overlap1f1b.schedule.values import check_kind, check_number
 from overlap1f1b.transport.mesh import Mesh
 
 MicrobatchInput = Tensor | tuple[Tensor | None, ...] | Mapping[str, Tensor | None]
@@ -238,6 +238,7 @@ class Microbatches(dict[MicrobatchKey, Microbatch]):
         grad: bool,
     ) -> None:
         self._installations, self._count, self._feed, self._grad = installations, program.placement.stages, feed, grad
+        check_kind("shares of a feed", feed.shares, Mapping)
         for pipe, stage in program.placement.places(rank):
             missing = [index for index in program.microbatches_of(pipe) if index not in feed.shares]
             if stage == self._count - 1 and missing:

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
+from overlap1f1b.cut.options import check_timeout
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Chains, Node, NodeCosts, Overlap, parse_overlap
 from overlap1f1b.plan.orders import pairs, serial
@@ -17,7 +18,7 @@ from overlap1f1b.plan.turn import turns_of
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.microbatch import Microbatch, check_gradients_possible
 from overlap1f1b.play.observers import Observers, WithoutAutocast
-from overlap1f1b.play.passage import OptionalTensors, Phase
+from overlap1f1b.play.passage import OptionalTensors, Phase, checked_tensors
 from overlap1f1b.play.player import Player
 from overlap1f1b.play.times import Times
 from overlap1f1b.reduce.links import Links, lanes_of
@@ -75,9 +76,10 @@ def combined_forward_backward_step(
         raise ValueError("neither a forward nor a backward is given; allowed: one of them or both")
     if forward is backward:
         raise ValueError(f"microbatch {forward.index if forward else 0} is given twice; allowed: two different ones")
+    check_timeout(timeout)
     if backward is not None:
         if output_grad is not None:
-            backward.gradients = (output_grad,) if isinstance(output_grad, Tensor) else tuple(output_grad)
+            backward.gradients = tuple(checked_tensors("output_grad", output_grad, None))
         if backward.phase is not Phase.BACKWARD or not backward.grad:
             raise ValueError(f"microbatch {backward.index} is not between forward and backward; allowed: one that is")
         if backward.gradients is None:

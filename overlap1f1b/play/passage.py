@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,6 +18,7 @@ from overlap1f1b.play.gradients import Gradients, WeightQueue
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.random import RandomStream
 from overlap1f1b.schedule import Kind
+from overlap1f1b.schedule.values import check_kind, check_number, quoted
 from overlap1f1b.transport.exchange import Transfer
 from overlap1f1b.transport.lanes import Flight
 
@@ -39,6 +41,22 @@ def check_call(
         takes.bind(*values, **given)
     except TypeError as reason:
         raise ValueError(f"{name} is given {len(values)} tensor(s): {reason}; allowed: {allowed}") from error
+
+
+def check_loss(loss_fn: object) -> None:
+    """Raise ``ValueError`` for what is no loss: a class of losses is none, its objects are."""
+    check_kind("loss_fn", loss_fn, Callable, None)
+    if isinstance(loss_fn, type):
+        name = loss_fn.__name__
+        raise ValueError(f"loss_fn={name}, a class; allowed: a function, or an object such as {name}()")
+
+
+def checked_tensors(name: str, given: Any, *also: None) -> list[Any]:
+    """Return one tensor or several as a list; raise ``ValueError`` for others. ``also`` may be None."""
+    several = list(given) if isinstance(given, tuple | list) else [given]
+    if not all(isinstance(one, Tensor) or one in also for one in several):
+        raise ValueError(f"{name}={quoted(given)}; allowed: a tensor or several")
+    return several
 
 
 def name_call(error: Exception, name: str, *values: Tensor) -> None:
@@ -144,6 +162,13 @@ class Passage:
         return_outputs: bool = False,
         installed: Installation | None = None,
     ) -> None:
+        if installed is None:  # a user's own
+            check_kind("stage", stage, Stage)
+            check_loss(loss_fn)
+            check_number("loss_grad", loss_grad, -math.inf)
+            for name, given in (("inputs", inputs), ("target", target)):
+                if given is not None:
+                    checked_tensors(name, given)
         self.installed = installed or Installation(stage)
         self.given = Given(tensors(target), loss_fn, loss_grad, return_outputs)
         self.index, self.grad = index, grad

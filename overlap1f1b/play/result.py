@@ -16,6 +16,7 @@ from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import OptionalTensors, unwrapped
 from overlap1f1b.play.player import Alive
 from overlap1f1b.play.times import Times
+from overlap1f1b.schedule.values import check_number
 from overlap1f1b.simulation import Flown, Timeline
 
 
@@ -87,6 +88,8 @@ class StepResult:
         were counted.
         The first two are NaN, with a warning that says why, where exchanges run where they stand.
         """
+        if tokens is not None:
+            check_number("tokens", tokens)
         overlap = self.overlap
         for line in overlap.standing:
             warnings.warn(f"hidden_fraction is not measured: {line}", stacklevel=2)

@@ -24,7 +24,7 @@ from overlap1f1b.profiling.nsys import MAGIC, read_nsys
 from overlap1f1b.profiling.recording import Capture, Recording
 from overlap1f1b.profiling.records import read_record
 from overlap1f1b.profiling.steps import recording_of
-from overlap1f1b.schedule.values import counted, quoted, shortened
+from overlap1f1b.schedule.values import check_kind, counted, quoted, shortened
 
 _GZIP = b"\x1f\x8b"
 ENDINGS = (".json", ".json.gz", ".sqlite", ".record")
@@ -176,6 +176,10 @@ def _placed(recording: Recording) -> Recording:
 def files_of(*paths: str | Path) -> list[Path]:
     """Return the files, and the files in the folders."""
     found: list[Path] = []
+    for given in paths:
+        check_kind("path", given, str, Path)
+    if not paths:
+        raise ValueError("no path; allowed: files, or folders of one file a rank")
     for path in map(Path, paths):
         if not path.is_dir():
             found.append(path)

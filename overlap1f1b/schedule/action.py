@@ -52,7 +52,7 @@ class Action(NamedTuple):
         Raises:
             ValueError: The text is not an action.
         """
-        match = _ACTION.fullmatch(text.strip())
+        match = _ACTION.fullmatch(text.strip() if isinstance(text, str) else "")
         if match is None:
             raise ValueError(
                 f"{quoted(text)} is not an action; allowed: stage, F, B, I or W, microbatch, as in 2F0 or 2'F0"
@@ -84,7 +84,7 @@ class Pair(NamedTuple):
         Raises:
             ValueError: The text is not a pair.
         """
-        match = _PAIR.fullmatch(text.strip())
+        match = _PAIR.fullmatch(text.strip() if isinstance(text, str) else "")
         if match is None:
             raise ValueError(f"{quoted(text)} is not a pair; allowed: two actions, as in (0F7;7B3)OVERLAP_F_B")
         return cls(Action.parse(match[1]), Action.parse(match[2]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from overlap1f1b.schedule.values import check_size, quoted
+from overlap1f1b.schedule.values import check_size, checked, quoted
 
 
+@checked
 @dataclass(frozen=True)
 class Placement:
     """The rank of every stage: ``pipes[p][s]`` is the rank of stage ``s`` of pipe ``p``.

@@ -12,7 +12,7 @@ from typing import NoReturn
 from overlap1f1b.schedule.action import Action, Kind, Pair, Slot, actions_of, peaks_of
 from overlap1f1b.schedule.placement import SINGLE, Placement
 from overlap1f1b.schedule.table import read, write
-from overlap1f1b.schedule.values import check_size, checked, some
+from overlap1f1b.schedule.values import check_kind, check_size, checked, some
 
 _BIT = {Kind.F: 1, Kind.B: 2, Kind.I: 4, Kind.W: 8}
 _REPEATED = {Kind.F: 1, Kind.B: 14, Kind.I: 6, Kind.W: 10}
@@ -269,6 +269,9 @@ def _why_stuck(program: Program, at: list[int], waiting: dict[int, list[int]]) -
 
 
 def _check_sizes(program: Program) -> None:
+    check_kind(f"program {program.name!r}: placement", program.placement, Placement)
+    for name in ("ranks", "peak_activations", "peak_weights"):
+        check_kind(f"program {program.name!r}: {name}", getattr(program, name), tuple, list)
     check_size(f"program {program.name!r}: microbatches", program.microbatches)
     count = len(program.ranks)
     placed, same = program.placement.ranks, "allowed: the same number"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter
 from itertools import chain
@@ -26,6 +26,14 @@ MOST_TEXT = 400
 """Characters of another library's message that are shown."""
 
 _DIGITS = 10**MOST
+_SEVERAL = (Sequence, Iterable, tuple)
+_WORDS: Mapping[Any, str] = {
+    **dict.fromkeys((None, type(None)), "None"),
+    Callable: "a function",
+    Path: "PathLike",
+    int: "whole numbers",
+    float: "numbers",
+}
 
 
 class _Short(Repr):
@@ -148,15 +156,15 @@ def _kinds_of(annotation: Any, scope: dict[str, Any]) -> tuple[Any, ...]:
     except NameError:  # it is imported for type checkers alone
         return ()
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    several = [get_origin(kind) in (Sequence, Iterable) for kind in kinds if kind is not type(None)]
+    several = [get_origin(kind) in _SEVERAL for kind in kinds if kind is not type(None)]
     left = {int, float}.intersection(kinds) or (any(several) and not all(several))
     return kinds if all(map(_is_told, kinds)) and not left else ()
 
 
 def _is_told(kind: Any) -> bool:
     of, inner = get_origin(kind) or kind, get_args(kind)
-    if of in (Sequence, Iterable):
-        return all(map(_is_told, inner))
+    if of in _SEVERAL:
+        return all(kind is ... or _is_told(kind) for kind in inner) and (of is not tuple or inner[1:] == (...,))
     protocol = getattr(of, "_is_protocol", False) and not getattr(of, "_is_runtime_protocol", False)
     return of is Literal or (isinstance(of, type) and of not in (Any, Parameter.empty, UnionType) and not protocol)
 
@@ -219,9 +227,9 @@ def _allows(kind: Any, value: object) -> bool:
         return not isinstance(value, bool) and (isinstance(value, Real) if of is float else hasattr(value, "__index__"))
     if of is Path:
         return isinstance(value, PathLike)
-    if of not in (Sequence, Iterable):
+    if of not in _SEVERAL:
         return isinstance(value, of)
-    several = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    several = isinstance(value, tuple if of is tuple else Iterable) and not isinstance(value, str | bytes)
     each = value if isinstance(value, list | tuple) and inner else ()
     return several and all(_allows(inner[0], one) for one in each)
 
@@ -235,10 +243,10 @@ def _words(kind: Any) -> list[str]:
     of, inner = get_origin(kind) or kind, get_args(kind)
     if of is Literal:
         return list(map(str, inner))
-    if of in (Sequence, Iterable):
-        return [f"a list of {_words_of(*inner)}" if inner else "a list"]
-    words = {None: "None", type(None): "None", Callable: "a function", Path: "PathLike", float: "numbers"}
-    word = words.get(of) or (f"torch.{of.__name__}" if of.__module__ == "torch" else of.__name__)
+    if of in _SEVERAL:
+        what = "a tuple" if of is tuple else "a list"
+        return [f"{what} of {_words_of(inner[0])}" if inner else what]
+    word = _WORDS.get(of) or (f"torch.{of.__name__}" if of.__module__ == "torch" else of.__name__)
     return ["True", "False"] if of is bool else [word]
 
 

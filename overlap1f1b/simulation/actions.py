@@ -10,7 +10,7 @@ from typing import NamedTuple
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, actions_of
 from overlap1f1b.schedule.action import peaks_of
 from overlap1f1b.schedule.program import flow
-from overlap1f1b.schedule.values import check_number
+from overlap1f1b.schedule.values import check_number, checked
 from overlap1f1b.simulation.trace import Event, write_trace
 
 
@@ -66,6 +66,7 @@ class ProgramTimeline:
         peak = 1 if program.forward_only else peaks_of(program.ranks[rank])[0]
         return peak * placement.ranks / placement.stages
 
+    @checked
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a process a rank, a track for compute and for each lane.
 

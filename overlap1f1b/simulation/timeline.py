@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan import Node, NodeCosts, Plan, Resource, Span, play_clocks
 from overlap1f1b.plan.intervals import Intervals, difference, intersection, length, union
+from overlap1f1b.schedule.values import checked
 from overlap1f1b.simulation.causes import CAUSES, Causes, Flown
 from overlap1f1b.simulation.trace import Event, write_trace
 
@@ -154,6 +155,7 @@ class Timeline:
             before = max(before, end)
         return late
 
+    @checked
     def to_chrome_trace(self, path: str | Path, *, rank: int = 0, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a track for each resource, and for the host's launches.
 
@@ -208,6 +210,7 @@ class PlanTimeline:
         """Return the peak of live activations; the unit is a rank's whole share for one microbatch."""
         return self.plan.live(rank) * self.plan.program.placement.share
 
+    @checked
     def to_chrome_trace(self, path: str | Path, *, unit_us: float = 1000.0) -> None:
         """Write a trace for Perfetto or chrome://tracing: a process a rank, a track a resource.
 

@@ -77,6 +77,8 @@ def test_options_of_trainer() -> None:
         ({"gate": "error:-1"}, "gate='error:-1'; allowed: 0 to 1"),
         ({"gate": "never"}, "gate='never'; allowed: 0 to 1"),
         ({"gate": float("nan")}, "gate=nan; allowed: 0 to 1"),
+        ({"memory": 1.5}, "memory=1.5; allowed: bytes above 0, such as 70GB or 64GiB, or auto"),
+        ({"timeout": True}, "timeout=True; allowed: seconds > 0, at most 1e"),
         ({"parts": 9}, "parts=9; allowed: 1 to 8, or auto"),
         ({"parts": 0}, "parts=0; allowed: 1 to 8, or auto"),
         ({"parts": "2"}, "parts='2'; allowed: 1 to 8, or auto"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -121,3 +122,17 @@ def test_global_hooks_are_no_obstacle() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     with FlopCounterMode(display=False):
         assert blocks_of(model) == list(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exchange": "gloo"}, "exchange='gloo'; allowed: Exchange or None"),
+        ({"recompute": "all"}, "recompute='all'; allowed: none, experts, attention, or block"),
+        ({"device": "cpu"}, "device='cpu'; allowed: torch.device or None"),
+        ({"reduce_dense": "no"}, "reduce_dense='no'; allowed: True or False"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Stage([nn.Linear(2, 2)], **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -43,3 +44,18 @@ def test_stages_of_one_rank_pass_tensors_on_without_a_copy() -> None:
     (grad,) = first.take_gradients()
     assert isinstance(grad, Tensor)
     assert grad.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stage": "x"}, "stage='x'; allowed: Stage"),
+        ({"inputs": "x"}, "inputs='x'; allowed: a tensor or several"),
+        ({"target": [3]}, "target=[3]; allowed: a tensor or several"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn=MSELoss, a class; allowed: a function, or an object such as MSELoss()"),
+        ({"loss_grad": "1"}, "loss_grad='1'; allowed: a finite number"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        Microbatch(**{"stage": Stage([nn.Linear(2, 2)]), "inputs": torch.randn(3, 2)} | given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -219,3 +220,21 @@ def test_autocast_is_around_a_recomputed_forward_as_around_the_first(recompute: 
         return models.gradients(model)
 
     assert not models.equal(gradients(recompute), gradients("none"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"timeout": "x"}, "timeout='x'; allowed: seconds > 0, at most 1e+09"),
+        ({"timeout": -1}, "timeout=-1; allowed: seconds > 0, at most 1e+09"),
+        ({"timeout": True}, "timeout=True; allowed: seconds > 0, at most 1e+09"),
+        ({"split": "no"}, "split='no'; allowed: True or False"),
+        ({"output_grad": 5}, "output_grad=5; allowed: a tensor or several"),
+        ({"backward": 5}, "backward=5; allowed: Microbatch or None"),
+    ],
+)
+def test_values_of_another_kind(given: dict[str, Any], message: str) -> None:
+    microbatch = Microbatch(Stage(models.build()), models.batch(1)[0])
+    combined_forward_backward_step(microbatch, None)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        combined_forward_backward_step(**{"forward": None, "backward": microbatch} | given)

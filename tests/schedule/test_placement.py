@@ -44,7 +44,10 @@ def test_pipes_share_the_microbatches() -> None:
         (((0, 1), (0,)), r"pipes of \[1, 2\] stages; allowed: one or more pipes of one length"),
         (((0, 2),), r"stages on ranks \[0, 2\]; allowed: every rank from 0 to the last"),
         (((-1, 0),), r"stages on ranks \[-1, 0\]"),
-        (((0, "1"),), r"stages on ranks \[0, '1'\]"),
+        (((0, "1"),), r"^pipes=\(\(0, '1'\),\); allowed: a tuple of a tuple of whole numbers$"),
+        ((0, 1), r"^pipes=\(0, 1\); allowed: a tuple of a tuple of whole numbers$"),
+        (((0.0, 1.0),), "; allowed: a tuple of a tuple of whole numbers$"),
+        (5, "^pipes=5; allowed: a tuple of a tuple of whole numbers$"),
     ],
 )
 def test_refusals(pipes: tuple[tuple[int, ...], ...], message: str) -> None:

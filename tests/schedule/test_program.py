@@ -64,6 +64,9 @@ def program_of(*steps: Slot, microbatches: int = 2, peak: int = 2) -> Program:
             program_of(F0, F0._replace(stage="1")),
             "position 1: 1F0 names stage 1 of pipe 0, allowed are the rank's own: 0",
         ),
+        (Program("mine", 1, 5, (1,)), "^program 'mine': ranks=5; allowed: a tuple or list$"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, B0),), 5), "^program 'mine': peak_activations=5; allowed: a tuple or list$"),  # type: ignore[arg-type]
+        (Program("mine", 1, ((F0, B0),), (1,), 3), "^program 'mine': placement=3; allowed: Placement$"),  # type: ignore[arg-type]
         (Program("mine", 1, ((F0, B0),), (1, 1)), "peak activations for 2 ranks and has 1"),
         (Program("mine", 1, ((F0, B0), (F0, F0)), (1, 1)), "has 2 ranks and a placement over 1; allowed: the same"),
     ],

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from overlap1f1b.cut.options import UserOptions, documented
 from overlap1f1b.engine import EngineOptions
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule.values import check_kind, check_size
 
 
 @documented
@@ -50,6 +51,11 @@ class OverlapArguments(UserOptions):
 
     def __post_init__(self) -> None:
         self.check()
+        for name in ("pp", "ep", "dp"):
+            check_size(name, getattr(self, name), 0)
+        check_kind("schedule", self.schedule, str)
+        for name in ("pretrained", "adapter"):
+            check_kind(name, getattr(self, name), str, None)
 
     @property
     def options(self) -> EngineOptions:

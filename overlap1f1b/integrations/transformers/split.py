@@ -21,6 +21,7 @@ from overlap1f1b.integrations.transformers.experts import Found, adopt, find
 from overlap1f1b.integrations.transformers.parameters import in_place_of, leave_elsewhere
 from overlap1f1b.integrations.transformers.shell import Shell
 from overlap1f1b.integrations.transformers.stage import LanguageModelStage, StageRange
+from overlap1f1b.moe.router import check_factory
 from overlap1f1b.schedule import Placement, Program
 from overlap1f1b.schedule.values import checked
 from overlap1f1b.transport.consensus import Together
@@ -84,6 +85,7 @@ class SplitModel(dict[int, LanguageModelStage]):
         """Return this rank's part of the model's state dict."""
         return {name: value for stage in self.values() for name, value in stage.state_dict().items()}
 
+    @checked
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the whole model to a folder that ``from_pretrained`` opens. All ranks must call this.
 
@@ -115,6 +117,7 @@ class SplitModel(dict[int, LanguageModelStage]):
         finish = checkpoint.join_adapter if adapters else checkpoint.write_index
         together.first(partial(finish, folder, count, self.model))
 
+    @checked
     def load_pretrained(self, folder: Path | str, device: torch.device | str | None = None) -> None:
         """Fill this rank's part from a local folder of pretrained weights, and read only this part.
 
@@ -131,6 +134,7 @@ class SplitModel(dict[int, LanguageModelStage]):
         Raises:
             ValueError: The folder has neither file, lacks a tensor, or has one of another shape.
         """
+        check_factory(None, device)
         device = torch.device(device or (self._mesh.device_type if self._mesh is not None else "cpu"))
         load = checkpoint.load_adapters if (Path(folder) / CONFIG).exists() else checkpoint.load_stages
         load(Path(folder), self.model, self.values(), device)

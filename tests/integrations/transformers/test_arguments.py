@@ -95,7 +95,9 @@ def test_layouts_and_values_that_cannot_be_played(tmp_path: Path) -> None:
     given: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"schedule": "gpipe"}, {}, "schedule='gpipe' with pp=1 and gradient_accumulation_steps=4: "),
         ({"pp": 2}, {}, "pp=2, dp=1, ep=0 on 1 ranks; allowed: sizes from 1 whose product is 1"),
-        ({"ep": -1}, {}, "pp=1, dp=1, ep=-1 on 1 ranks; allowed: "),
+        ({"ep": -1}, {}, "ep=-1; allowed: 0 or more"),
+        ({"pp": "2"}, {}, "pp='2'; allowed: a whole number, 0 or more"),
+        ({"pretrained": 5}, {}, "pretrained=5; allowed: str or None"),
         ({"overlap": "much"}, {}, "overlap='much'; allowed: serial, pairs"),
         (
             {},

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 pytest.importorskip("transformers")
 
@@ -335,10 +335,10 @@ def test_names_and_memory() -> None:
     assert names == whole.state_dict().keys()
 
 
-class _OneOf:
+class _OneOf(DeviceMesh):
     """Stands in for a mesh of two pipeline ranks."""
 
-    mesh_dim_names = ("pp",)
+    mesh_dim_names, shape = ("pp",), (2,)  # type: ignore[assignment]
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
