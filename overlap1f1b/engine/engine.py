@@ -358,16 +358,14 @@ class Engine:
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
         result = played.result
-        if not (purpose.looks or tuner.standing):
-            result = replace(result, costs=self.costs, others=self._seen_by_others(step.plan, result))
+        if self._travels and tuner.tells(coming):
+            result = result.told(self.costs, self._seen_by_others(step.plan, result))
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing
         return played._replace(result=replace(result, standing=standing) if standing else result)
 
     def _seen_by_others(self, plan: Plan, result: StepResult) -> tuple[Mapping[Node, Flown], ...]:
         """Return what the other ranks that share experts saw of the exchanges of a step; all ranks must call this."""
-        if not self._travels:
-            return ()
         nodes = [node for node in plan.ranks[self.mesh.rank("pp")] if node.op in _TOLD]
         flown = result.overlap.causes.flown
         mine = array("d", chain.from_iterable(flown.get(node, Flown(0.0)) for node in nodes))

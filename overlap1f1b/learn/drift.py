@@ -1,8 +1,8 @@
 """Whether node times leave what a plan was made for: an estimate from the steps that play it, which measure anyway.
 
-table     of every fourth step: by cost key the median over microbatches, of an exchange the time in which it moved
+a table   of every fourth step, or fewer: by cost key the median over microbatches, of an exchange while it moved
 before    the first tables of a plan: what its costs are beside each other's work
-now       the last tables; when their median leaves that of the first ones, costs are scaled by the change
+now       the last tables; when each of them has left the first ones, costs are scaled by the change
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import log
 from statistics import median
 from threading import Thread
 
@@ -20,10 +21,10 @@ from overlap1f1b.simulation import Timeline
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
 EVERY = 4
-"""Steps between two tables."""
+"""Steps between two tables, or more: ranks tell each other of fewer steps where these are short."""
 TABLES = 3
 """Tables whose median is an estimate."""
-LEAVES = 1.25
+LEAVES = 1.5
 """Change of all exchanges, or of all compute, of a rank from which a plan is made anew: noise stays below."""
 
 Table = Mapping[CostKey, float]
@@ -33,15 +34,15 @@ class Drift:
     """The node times of the steps of one plan on this rank."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._noted: int | None = None
         self._before: list[Table] = []
         self._now: deque[Table] = deque(maxlen=TABLES)
 
-    def note(self, timeline: Timeline) -> bool:
+    def note(self, step: int, timeline: Timeline) -> bool:
         """Note a step; return whether ranks are to compare their changes now, alike on all that play the plan."""
-        self._steps += 1
-        if self._steps % EVERY:
+        if self._noted is not None and step < self._noted + EVERY:
             return False
+        self._noted = step
         if len(self._before) < TABLES:
             self._before.append(table_of(timeline))
             return False
@@ -50,14 +51,13 @@ class Drift:
 
     @property
     def changes(self) -> tuple[float, float]:
-        """By how much all exchanges, and all compute, take longer than in the first steps."""
-        before, now = _medians(self._before), _medians(self._now)
-        both = before.keys() & now.keys()
-        exchange, compute = ([key for key in both if (key[0] in EXCHANGED) is exchanged] for exchanged in (True, False))
-        return tuple(  # type: ignore[return-value]
-            sum(now[key] for key in keys) / (sum(before[key] for key in keys) or 1.0) if keys else 1.0
-            for keys in (exchange, compute)
+        """By how much all exchanges, and all compute, take longer than in the first steps: the least of all tables."""
+        before = _medians(self._before)
+        exchange, compute = (
+            min((_sum_over(table, before, exchanged) for table in self._now), key=lambda one: abs(log(one)))
+            for exchanged in (True, False)
         )
+        return exchange, compute
 
     def scaled(self, costs: NodeCosts, mesh: Mesh) -> NodeCosts:
         """Return costs with the changes of all ranks, the same on all of them, which must call this."""
@@ -111,7 +111,7 @@ class Search:
 def left(every: Mapping[int, tuple[float, float]]) -> bool:
     """Return whether the changes of any rank have left what its plan was made for.
 
-    >>> left({0: (1.1, 0.95), 1: (1.2, 0.9)}), left({0: (2.0, 1.0)}), left({0: (1.0, 0.7)})
+    >>> left({0: (1.1, 0.95), 1: (1.3, 0.9)}), left({0: (2.0, 1.0)}), left({0: (1.0, 0.6)})
     (False, True, True)
     """
     return any(not 1 / LEAVES <= change <= LEAVES for changes in every.values() for change in changes)
@@ -127,6 +127,13 @@ def table_of(timeline: Timeline) -> Table:
         elif node.op in EXCHANGED:
             took.setdefault(cost_key(node), []).append(moved[node])
     return {key: median(times) for key, times in took.items()}
+
+
+def _sum_over(table: Table, before: Table, exchanged: bool) -> float:
+    """Return the sum of the nodes that are exchanged, or of those that are not, over what it was before."""
+    keys = [key for key in before.keys() & table.keys() if (key[0] in EXCHANGED) is exchanged]
+    early = sum(before[key] for key in keys)
+    return sum(table[key] for key in keys) / early or 1.0 if early else 1.0
 
 
 def _medians(tables: list[Table] | deque[Table]) -> dict[CostKey, float]:

@@ -58,6 +58,10 @@ MOST_NUMBERS = 32
 """Numbers of microbatches whose plans are kept: those of the last steps."""
 
 
+TOLD_S, TOLD = 1.2e-5, 0.004
+"""Seconds a node that it costs to tell other ranks of a step (one core of 2026), and the part of steps that it may."""
+
+
 class Tried(NamedTuple):
     """A plan that was tried, with the median of its steps in seconds, of the slowest rank."""
 
@@ -516,12 +520,20 @@ class Tuner:
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
         now.plan = now.tried[0].plan
 
+    def tells(self, coming: Coming) -> bool:
+        """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
+        if coming.purpose.looks or self.standing or coming.plan is None:
+            return False
+        seconds = 0.0 if self._costs is None else coming.plan.predicted
+        nodes = max(map(len, coming.plan.ranks))
+        return self.steps % max(1, math.ceil(TOLD_S * nodes / TOLD / seconds) if seconds else 1) == 0
+
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step, and search another plan when they leave what it was made for."""
         now, costs = self._now, self._costs
         if costs is None or now.given or self.options.costs is not None or not result.others:
             return
-        if not now.drift.note(result.overlap) or not self._left(now.drift):
+        if not now.drift.note(self.steps, result.overlap) or not self._left(now.drift):
             return
         scaled = replace(self.peers.agreed(now.drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
         planner = replace(self._limited(), timed=True, progress=lambda _: None)

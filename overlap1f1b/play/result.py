@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -60,6 +60,12 @@ class StepResult:
         bytes = {flight.node: (flight.sent, flight.received) for flight in self.times.flights}
         return Timeline(self.times.spans(), standing=self.standing, bytes=bytes, costs=self.costs, others=self.others)
 
+    def told(self, costs: NodeCosts | None, others: tuple[Mapping[Node, Flown], ...]) -> StepResult:
+        """Return the same with the costs of its plan, and what the other ranks that share experts saw."""
+        found = replace(self, costs=costs, others=others)
+        vars(found)["overlap"] = self.overlap.told(costs, others)
+        return found
+
     @property
     def loss(self) -> Tensor:
         """Mean by shares over the microbatches that ended on this rank.
@@ -84,8 +90,8 @@ class StepResult:
         the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
         what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``, and by cause, as
         ``exposed_by_cause_ms/link``, which add up to ``exposed_ms``; of each block with experts, as
-        ``rows_over_mean/s0.b3``, the rows of the rank with most of them over the mean of ranks; ``peak_bytes`` if they
-        were counted.
+        ``rows_over_mean/s0.b3``, the rows of the rank with most of them over the mean of ranks, both of the steps of
+        which ranks tell each other; ``peak_bytes`` if they were counted.
         The first two are NaN, with a warning that says why, where exchanges run where they stand.
         """
         if tokens is not None:
@@ -100,10 +106,10 @@ class StepResult:
         if overlap.exchange:  # NaN, too
             found |= {"hidden_fraction": overlap.hidden_fraction, "exposed_ms": 1e3 * overlap.exposed}
             found |= {f"exposed_ms/{name}": 1e3 * of.exposed for name, of in overlap.by_exchange().items()}
-        if overlap.exchange and not overlap.standing:
+        if self.others and overlap.exchange:
             found |= {f"exposed_by_cause_ms/{cause}": 1e3 * time for cause, time in overlap.by_cause.items()}
-            crowding = overlap.causes.crowding if self.others else {}
-            found |= {f"rows_over_mean/s{stage}.b{block}": ratio for (stage, block), ratio in crowding.items()}
+            crowding = overlap.causes.crowding.items()
+            found |= {f"rows_over_mean/s{stage}.b{block}": ratio for (stage, block), ratio in crowding}
         return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
 
 

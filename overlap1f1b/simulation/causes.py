@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from itertools import accumulate
 from math import inf
@@ -121,6 +122,13 @@ class Causes:
                 ready = max(begins[number - 1], begins[number - 1] if awaited is None else awaited.end)
                 host = before[number - 1] + max(0.0, span.start - ready)
             self.flown[span.node] = Flown(span.end - span.start, *bytes.get(span.node, (0.0, 0.0)), host)
+
+    def told(self, costs: NodeCosts | None, others: Sequence[Mapping[Node, Flown]]) -> Causes:
+        """Return the same by costs of the plan, and with what other ranks have told."""
+        found = copy(self)
+        found._costs, found._others, found._moved = costs, others, {}
+        vars(found).pop("_late", None)
+        return found
 
     @property
     def moved(self) -> Mapping[Node, float]:

@@ -50,7 +50,9 @@ def test_metrics_are_numbers_by_name() -> None:
         Span(Node(Op.COMBINE, Kind.F, 0, 0), 1.0, 4.0),
         Span(Node(Op.DISPATCH, Kind.I, 0, 0), 3.0, 5.0),
     )
-    whole = StepResult((torch.tensor(2.5, requires_grad=True),), (1.0,), (), Spans(*spans), 1, 0, peak_bytes=7)
+    whole = StepResult(
+        (torch.tensor(2.5, requires_grad=True),), (1.0,), (), Spans(*spans), 1, 0, peak_bytes=7, others=({},)
+    )
     metrics = whole.metrics(tokens=20)
     causes = {key: metrics.pop(key) for key in list(metrics) if key.startswith("exposed_by_cause_ms/")}
     assert causes == {f"exposed_by_cause_ms/{cause}": time for cause, time in
