@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from overlap1f1b.cut.blocks import device_of, own_call
 from overlap1f1b.engine import Engine, EngineOptions, Feed
 from overlap1f1b.play.feed import Microbatches
-from overlap1f1b.play.passage import OptionalTensors, Tensors
+from overlap1f1b.play.passage import OptionalTensors, Tensors, check_loss
 from overlap1f1b.schedule import Program, build_schedule
+from overlap1f1b.schedule.values import check_kind, check_size, checked
 from overlap1f1b.transport.mesh import grid_of
 
 __all__ = ["DualPipe", "DualPipeV", "set_p2p_tensor_dtype", "set_p2p_tensor_shapes"]
@@ -49,6 +50,7 @@ class Pipeline(nn.Module):
 
     schedule: ClassVar[str]
 
+    @checked
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -60,6 +62,7 @@ class Pipeline(nn.Module):
         options: EngineOptions | None = None,
     ) -> None:
         super().__init__()
+        check_kind("batch_dim", batch_dim, int)
         self.module = nn.ModuleList(modules)
         if len(self.module) != 2:
             raise ValueError(f"{len(self.module)} modules; allowed: two, of the two stages of this rank")
@@ -76,6 +79,7 @@ class Pipeline(nn.Module):
         self.is_first_rank, self.is_last_rank = self.rank == 0, self.rank == self.num_ranks - 1
         self._engine: Engine | None = None  # made by the first step
 
+    @checked
     def step(
         self,
         *inputs: Tensor | None,
@@ -104,6 +108,8 @@ class Pipeline(nn.Module):
             ValueError: The schedule does not allow this number of microbatches, or the batch is missing or too small.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
+        check_size("num_chunks", num_chunks, 0)
+        check_loss(criterion, "criterion")
         if num_chunks < 1:
             raise ValueError(f"num_chunks={num_chunks}; allowed: {2 * self.num_ranks} or more microbatches")
         if self._engine is None:
@@ -189,7 +195,7 @@ class StepArguments:
     def _inputs_of(self, count: int) -> list[Tensors]:
         # As leaves.
         given = [x for x in self.inputs if x is not None]
-        if not given or len(given) < len(self.inputs):
+        if not given or not all(isinstance(x, Tensor) for x in self.inputs):
             what = ", ".join(type(x).__name__ for x in self.inputs) or "nothing"
             raise ValueError(f"inputs {what} on a rank where a pipe begins; allowed: tensors")
         split = [self._split(x.detach(), count, "inputs") for x in given]

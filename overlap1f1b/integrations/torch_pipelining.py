@@ -19,6 +19,7 @@ from overlap1f1b.cut.replacement import replaced
 from overlap1f1b.engine import Engine, EngineOptions, Feed, Microbatch, MicrobatchBlock, StepResult
 from overlap1f1b.schedule import Placement, Program, actions_of, build_schedule, parse_slot
 from overlap1f1b.schedule.program import program_of
+from overlap1f1b.schedule.values import check_kind, checked
 from overlap1f1b.transport.exchange import Exchange
 
 __all__ = ["Schedule", "overlapped"]
@@ -36,6 +37,7 @@ _PLAYS = ("step", "eval", "_step_microbatches", "_maybe_compute_loss", "_maybe_g
 """Methods of torch's that the engine plays in place of."""
 
 
+@checked
 def overlapped(
     schedule: Any,
     *,
@@ -219,6 +221,7 @@ class Schedule:
             ValueError: Another number of microbatches than the program has, or something that a stage needs is missing.
             RuntimeError: Another rank failed, or did not answer within the limit.
         """
+        check_kind("losses", losses, list, None)
         count, like = self._n_microbatches, self._like
 
         def feed() -> Feed:
@@ -227,6 +230,8 @@ class Schedule:
             lists = any(entries is not None for entries in (inputs, named, targets))
             if lists and (args or kwargs or target is not None):
                 raise ValueError("a whole batch, and lists of microbatches; allowed: one of them")
+            for number, one in enumerate(args):
+                check_kind(f"args[{number}]", one, Tensor)
             if args or kwargs:
                 inputs, named = like._split_inputs(args, kwargs)
             if target is not None:

@@ -43,12 +43,12 @@ def check_call(
         raise ValueError(f"{name} is given {len(values)} tensor(s): {reason}; allowed: {allowed}") from error
 
 
-def check_loss(loss_fn: object) -> None:
+def check_loss(loss_fn: object, what: str = "loss_fn") -> None:
     """Raise ``ValueError`` for what is no loss: a class of losses is none, its objects are."""
-    check_kind("loss_fn", loss_fn, Callable, None)
+    check_kind(what, loss_fn, Callable, None)
     if isinstance(loss_fn, type):
         name = loss_fn.__name__
-        raise ValueError(f"loss_fn={name}, a class; allowed: a function, or an object such as {name}()")
+        raise ValueError(f"{what}={name}, a class; allowed: a function, or an object such as {name}()")
 
 
 def checked_tensors(name: str, given: Any, *also: None) -> list[Any]:

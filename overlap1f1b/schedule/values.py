@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from inspect import Parameter
 from itertools import chain
@@ -122,7 +122,7 @@ def checked(call: C) -> C:
     allowed = [name for name in every if name not in ("self", "cls")]
     by_place = [name for name, one in every.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
     by_name = [f"{name}=" for name, one in every.items() if one.kind is one.KEYWORD_ONLY]
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in every.values())
+    open_to = {one.kind for one in every.values()} & {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
 
     @functools.cache
     def kinds() -> dict[str, tuple[Any, ...]]:  # not before a call: an annotation may name what stands below
@@ -132,10 +132,10 @@ def checked(call: C) -> C:
     @functools.wraps(call)
     def checking(*args: Any, **given: Any) -> Any:
         for name in given:
-            if name not in allowed and not takes_all:
+            if name not in allowed and Parameter.VAR_KEYWORD not in open_to:
                 nearest = "".join(f"; nearest: {found}" for found in get_close_matches(name, allowed, 1))
                 raise TypeError(f"{where} has no {name}; allowed: {', '.join(allowed)}{nearest}")
-        if len(args) > len(by_place) and by_name:
+        if len(args) > len(by_place) and by_name and Parameter.VAR_POSITIONAL not in open_to:
             raise TypeError(f"{where}(…, {quoted(args[len(by_place)])}) without a name; allowed: {', '.join(by_name)}")
         known = kinds()
         for name, value in chain(zip(by_place, args, strict=False), given.items()):
@@ -230,7 +230,7 @@ def _allows(kind: Any, value: object) -> bool:
     if of not in _SEVERAL:
         return isinstance(value, of)
     several = isinstance(value, tuple if of is tuple else Iterable) and not isinstance(value, str | bytes)
-    each = value if isinstance(value, list | tuple) and inner else ()
+    each = value if isinstance(value, list | tuple | Set | Mapping) and inner else ()
     return several and all(_allows(inner[0], one) for one in each)
 
 
@@ -246,8 +246,10 @@ def _words(kind: Any) -> list[str]:
     if of in _SEVERAL:
         what = "a tuple" if of is tuple else "a list"
         return [f"{what} of {_words_of(inner[0])}" if inner else what]
-    word = _WORDS.get(of) or (f"torch.{of.__name__}" if of.__module__ == "torch" else of.__name__)
-    return ["True", "False"] if of is bool else [word]
+    if of is bool:
+        return ["True", "False"]
+    name = _WORDS.get(of) or of.__name__
+    return [f"torch.{name}" if name in ("device", "dtype") else name]
 
 
 def check_each(name: str, values: Any, kind: type[T]) -> list[T]:

@@ -436,3 +436,29 @@ def test_it_is_found_from_the_package_and_loaded_late() -> None:
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert made.stdout == "dualpipe False\n"
     assert o1.integrations.__getattr__("dualpipe").DualPipe is DualPipe
+
+
+CALLED: dict[str, Any] = {"num_chunks": 4, "criterion": torch.sum, "return_outputs": False}
+"""Arguments of a step."""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"modules": 5}, "modules=5; allowed: a list of Module"),
+        ({"modules": ("a", "b")}, "modules=('a', 'b'); allowed: a list of Module"),
+        ({"batch_dim": "0"}, "batch_dim='0'; allowed: whole numbers"),
+        ({"process_group": "pp"}, "process_group='pp'; allowed: ProcessGroup or None"),
+        ({"rank_mapping": 5}, "rank_mapping=5; allowed: a list of whole numbers or None"),
+        ({"options": 3}, "options=3; allowed: EngineOptions or None"),
+        ({"num_chunks": "4"}, "num_chunks='4'; allowed: a whole number, 0 or more"),
+        ({"criterion": nn.MSELoss}, "criterion=MSELoss, a class; allowed: a function, or an object such as MSELoss()"),
+        ({"return_outputs": "no"}, "return_outputs='no'; allowed: True or False"),
+    ],
+)
+def test_values_of_another_kind(alone: None, given: dict[str, Any], message: str) -> None:
+    made = {"modules": stages_of("mlp", 2)} | {name: given[name] for name in given.keys() - CALLED.keys()}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DualPipeV(**made).step(
+            torch.ones(4, 8), **CALLED | {name: given[name] for name in given.keys() & CALLED.keys()}
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,17 @@ def test_what_is_refused(alone: None) -> None:
         overlapped(schedule)
     with pytest.raises(ValueError, match=r"^a Sequential with a stage of type NoneType; allowed: "):
         overlapped(models.build())
+    for given in ({"mesh": "cpu"}, {"options": {"overlap": 2}}, {"exchange": 5}):
+        ((name, value),) = given.items()
+        with pytest.raises(ValueError, match=f"^{name}={re.escape(repr(value))}; allowed: "):
+            overlapped(built(), **given)
+    for args, losses, message in (
+        (("x",), None, "args[0]='x'; allowed: Tensor"),
+        (([[1]],), None, "args[0]=[[1]]; allowed: Tensor"),
+        ((torch.ones(4),), 5, "losses=5; allowed: list or None"),
+    ):
+        with pytest.raises(ValueError, match=f"(?m)^{re.escape(message)}"):
+            overlapped(built()).step(*args, target=models.batch(4)[1], losses=losses)
     single = torch_schedules._ScheduleForwardOnly(PipelineStage(models.build(), 0, 1, CPU), 4)
     with pytest.raises(ValueError, match=r"^a _ScheduleForwardOnly without a table of actions; allowed: "):
         overlapped(single)

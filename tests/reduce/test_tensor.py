@@ -617,7 +617,7 @@ def _marked(rank: int, size: int, folder: Path, marks: dict[str, Any]) -> str:
 @over(2)
 def test_what_cannot_be_played_is_refused(rank: int, size: int) -> None:
     mesh, other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), pair()
-    program, some = build_schedule("combined_1f1b", microbatches=2), "allowed: some of 'ep', 'cp', 'tp'"
+    program, some = build_schedule("combined_1f1b", microbatches=2), "allowed: a list of ep, cp, or tp"
     foreign = (
         "parameter 0.tokens.weight of Sequential is a DTensor over 'tp' of ranks [0, 1], which is not FSDP2's "
         "over the engine's ranks {}; allowed: FSDP2 over these ranks, tensor parallelism over the mesh's "
@@ -628,7 +628,8 @@ def test_what_cannot_be_played_is_refused(rank: int, size: int) -> None:
         (sp, {}, "mesh with dimensions ('sp',) of sizes (2,); allowed: any of 'pp', 'dp', 'ep', 'cp', 'tp'"),
         (mesh, {"experts_over": ("dp",)}, f"experts_over=('dp',); {some}"),
         (mesh, {"experts_over": "tp"}, f"experts_over='tp'; {some}"),
-        (mesh, {"experts_over": ()}, f"experts_over=(); {some}"),
+        (mesh, {"experts_over": ()}, f"experts_over=(); {some}, one or more"),
+        (mesh, {"experts_over": {"dp"}}, "experts_over={'dp'}; " + some),
         (mesh["dp"], {}, foreign.format([rank])),
         (ep, {}, foreign.format([0, 1])),
         (cp, {}, foreign.format([0, 1])),  # last: its group ends

@@ -124,6 +124,7 @@ class Later:
         ({"call": "x"}, "a function or None"),
         ({"words": "ab"}, "a list of a or b"),
         ({"words": ("a", "c")}, "a list of a or b"),
+        ({"words": {"c"}}, "a list of a or b"),
         ({"numbers": "121"}, "a list of numbers or None"),
         ({"numbers": [1.0, True]}, "a list of numbers or None"),
         ({"numbers": 3}, "a list of numbers or None"),

@@ -34,7 +34,7 @@ from overlap1f1b.integrations.rows import Dispatcher, check_dispatcher
 from overlap1f1b.play.observers import Observer
 from overlap1f1b.schedule import AUTO, Placement, Program, auto, build_schedule, schedule_of
 from overlap1f1b.schedule import SCHEDULES as FIXED
-from overlap1f1b.schedule.values import check_each
+from overlap1f1b.schedule.values import check_each, check_size, checked
 from overlap1f1b.transport.exchange import CollectiveExchange, Exchange, own_exchange
 from overlap1f1b.transport.mesh import grid_of
 
@@ -59,6 +59,7 @@ CHUNKED = (WITH_INTERLEAVING, COMBINED_INTERLEAVED)
 UNPIPELINED = (NO_PIPELINING, COMBINED_NO_PIPELINING)
 
 
+@checked
 def get_forward_backward_func(
     pp_size: int | None = None,
     vp_size: int | None = None,
@@ -107,6 +108,9 @@ def get_forward_backward_func(
         ValueError: The sizes do not fit the groups, or the schedule or the dispatcher is unknown.
     """
     check_dispatcher(dispatcher)
+    for name, size in (("pp_size", pp_size), ("vp_size", vp_size), ("split_rank", split_rank)):
+        if size is not None:
+            check_size(name, size)
     if "MultiModuleProcessGroupCollection" in class_names(schedule_pg_collection):
         raise ValueError(
             "schedule_pg_collection of type MultiModuleProcessGroupCollection; "
@@ -119,8 +123,6 @@ def get_forward_backward_func(
         vp_size = sys.modules[PARALLEL_STATE].get_virtual_pipeline_model_parallel_world_size()
     if pp_size not in (None, held):
         raise ValueError(f"pp_size={pp_size} with a group pp of {held} ranks; allowed: {held}")
-    if vp_size is not None and vp_size < 1:
-        raise ValueError(f"vp_size={vp_size}; allowed: None or 1 or more")
     program = schedule if schedule in PROGRAMS else None
     if program is not None or schedule is None:
         chunked = vp_size is not None or (program is not None and schedule_of(program).fixed_chunks > 1)
@@ -214,8 +216,8 @@ class ForwardBackward:
             "decoder_seq_length": decoder_seq_length,
         }
         for name, value in {"num_microbatches": num_microbatches, **sizes}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; allowed: 1 or more")
+            if value is not None:
+                check_size(name, value)
         for chunk in models:
             check_options(chunk)
             check_sizes(chunk, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from copy import deepcopy
@@ -310,9 +311,18 @@ def test_a_chunk_under_megatron_fsdp_is_refused() -> None:
 def test_bad_choices_are_named() -> None:
     with pytest.raises(ValueError, match="pp_size=2 with a group pp of 1 ranks; allowed: 1"):
         get_forward_backward_func(2)
-    with pytest.raises(ValueError, match="vp_size=0; allowed: None or 1 or more"):
+    with pytest.raises(ValueError, match="vp_size=0; allowed: 1 or more"):
         get_forward_backward_func(1, 0)
     with pytest.raises(ValueError, match="schedule='gpipe'; allowed: forward_backward_no_pipelining, "):
         get_forward_backward_func(schedule="gpipe")
     with pytest.raises(ValueError, match="split_rank=1 with forward_backward_no_pipelining over 1 ranks"):
         get_forward_backward_func(split_rank=1)
+    for given, message in (
+        ({"vp_size": "2"}, "vp_size='2'; allowed: a whole number, 1 or more"),
+        ({"split_rank": "1"}, "split_rank='1'; allowed: a whole number, 1 or more"),
+        ({"options": {"overlap": 2}}, "options={'overlap': 2}; allowed: EngineOptions or None"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            get_forward_backward_func(**given)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^seq_length='7'; allowed: a whole number, 1 or more$"):
+        call(get_forward_backward_func(), build(1), items(1), seq_length="7")
