@@ -358,7 +358,7 @@ class Engine:
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
         result = played.result
-        if self._travels and tuner.tells(coming):
+        if self._travels and tuner.tells(coming, on_device=step.links.watch is not None):
             result = result.told(self.costs, self._seen_by_others(step.plan, result))
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing

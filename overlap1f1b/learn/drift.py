@@ -80,11 +80,12 @@ class Search:
     Args:
         make: Returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory.
         costs: Those that they are for.
+        before: The plan that has been played.
         peers: The ranks that go over to one of them.
     """
 
-    def __init__(self, make: Callable[[], list[Plan]], costs: NodeCosts, peers: Peers) -> None:
-        self.costs, self._peers = costs, peers
+    def __init__(self, make: Callable[[], list[Plan]], costs: NodeCosts, before: Plan, peers: Peers) -> None:
+        self.costs, self.before, self._peers = costs, before, peers
         self._made: list[Plan] | None = None
         self._make = make
         self._thread = Thread(target=self._run, name="overlap1f1b-search", daemon=True)

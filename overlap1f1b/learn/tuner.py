@@ -60,6 +60,8 @@ MOST_NUMBERS = 32
 
 TOLD_S, TOLD = 1.2e-5, 0.004
 """Seconds a node that it costs to tell other ranks of a step (one core of 2026), and the part of steps that it may."""
+TOLD_ON_DEVICE = 16
+"""One of so many steps is told of on a device, since the thread waits for its end."""
 
 
 class Tried(NamedTuple):
@@ -173,7 +175,8 @@ class Tuner:
         elif now.plan is None:  # under a limit of memory steps that measure hold one microbatch at a time
             alone = one_by_one(program.microbatches, program.placement, split=True)
             now.plan = self.planner.serial(program if self.options.memory is None else alone, self.shapes)
-        step = next(iter(self._steps), Coming(Purpose.SETTLED, self.setting))
+        left = Purpose.SETTLED if self._search is None else Purpose.ADAPT
+        step = next(iter(self._steps), Coming(left, self.setting))
         plan = step.plan if step.purpose is Purpose.TRY else now.plan
         assert plan is not None
         # One step cannot be compared and counted at once.
@@ -520,25 +523,32 @@ class Tuner:
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
         now.plan = now.tried[0].plan
 
-    def tells(self, coming: Coming) -> bool:
+    def tells(self, coming: Coming, *, on_device: bool) -> bool:
         """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
-        if coming.purpose.looks or self.standing or coming.plan is None:
+        alone = self.peers.mesh.exchanging is None
+        if alone or coming.purpose.looks or self.standing or coming.plan is None:
             return False
-        seconds = 0.0 if self._costs is None else coming.plan.predicted
-        nodes = max(map(len, coming.plan.ranks))
-        return self.steps % max(1, math.ceil(TOLD_S * nodes / TOLD / seconds) if seconds else 1) == 0
+        every, nodes = TOLD_ON_DEVICE if on_device else 1, max(map(len, coming.plan.ranks))
+        if self._costs is not None and (seconds := coming.plan.predicted):
+            every = max(every, math.ceil(TOLD_S * nodes / TOLD / seconds))
+        return self.steps % every == every - 1
 
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step, and search another plan when they leave what it was made for."""
         now, costs = self._now, self._costs
-        if costs is None or now.given or self.options.costs is not None or not result.others:
+        if costs is None or now.plan is None or self._given or self.options.costs is not None or not result.others:
             return
         if not now.drift.note(self.steps, result.overlap) or not self._left(now.drift):
             return
         scaled = replace(self.peers.agreed(now.drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
         planner = replace(self._limited(), timed=True, progress=lambda _: None)
-        self._search = Search(partial(planner.fastest, self.program, self.shapes, scaled), scaled, self.peers)
-        now.coming.append(Coming(Purpose.ADAPT, self.setting))
+        make = partial(planner.fastest, self.program, self.shapes, scaled)
+        self._search = Search(make, scaled, now.plan, self.peers)
+
+    @property
+    def _given(self) -> bool:
+        """Whether a plan was set, which stays."""
+        return any(of.given for of in self._numbers.values())
 
     def _left(self, drift: Drift) -> bool:
         self._changes = self.peers.mesh.every(drift.changes)
@@ -546,18 +556,19 @@ class Tuner:
 
     def _adapt(self) -> None:
         """Go over to the plans that were searched, once they are there; the step has played the one before."""
-        search, now, before = self._search, self._now, self._now.plan
+        search = self._search
         assert search is not None
         if not search.ended:
-            now.coming.append(Coming(Purpose.ADAPT, self.setting))
             return
         self._search, plans = None, search.plans
-        now.drift = Drift()
-        if not plans or before is None or plans[0].fingerprint == before.fingerprint:
+        for of in self._numbers.values():
+            of.drift = Drift()
+        if self._given or not plans or plans[0].fingerprint == search.before.fingerprint:
             return  # the plan is still the best
         self._costs, self._rounds = search.costs, self.options.tries
         self._forget()
-        self._play(plans)
+        if plans[0].program.microbatches == self.microbatches:  # else another number of microbatches is played since
+            self._play(plans)
         if not any(map(self.peers.mesh.rank, DIMENSIONS)):
             exchange, compute = (
                 max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True)
