@@ -74,6 +74,13 @@ def test_links_and_files_exist(page: Path) -> None:
         assert any((root / name).exists() for root in ROOTS), name
 
 
+def test_the_site_leads_to_every_page() -> None:
+    _, nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:")
+    pages = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    made = ("index.md", "changes.md", "contributing.md")  # of the root's pages, by scripts/site.py
+    assert sorted(name for name in re.findall(r"[\w./-]+\.md", nav) if name not in made) == pages
+
+
 def test_the_reference_has_all_public_names() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").iterdir())
     there = {line.rpartition(".")[2] for line in pages.splitlines() if line.startswith("::: ")}

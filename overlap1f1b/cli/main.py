@@ -174,11 +174,12 @@ def as_options(text: str, options: Any) -> str:
     groups = [options, *filter(is_dataclass, vars(options).values())]
 
     def named(found: re.Match[str]) -> str:
-        if all(str(getattr(group, found[1], "")) != found[2] for group in groups):  # another option's, as of --compare
+        value = found[2] or found[3]
+        if all(str(getattr(group, found[1], "")) != value for group in groups):  # another option's, as of --compare
             return found[0]
-        return f"--{found[1].replace('_', '-')} {found[2]}"
+        return f"--{found[1].replace('_', '-')} {value}"
 
-    first, *others = (re.sub(r"^(\w+)='?([^'\s;:]+)'?", named, part) for part in text.split(" with "))
+    first, *others = (re.sub(r"^(\w+)=(?:'([^'\s;]+)'|([^'\s;:]+))", named, part) for part in text.split(" with "))
     if not first.startswith("--"):
         return text
 

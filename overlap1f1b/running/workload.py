@@ -23,7 +23,7 @@ from overlap1f1b.running.options import RunOptions
 from overlap1f1b.running.ranks import Rank
 from overlap1f1b.running.transformer import MoEConfig, MoETransformer
 from overlap1f1b.schedule import Program
-from overlap1f1b.schedule.values import counted
+from overlap1f1b.schedule.values import counted, shortened
 from overlap1f1b.transport import devices
 
 BYTES = 256
@@ -82,8 +82,8 @@ def _hf_config(name: str) -> tuple[Any, Any]:
         raise ValueError(f"--hf-config {name} needs transformers; pip install transformers") from None
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=not (Path(name).exists() or _hub_answers()))
-    except (OSError, ValueError, KeyError) as error:
-        why = str(error).strip().splitlines()[0].rstrip(".")
+    except Exception as error:  # of any kind: values are checked by several libraries
+        why = " ".join(str(error).split("\n\n")[0].split()).rstrip(".") or type(error).__name__
         if not Path(name).exists():
             why = f"no such file or folder; as a name: {why}"
         raise ValueError(f"--hf-config {name}: {why}; allowed: a name, a folder or a config.json") from None
@@ -93,13 +93,13 @@ def _hf_config(name: str) -> tuple[Any, Any]:
     try:
         with torch.device("meta"):  # no time and no memory for a model that is refused
             empty = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        why = str(error).strip().splitlines()[0]
-        raise ValueError(f"--hf-config {Path(name)}: {why}; allowed: the configuration of a causal LM") from None
+    except Exception as error:  # of any kind: a layer of these sizes cannot be made
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"--hf-config {name}: {shortened(why)}; allowed: the configuration of a causal LM") from None
     try:
         find(empty)
     except ValueError as error:
-        raise ValueError(f"--hf-config {Path(name)}: {error}") from None
+        raise ValueError(f"--hf-config {name}: {error}") from None
     return config, AutoModelForCausalLM
 
 

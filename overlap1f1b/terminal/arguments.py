@@ -113,7 +113,7 @@ def parse(argv: Sequence[str], verbs: Mapping[str, type], *, prog: str, descript
 
 
 def _check_names(words: Sequence[str], options: type) -> None:
-    """Raise ``ValueError`` for an option that is given by two names, and for a list that is given twice or empty.
+    """Raise ``ValueError`` for an option by two names, an empty value, and a list that is given twice.
 
     The parser would keep the last in silence. One option, repeated with another value, replaces the first as usual.
     """
@@ -127,6 +127,8 @@ def _check_names(words: Sequence[str], options: type) -> None:
     lists = {f"--{name.replace('_', '-')}" for name, hint in hints.items() if "tuple[" in str(hint)}
     given: dict[str, str] = {}
     for word, follows in zip(words, [*words, "--"][1:], strict=True):
+        if (word.startswith("--") and follows == "") or word.endswith("="):
+            raise ValueError(f"{word.rstrip('=')} with an empty value; allowed: one that says something")
         if word in lists and follows.startswith("--"):
             raise ValueError(f"{word} without a value; allowed: one or more after it")
     for word in (one.partition("=")[0].replace("_", "-") for one in words if one.startswith("--")):

@@ -60,6 +60,9 @@ def test_bad_configurations(
     tiny.configuration("mixtral").save_pretrained(small)
     assert refusal(dense) == f"--hf-config {dense}: llama has no experts; allowed: a mixture of experts"
     assert refusal(small) == f"--hf-config {small}: a vocabulary of 37; allowed: 256 or more, for bytes"
+    for value in ("eight", 0):  # of another kind; no layer is made of it
+        (dense / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_attention_heads": value, **sizes}))
+        assert refusal(dense).startswith(f"--hf-config {dense}: ")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")  # nothing answers; the hub's client would say that it tries
     text_of_a_name = refusal(Path("nobody/nothing"))
     assert text_of_a_name.startswith(

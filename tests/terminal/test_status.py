@@ -82,7 +82,7 @@ def test_results_in_a_file_do_not_go_to_the_terminal(tmp_path: Path, monkeypatch
                 "running.bench.measure:Bench.step",
                 [
                     r"measuring nodes, row 1 of (\d+), \S+.*",
-                    r"warming up for 1 rounds, row 1 of \1, .*",
+                    r"warming up for 1 round, row 1 of \1, .*",
                     r"round 1 of 1, row 2 of \1, .*",
                 ],
             ),

@@ -189,7 +189,7 @@ def requested(options: PlanOptions) -> Candidate:
 def check_scale(ranks: int, microbatches: int, layers: int | None) -> None:
     """Raise ``ValueError`` for a program of too many nodes; ``build_schedule`` counts actions."""
     if layers is not None and (count := 13 * layers * ranks * microbatches) > MOST_NODES:
-        sizes = f"{ranks=}, {microbatches=}, {layers=}"
+        sizes = f"--ranks {ranks}, --microbatches {microbatches} and --layers {layers}"
         raise ValueError(f"{sizes} are about {count} nodes; allowed: at most {MOST_NODES}")
 
 

@@ -36,6 +36,7 @@ from overlap1f1b.running.transformer import MoETransformer
 from overlap1f1b.running.wire import Balanced, parse_loopback, parse_wire, shape
 from overlap1f1b.running.workload import build, fed, loss_fn, model_config
 from overlap1f1b.schedule import Program
+from overlap1f1b.schedule.values import counted
 from overlap1f1b.simulation import simulate
 from overlap1f1b.terminal.status import Say
 from overlap1f1b.transport import devices
@@ -137,7 +138,7 @@ class Bench:
             self.players: dict[str, Player] = {**engines, **{peer.name: peer for peer in self._peers()}}
             self._record(self.default)
             bounds, samples, share = self._rounds()
-        self.say(f"{self.options.rounds} of {self.options.rounds} rounds done, comparing gradients")
+        self.say("all rounds done, comparing gradients")
         checked = self._check()
         rows = [row | checked[key] for key, row in self._rows(samples, bounds).items()]
         return self._summary(rows, bounds, rate, share) | self._further(rows, bounds)
@@ -149,7 +150,7 @@ class Bench:
             default = next(variant for variant in variants if variant.default)
             rate = self._shape_wire(self.engine(default))
             if self.options.parts == "auto":
-                self.say(f"choosing the number of parts, then {self.options.rounds} rounds")
+                self.say(f"choosing the number of parts, then {counted(self.options.rounds, 'round')}")
                 self.parts = "auto"
                 engine = self.engine(default)
                 self._calibrated(engine)
@@ -201,7 +202,7 @@ class Bench:
     def _computing(self) -> AbstractContextManager[None]:
         if self.options.compute == "real":
             return nullcontext()
-        self.say(f"measuring compute, then {self.options.rounds} rounds")
+        self.say(f"measuring compute, then {counted(self.options.rounds, 'round')}")
         x, y = (tensor.chunk(self.options.microbatches)[0] for tensor in (self.inputs, self.target))
 
         def speed() -> float:
@@ -234,7 +235,8 @@ class Bench:
             return None
         rate = parse_wire(self.options.wire)
         if isinstance(rate, Balanced):
-            self.say(f"finding the rate at which exchange equals compute, then {self.options.rounds} rounds")
+            rounds = counted(self.options.rounds, "round")
+            self.say(f"finding the rate at which exchange equals compute, then {rounds}")
             self._calibrated(default)
             self._record(default)
             compute_only = self._bounds(default)["compute_only"]
@@ -256,8 +258,9 @@ class Bench:
         bounds: dict[str, list[float]] = {name: [] for name in phases}
         samples = {key: Samples() for key in self.players}
         busy = lasted = 0.0
+        rounds = counted(self.options.rounds, "round")
         for turn in range(self.options.rounds + 1):  # the first is for warming up
-            what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {self.options.rounds} rounds"
+            what = f"round {turn} of {self.options.rounds}" if turn else f"warming up for {rounds}"
             self.say(what)
             for name, measure in phases.items():
                 bounds[name].append(measure())

@@ -387,7 +387,7 @@ def test_numbers_out_of_range(capsys: Capture, words: str, allowed: str) -> None
         ("--ranks 1000000", "combined_1f1b with ranks=1000000, microbatches=8, chunks=1 has about 16000000 actions; a"),
         (
             "--layers 4 --microbatches 5000",
-            "ranks=4, microbatches=5000, layers=4 are about 1040000 nodes; allowed: at most 1000000",
+            "--ranks 4, --microbatches 5000 and --layers 4 are about 1040000 nodes; allowed: at most 1000000",
         ),
         ("--weight 2", "--weight 2 with --backward 2, which it is a part of; allowed: from 0 to below 2"),
         ("--compare 1f1b:", "--compare 1f1b:: an option is missing; allowed: chunks=NUMBER, "),
