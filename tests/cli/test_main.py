@@ -80,7 +80,7 @@ def test_one_line_names_the_option_and_its_value(capsys: Capture, words: str, pa
         ("plan --compare", "--compare without a value; allowed: one or more after it"),
         ("plan --tables --width 50", "--width 50 with --tables, which draws nothing; allowed: one of them"),
         ("train --finite no", "--finite 'no'; allowed: 'warn', 'raise'; see overlap1f1b train --help"),
-        ("train --memory 5X", "--memory 5X; allowed: bytes above 0, such as 70GB or 64GiB, auto\n"),
+        ("train --memory 5X", "--memory 5X; allowed: bytes above 0, such as 70GB or 64GiB, or auto\n"),
         ("train --schedule dualpipe", "dualpipe over 1 rank; allowed: an even number, nearest 2"),
         ("bench --wire balanced --ranks 1", "--wire balanced with 1 rank; allowed: 2 or more"),
         ("train --checkpoint-every 5", "--checkpoint-every 5 alone; allowed: with --checkpoint FOLDER"),
