@@ -116,7 +116,7 @@ class Timeline:
         >>> dispatch, experts = Node(Op.DISPATCH, Kind.I, 0, 0), Node(Op.EXPERTS, Kind.F, 0, 0)
         >>> timeline = Timeline((Span(dispatch, 0.0, 3.0), Span(experts, 1.0, 2.0)))
         >>> {cause: time for cause, time in timeline.by_cause.items() if time}
-        {'host': 1.0, 'order': 1.0}
+        {'order': 1.0, 'host': 1.0}
         """
         exposed = difference(self.busy(Resource.EXCHANGE, Resource.CONTROL), self.busy(Resource.COMPUTE))
         idle = self.causes.idle

@@ -198,7 +198,7 @@ def test_blocks_recompute_where_a_limit_needs_it() -> None:
     assert modes != {"none"}  # which ones follows from measured times: tests/plan/test_recompute.py gives costs
     before, engine.costs = engine.shapes, None  # measured anew, for what was chosen
     assert settled(engine, data).shapes == before
-    with pytest.raises(ValueError, match="recompute='auto' without a limit of memory"):
+    with pytest.raises(ValueError, match="recompute='auto' without memory"):
         EngineOptions(recompute="auto")
 
 
