@@ -62,7 +62,7 @@ def layer(context: Context, s: Shape, row: dict[str, Any]) -> None:
         experts.load_state_dict(state or experts.state_dict())
         state = experts.state_dict()
         experts.requires_grad_(False)
-        eight = EightBits(experts.kernels, keeps=True) if precision else None  # as in a step of the engine
+        eight = EightBits(experts.kernels, precision, keeps=True) if precision else None  # as in a step of the engine
         vars(experts)["product"] = lambda *operands, eight=eight: GroupedMM.apply(*operands, eight)
         leaf = x.clone().requires_grad_()
 
@@ -84,7 +84,7 @@ def products(context: Context, s: Shape, row: dict[str, Any]) -> None:
     rows, grad = context.randn(s.T * s.K, s.H), context.randn(s.T * s.K, 2 * s.I, seed=1)
     weight = context.randn(s.E, 2 * s.I, s.H, seed=2)
     kernels = GroupedExperts(s.E, s.H, s.I, device="meta").kernels
-    eight = EightBits(kernels)
+    eight = EightBits(kernels, "fp8")
     with torch.no_grad():
         for name, found, left, right in (
             ("error", eight.grouped_mm(rows, weight, counts), rows, weight),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from overlap1f1b.kernels.choice import Kernels
-from overlap1f1b.kernels.fp8 import Quantized, dequantized, quantize_rows
+from overlap1f1b.kernels.fp8 import Precision, Quantized, dequantized, quantize
 
 
 class ExpertRows(Sequence[int]):
@@ -83,12 +83,14 @@ class EightBits:
     gradient they are, and would have to be multiples of 16: it is a product of what is not quantized.
 
     Args:
+        precision: A scale a row, or of 32 elements. For those torch's kernel is of Blackwell, on which nobody here has
+            run it: a GPU multiplies the same numbers in bfloat16, which has all their bits.
         keeps: Whether a weight is quantized once, in each of its two layouts, for all products of this object: of a
             step, in which it does not change. What is kept has the size of the weights in bfloat16.
     """
 
-    def __init__(self, kernels: Kernels, *, keeps: bool = False) -> None:
-        self._kernels, self._keeps = kernels, keeps
+    def __init__(self, kernels: Kernels, precision: Precision, *, keeps: bool = False) -> None:
+        self._kernels, self._precision, self._keeps = kernels, precision, keeps
         self._kept: dict[tuple[int, bool], tuple[Tensor, int, Quantized]] = {}  # each with its weight, as of a version
 
     def grouped_mm(self, rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
@@ -104,15 +106,16 @@ class EightBits:
         if found is not None and version == weight._version:
             return found
         cast = weight.to(dtype)
-        found = self._kernels(quantize_rows, cast.mT if transposed else cast)
+        found = quantize(cast.mT if transposed else cast, self._precision, self._kernels)
         if self._keeps and isinstance(weight, Parameter):  # another is made anew for each microbatch
             self._kept[id(weight), transposed] = weight, weight._version, found
         return found
 
     def _product(self, rows: Tensor, right: Quantized, counts: Sequence[int]) -> Tensor:
-        left = self._kernels(quantize_rows, rows)
-        if not (rows.is_cuda and len(rows)):
-            a, b = (dequantized(quantized, torch.float32) for quantized in (left, right))
+        left = quantize(rows, self._precision, self._kernels)
+        if not (rows.is_cuda and len(rows) and self._precision == "fp8"):
+            dtype = torch.bfloat16 if rows.is_cuda else torch.float32
+            a, b = (dequantized(quantized, dtype) for quantized in (left, right))
             return grouped_mm(a, b, counts).to(rows.dtype)
         product: Tensor = torch._scaled_grouped_mm(
             left.values,

@@ -68,7 +68,7 @@ class Experts(nn.Module):
 
         The engine has one whose weight gradient may come later; a subclass that has a product of its own keeps it.
         """
-        eight = EightBits(self.kernels) if self.precision else None
+        eight = EightBits(self.kernels, self.precision) if self.precision else None
         return multiplied(rows, weight, counts, eight)
 
     @property
@@ -146,7 +146,7 @@ class Experts(nn.Module):
             )
         if weights.shape != indices.shape or not weights.is_floating_point():
             raise ValueError(f"weights {_described(weights)}; allowed: floating, of the indices' {list(indices.shape)}")
-        if self.precision is not None:
+        if self.precision == "fp8":
             check_device(tokens)
         return super().__call__(tokens, indices, weights)
 
@@ -201,9 +201,9 @@ class GroupedExperts(Experts):
         intermediate: I.
         weights_in: Place where routing weights are applied, see :data:`WeightsIn`. In the activation, ``silu(gate) · up
             · p`` as in Megatron-Core, the sum of the results has no weights, and its backward does not need them.
-        precision: Of products and of rows sent to the experts: ``"fp8"`` for e4m3 with a scale a row, None for the
-            dtype of what is given. In fp8 H and I are multiples of 16, a GPU is of compute capability 9, and weight
-            gradients are as ever.
+        precision: Of products and of rows sent to the experts, in e4m3: ``"fp8"`` with a scale a row, ``"mxfp8"`` with
+            one of 32 elements; None for the dtype of what is given. H and I are multiples of 16, or 32. For fp8 a GPU
+            is of compute capability 9; for mxfp8 it multiplies these numbers in bfloat16. Weight gradients are as ever.
         group: Ranks that share the experts.
 
     Raises:
@@ -232,8 +232,8 @@ class GroupedExperts(Experts):
         self.hidden = hidden
         self.share(experts, group)
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-            if precision is not None and size % FITS:
-                raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS}")
+            if precision is not None and size % FITS[precision]:
+                raise ValueError(f"{name}={size} with precision={precision!r}; allowed: multiples of {FITS[precision]}")
         self.weights_in, self.precision = weights_in, precision
         if weights_in == "activation" and not self.reads_counts_late:
             raise ValueError(

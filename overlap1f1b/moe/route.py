@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap1f1b.kernels.choice import Kernels
 from overlap1f1b.kernels.combine import open_grads, pack_grads, spread_grad, sum_rows
-from overlap1f1b.kernels.fp8 import SCALE_BYTES, Precision, narrow_rows, widen_rows
+from overlap1f1b.kernels.fp8 import Precision, narrow_rows, scale_bytes, widen_rows
 from overlap1f1b.kernels.grouped_mm import ExpertRows
 from overlap1f1b.kernels.permute import Layout, expand_rows, pack_rows, spread_rows, take_rows
 from overlap1f1b.kernels.slots import Slots, place_rows, place_slots
@@ -161,7 +161,7 @@ class Route(Splits):
         self.hidden = tokens.shape[1]
         self._layout = Layout.of(tokens, weights)
         if self.precision is not None:
-            self._narrow = Layout.of(tokens, weights, scales=SCALE_BYTES)
+            self._narrow = Layout.of(tokens, weights, scales=scale_bytes(self.hidden, self.precision))
         places = self.order, self.spots, self.local, self._layout, self.partial
         packed = self.kernels(pack_rows, tokens, self.indices, weights, *places)
         return self._narrowed(packed)
@@ -169,12 +169,12 @@ class Route(Splits):
     def _narrowed(self, packed: Tensor) -> Tensor:
         if self.precision is None:
             return packed
-        return narrow_rows(packed, self._layout, self._narrow, self.kernels)
+        return narrow_rows(packed, self._layout, self._narrow, self.precision, self.kernels)
 
     def _widened(self, packed: Tensor) -> Tensor:
         if self.precision is None:
             return packed
-        return widen_rows(packed, self._layout, self._narrow)
+        return widen_rows(packed, self._layout, self._narrow, self.precision)
 
     def pack_backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients ``[T, H]`` of the tokens and ``[T, K]`` of the weights."""

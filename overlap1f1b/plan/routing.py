@@ -58,14 +58,16 @@ def row_bytes(hidden: int, chosen: int, itemsize: int, weight_itemsize: int, pre
         chosen: K.
         itemsize: Bytes of an element.
         weight_itemsize: Bytes of a weight.
-        precision: ``"fp8"`` for elements in eight bits and four bytes of a scale; None for elements as they are.
+        precision: ``"fp8"`` for elements in eight bits and four bytes of a scale, ``"mxfp8"`` for a byte of 32
+            elements' scale; None for elements as they are.
 
     Raises:
         ValueError: The precision is unknown.
     """
-    if precision not in (None, "fp8"):
-        raise ValueError(f"precision={precision!r}; allowed: None, 'fp8'")
-    row = hidden * itemsize if precision is None else hidden + 4
+    scales = {"fp8": 4, "mxfp8": 2 * -(-hidden // 64)}
+    if precision not in (None, *scales):
+        raise ValueError(f"precision={precision!r}; allowed: None, {', '.join(map(repr, scales))}")
+    row = hidden * itemsize if precision is None else hidden + scales[precision]
     return -(-(row + chosen * (2 + weight_itemsize)) // 16) * 16
 
 

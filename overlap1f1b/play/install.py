@@ -175,7 +175,7 @@ class Installation:
         """Return the grouped product of experts that leaves its weight gradient to the queue in force."""
         kernels = experts.kernels if self._adds_to_main else None
         plain, precision = experts.product, experts.precision
-        eight = None if precision is None else EightBits(experts.kernels, keeps=True)  # for this step
+        eight = None if precision is None else EightBits(experts.kernels, precision, keeps=True)  # for this step
 
         def product(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             queue = self.queue

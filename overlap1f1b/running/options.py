@@ -91,9 +91,10 @@ class RunOptions(UserOptions):
     weights_in: Literal["combine", "activation"] = "combine"
     """Place where routing weights are applied: combine, in the sum of the experts' outputs; or activation, in the
     experts' activation, as in Megatron-Core, to which each row then carries its weight."""
-    precision: Literal["weights", "fp8"] = "weights"
-    """Of the experts' products and the rows sent to them: as the weights, or in eight bits with a scale a row.
-    A GPU must have compute capability 9; a CPU multiplies the same values in float32, which gains no time."""
+    precision: Literal["weights", "fp8", "mxfp8"] = "weights"
+    """Of the experts' products and the rows sent to them: as the weights, or eight bits. fp8 has a scale a row; a GPU
+    must have compute capability 9, a CPU multiplies the same values in float32, which gains no time. mxfp8 has a scale
+    of 32 elements; a GPU computes its products in bfloat16."""
     text: Annotated[tuple[Path, ...], by_default("PATH [PATH ...]", "the standard library of this Python")] = ()
     """Files or folders to read."""
     hf_config: Annotated[str | None, by_default("NAME")] = None

@@ -105,7 +105,7 @@ class Foreign(products.Wrapped):
 @pytest.mark.parametrize(
     ("kind", "precision", "said"),
     [
-        (products.Wrapped, "fp8", "a weight of Wrapped in products of eight bits; allowed: precision=None, or a"),
+        (products.Wrapped, "mxfp8", "a weight of Wrapped in products of eight bits; allowed: precision=None, or a"),
         (Half, None, "a weight of Half, which loses its class when it is cast or transposed; allowed: a class that"),
         (
             Foreign,

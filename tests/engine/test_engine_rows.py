@@ -56,6 +56,7 @@ def test_bytes_of_a_step_are_those_that_were_counted(rank: int, size: int) -> No
         (2, 0.77, None),
         (8, 0.25, None),
         (2, 0.5, "fp8"),
+        (2, 0.5, "mxfp8"),
     )
     for chosen, share, precision in cases:
         layer = MoE(hidden, 32, RouterConfig(experts, chosen), precision=precision, group=mesh.get_group("ep"))

@@ -52,16 +52,19 @@ def test_shapes_and_dtypes(
 
 def test_precisions_and_sizes_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     for sizes, precision, error in (
-        ((16, 16), "fp4", "precision='fp4'; allowed: fp8 or None"),
+        ((16, 16), "fp4", "precision='fp4'; allowed: fp8, mxfp8, or None"),
         ((24, 16), "fp8", "hidden=24 with precision='fp8'; allowed: multiples of 16"),
         ((16, 40), "fp8", "intermediate=40 with precision='fp8'; allowed: multiples of 16"),
+        ((32, 48), "mxfp8", "intermediate=48 with precision='mxfp8'; allowed: multiples of 32"),
     ):
         for build in (partial(GroupedExperts, E, *sizes), partial(MoE, *sizes, RouterConfig(E, K))):
             with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
                 build(precision=precision)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     on_a_gpu: Any = SimpleNamespace(is_cuda=True, device="cuda")
-    with pytest.raises(ValueError, match=r"^precision='fp8' on a GPU of compute capability 8\.0; allowed: 9\.0"):
+    with pytest.raises(
+        ValueError, match=r"^precision='fp8' on a GPU of compute capability 8\.0; allowed: 9\.0, or 'mxfp8'"
+    ):
         check_device(on_a_gpu)
 
 

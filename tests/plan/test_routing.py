@@ -45,7 +45,8 @@ def test_bytes() -> None:
     assert row_bytes(2048, 8, 2, 2) == 4096 + 32
     assert row_bytes(5, 1, 4, 8) == 32
     assert row_bytes(2048, 8, 2, 2, "fp8") == 2048 + 48  # a scale of 4 bytes, and 32 as before, in steps of 16
-    with pytest.raises(ValueError, match=r"^precision='fp4'; allowed: None, 'fp8'$"):
+    assert row_bytes(2048, 8, 2, 2, "mxfp8") == 2048 + 64 + 32  # a byte of each 32 elements' scale
+    with pytest.raises(ValueError, match=r"^precision='fp4'; allowed: None, 'fp8', 'mxfp8'$"):
         row_bytes(2048, 8, 2, 2, "fp4")
     there, back = exchanged_bytes(1000, 2048, 128, 8, 4)
     rows = 1000 * rows_per_token(128, 8, 4) * 3 / 4
