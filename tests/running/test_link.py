@@ -73,5 +73,5 @@ def test_the_rate(link: float | None, group: bool, device: str, rate: float, mon
 
 
 def test_a_link_of_one_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--link 2 on 1 rank\(s\), cpu; allowed: ranks on CPUs"):
+    with pytest.raises(ValueError, match=r"--link 2 on 1 rank, cpu; allowed: several ranks on CPUs"):
         link_of(TrainOptions(link=2.0), Rank(0, 1, torch.device("cpu"), None))

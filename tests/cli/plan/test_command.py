@@ -55,7 +55,7 @@ def test_it_draws_the_grid_and_the_table(capsys: Capture) -> None:
         "rank 1    F0-I0-F1-I1-W0-F2-I2-W1-W2-",
         "time   |0    |2    |4    |6    |8    |10",
         "F forward, I input gradient, W weight gradient; "
-        "behind it the microbatch, in front the stage if a rank has several",
+        "the number behind is the microbatch",
         "",
         "rank  busy  bubble  share  peak activations  pairs",
         "   0     9       1  10.0%                 2      0",

@@ -300,7 +300,7 @@ def test_tied_adapters_are_saved(kind: str, tmp_path: Path) -> None:
 def test_adapters_with_one_memory_in_two_stages_are_refused() -> None:
     """PEFT ties LoRA's factors as a tensor and its transpose: over two stages they went apart."""
     with pytest.raises(ValueError, match="allowed") as caught:
-        split_model(_tied(**TIED["factors"]), build_schedule("1f1b", ranks=2, microbatches=2))
+        split_model(_tied(**TIED["factors"]), build_schedule("interleaved_1f1b", microbatches=2, chunks=2))
     assert str(caught.value).endswith(
         "lm_head.lora_A.default.weight belongs to stages 0 and 1; allowed: shared inside a stage, or one parameter of "
         "two modules, before and after the layers"

@@ -98,7 +98,7 @@ DEVICES = {"model.embed_tokens": 0, "model.layers": 1, "model.norm": 1, "lm_head
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dense": (
         dense,
-        r"^LlamaForCausalLM: looked for a module called with \(tokens, indices, weights\), .*; found none: a dense ",
+        r"^LlamaForCausalLM has no experts: no module called with \(tokens, indices, weights\), .*; allowed: a mixture",
     ),
     "no head": (lambda: tiny.build("mixtral").model, "^MixtralModel returns MoeModelOutputWithPast; allowed: a causal"),
     "encoder and decoder": (encoder_decoder, "encoder-decoder"),
