@@ -54,8 +54,7 @@ def test_it_draws_the_grid_and_the_table(capsys: Capture) -> None:
         "rank 0 F0-F1-   I0-W0-F2-I1-W1-I2-W2-",
         "rank 1    F0-I0-F1-I1-W0-F2-I2-W1-W2-",
         "time   |0    |2    |4    |6    |8    |10",
-        "F forward, I input gradient, W weight gradient; "
-        "the number behind is the microbatch",
+        "F forward, I input gradient, W weight gradient; the number behind is the microbatch",
         "",
         "rank  busy  bubble  share  peak activations  pairs",
         "   0     9       1  10.0%                 2      0",
