@@ -124,8 +124,7 @@ class Planner:
             room = spared if number else rooms  # the lightest holds one microbatch at a time
             found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
-                first, *more = found  # of those as fast it holds the least
-                kept = [first, *sorted((*more, *kept), key=lambda plan: plan.predicted)]
+                kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept
 
     def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:

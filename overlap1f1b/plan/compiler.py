@@ -7,20 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from overlap1f1b.plan.beam import Beam
 from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
-from overlap1f1b.plan.justification import justified
-from overlap1f1b.plan.node import OF_PARAMETERS, Node
+from overlap1f1b.plan.node import Node
 from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
-from overlap1f1b.plan.plan import SEARCHED_FROM, Overlap, Plan, parse_overlap
-from overlap1f1b.plan.precedence import Precedence
+from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
 from overlap1f1b.schedule import Program
 from overlap1f1b.schedule.values import checked
 
-_FOREVER = math.inf
 LARGE = 20_000
 """Number of nodes in a step beyond which fewer variants are tried."""
 
@@ -32,21 +28,6 @@ DEFERRED = (1, 2)
 
 GATHERED = (2.0, 3.0, 4.0, math.inf)
 """Tried numbers of blocks whose sharded parameters are there at once; without a bound each is gathered once a step."""
-
-SEARCHED = 60_000
-"""Number of nodes that searches for a better order play, over all beginnings that go on side by side."""
-
-WIDTH, LEAST_WIDTH = 100, 8
-"""Most beginnings that go on side by side, and the fewest for which it is worth it."""
-
-PLACED, LEAST_ROUNDS = 400_000, 400
-"""Number of nodes that an improvement of an order places, and the fewest rounds for which it is worth it."""
-
-TRIED = ((0.0, True), (0.02, True), (0.05, True), (0.1, True), (0.0, False))
-"""Tried settings of a beam search: the weight of idle time, and whether weight gradients come in one order."""
-
-NO_SLOWER = 1.005
-"""Of orders that take at most this multiple of the fastest, the one that holds the least is played."""
 
 RETRIED = 6
 """One of so many policies, the best, is tried once more for a host whose launches cost time."""
@@ -60,11 +41,6 @@ def compile(program: Program, shape: Shapes, costs: NodeCosts, overlap: Overlap,
     each with the costs, and keeps the fastest: list scheduling is greedy, and a smaller k is sometimes better. Each
     number is tried with all of ``PATIENCES`` and ``DEFERRED``; for large programs with the first of each. If the host
     waits for counts and launches cost time, the best are tried once more, with these waits behind queued work.
-
-    From ``SEARCHED_FROM`` open actions on, a beam search and an improvement look for a faster order, within the limits
-    of memory alone; so do they for as fast ones that hold less. Of orders that take at most ``NO_SLOWER`` times the
-    fastest, and no longer than what list scheduling found, that is returned which holds the least. Steps of too many
-    nodes, or with weight gradients in the program, are left as they are.
 
     >>> from overlap1f1b.plan import BlockShape
     >>> from overlap1f1b.schedule import build_schedule
@@ -127,59 +103,12 @@ def fastest(
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
                 yield from played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
 
-    found = list(plans())
-    scheduled = min(found, key=_time)  # of equals the simplest
-    if isinstance(overlap, int) and overlap >= SEARCHED_FROM:
-        for order, candidate in _searched(scheduled, chains, replace(costs, launch={}), counts_block):
-            found += played(order, candidate)
     best: dict[str, Plan] = {}
-    for plan in filter(lambda plan: plan.fits(rooms), found):
+    for plan in filter(lambda plan: plan.fits(rooms), plans()):
         if plan.order not in best or plan.predicted < best[plan.order].predicted:
             best[plan.order] = plan
-    ordered = sorted(best.values(), key=_time)
-    if len(ordered) > 1:
-        limit = min(NO_SLOWER * ordered[0].predicted, max(scheduled.predicted, ordered[0].predicted))
-        first = min(filter(lambda plan: plan.predicted <= limit, ordered), key=Plan.memory)
-        ordered = [first, *(plan for plan in ordered if plan is not first)]
+    ordered = sorted(best.values(), key=lambda plan: plan.predicted)
     return [replace(plan, ranks=receiving_in_order(plan.ranks, chains)) for plan in ordered]
-
-
-def _time(plan: Plan) -> float:
-    return plan.predicted
-
-
-def _searched(
-    scheduled: Plan, chains: Chains, costs: NodeCosts, counts_block: bool
-) -> Iterator[tuple[str, list[list[Node]]]]:
-    """Yield a faster order within the limits of a scheduled one, if one is found, and as fast ones that hold less."""
-    program, rows = scheduled.program, range(len(scheduled.ranks))
-    ranks = [[node for node in nodes if node.op not in OF_PARAMETERS] for nodes in scheduled.ranks]
-    size = max(1, sum(map(len, ranks)))
-    width = min(WIDTH, SEARCHED // (len(TRIED) * size))
-    if any(map(program.splits, rows)) or (width < LEAST_WIDTH and size * LEAST_ROUNDS > PLACED):
-        return  # it places weight gradients itself, or is large
-    needs = Precedence(program, chains, costs, ranks, program.peak_activations, max(DEFERRED))
-    if scheduled.order == "serial" and scheduled.predicted <= needs.bound:
-        return  # there is nothing to hide
-    begins = {span.node: span.start for spans in play_ranks(ranks, program.placement, costs) for span in spans}
-    best = scheduled.predicted, [begins[node] for node in needs.nodes]
-    beam = Beam(needs)
-    for idle, oldest in TRIED if width >= LEAST_WIDTH else ():
-        best = min(best, beam.run(width, idle, oldest, best[0] * (1 - 1e-9)))
-    if size * LEAST_ROUNDS <= PLACED:
-        best = min(best, justified(needs, best[1], PLACED))
-    name, limit = f"k={scheduled.overlap}", min(NO_SLOWER * best[0], scheduled.predicted)
-    if best[0] < scheduled.predicted:
-        yield name, needs.issued(best[1], counts_block=counts_block)
-    least = [len(program.placement.places(rank)) for rank in rows]
-    for fewer, late in product(range(max(program.peak_activations)), (max(DEFERRED), 0)):
-        if (fewer or not late) and width >= LEAST_WIDTH:
-            live = [max(few, peak - fewer) for few, peak in zip(least, program.peak_activations, strict=True)]
-            lighter = Precedence(program, chains, costs, ranks, live, late)
-            end, starts = Beam(lighter).run(width, *TRIED[0], limit)
-            if end <= limit:
-                held = f", {max(live)} live" if fewer else ""
-                yield name + held + ("" if late else ", none late"), lighter.issued(starts, counts_block=counts_block)
 
 
 def _candidates(

@@ -1,10 +1,8 @@
-"""The exact model against the clock, and orders that are searched for against proven optima."""
+"""The exact model against the clock, and compiled orders against proven optima."""
 
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import product
-from unittest.mock import patch
 
 import pytest
 
@@ -13,7 +11,6 @@ from overlap1f1b.schedule import Placement, build_schedule
 from overlap1f1b.schedule.placement import SINGLE
 from tests.plan.cases import DENSE, MOE, table_costs
 from tests.plan.rules import broken_rules
-from tests.plan.tries import all_tries
 from tests.programs import combined_1f1b
 
 pytest.importorskip("ortools")
@@ -49,27 +46,7 @@ def test_the_solver_proves_an_optimum_and_agrees_with_the_clock(case: tuple[int,
     program = combined_1f1b(microbatches, live - 2)
     plan = Plan(program, 3, "", (shape,), (tuple(found.ranks[0]),), found.time)
     assert not list(broken_rules(plan))
-    with all_tries():
-        assert found.time <= compile(program, shape, costs, 3).predicted <= 1.01 * found.time
-
-
-def test_a_search_is_never_slower_and_holds_no_more_where_it_is_as_fast() -> None:
-    """Than list scheduling: over ratios of exchange and compute, on one rank and on two."""
-    lighter = faster = 0
-    for ranks, microbatches, ratio in product((1, 2), (3, 6), (0.25, 0.5, 1.0)):
-        program, costs = build_schedule("combined_1f1b", ranks=ranks, microbatches=microbatches), table_costs(ratio)
-        with all_tries():
-            plan = compile(program, (MOE, DENSE), costs, 3)
-            with patch.multiple("overlap1f1b.plan.compiler", SEARCHED=0, PLACED=0):
-                scheduled = compile(program, (MOE, DENSE), costs, 3)
-        assert not list(broken_rules(plan))
-        assert plan.predicted <= scheduled.predicted
-        faster += plan.predicted < scheduled.predicted
-        if plan.predicted == scheduled.predicted:
-            assert plan.memory() <= scheduled.memory()
-            lighter += plan.memory() < scheduled.memory()
-    assert faster >= 6
-    assert lighter
+    assert found.time <= compile(program, shape, costs, 3).predicted
 
 
 @pytest.mark.parametrize(
