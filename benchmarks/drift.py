@@ -59,7 +59,11 @@ def engine_of(gbps: float, options: argparse.Namespace) -> tuple[Engine, NoisyEx
     link = NoisyExchange(own_exchange(mesh.get_group("ep")), gbps)
     given: Any = {"mesh": mesh, "loss_fn": loss_fn, "exchange": link}
     program = build_schedule("combined_1f1b", microbatches=MICROBATCHES, extra_warmup=1)
-    return Engine(model, program, options=EngineOptions(overlap=3, verify=False), **given), link, TimedCompute(SPEED)
+    return (
+        Engine(model, program, options=EngineOptions(overlap=3, verify=False, drift=True), **given),
+        link,
+        TimedCompute(SPEED),
+    )
 
 
 def play(

@@ -48,7 +48,10 @@ def soaked(rank: int, size: int, steps: int, folder: str) -> list[Window]:
     model = models.build(mesh.get_group("ep"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     windows, every = [], max(1, steps // WINDOWS)
-    program, options = build_schedule("combined_1f1b", microbatches=NUMBERS[-1]), {"tries": 1, "timeout": 120}
+    program, options = (
+        build_schedule("combined_1f1b", microbatches=NUMBERS[-1]),
+        {"tries": 1, "drift": True, "timeout": 120},
+    )
     with make(model, program, mesh=mesh, **options) as engine:
         seconds: list[float] = []
         for number in range(1, steps + 1):

@@ -83,6 +83,7 @@ class UserOptions:
             them ready.
         gate: Least share of the plan's hidden fraction that the median of five steps may hide. 0.8 warns of the first
             time below, error:0.8 ends the step on all ranks each time, and the engine can go on.
+        drift: Whether the run goes over to another plan when node times have left what its plan was made for.
         timeout: Limit in seconds of every wait for another rank; also set on FSDP2's process groups.
     """
 
@@ -95,6 +96,7 @@ class UserOptions:
     verify: bool = True
     finite: Finite = "warn"
     gate: float | str | None = None
+    drift: bool = False
     timeout: float = DEFAULT_LIMIT_S
 
     def check(self) -> None:
@@ -116,6 +118,7 @@ class UserOptions:
             check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)
         check_kind("verify", self.verify, bool)
+        check_kind("drift", self.drift, bool)
         if self.finite not in (None, "warn", "raise"):
             raise ValueError(f"finite={quoted(self.finite)}; allowed: warn, raise")
         check_timeout(self.timeout)
@@ -167,9 +170,9 @@ class EngineOptions(UserOptions):
     def __post_init__(self) -> None:
         self.check()
         check_kind("count_tokens", self.count_tokens, Callable, None)  # a Tensor in it is for type checkers alone
-        for name in ("recompute", "parts"):
-            if getattr(self, name) == "auto" and (self.costs, self.plan) != (None, None):
-                raise ValueError(f"{name}='auto' with costs or a plan, which have one already; allowed: that one")
+        for name, chosen in (("recompute", "auto"), ("parts", "auto"), ("drift", True)):
+            if getattr(self, name) == chosen and (self.costs, self.plan) != (None, None):
+                raise ValueError(f"{name}={chosen!r} with costs or a plan, which have one already; allowed: that one")
 
     @property
     def limit(self) -> timedelta:

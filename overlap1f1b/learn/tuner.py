@@ -149,6 +149,7 @@ class Tuner:
             self._count(count)
         self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
         self._search: Search | None = None  # of a plan for node times that have changed
+        self._said: str | None = None  # a line of another plan, until it is said
         self._changes: Mapping[int, tuple[float, float]] = {}
         self._measured: dict[Setting, tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         self._numbers: dict[int, Numbered] = {}  # the last one played comes last
@@ -229,6 +230,7 @@ class Tuner:
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
         self._costs, self._rounds = costs, 0 if costs is not None else self.options.tries
+        self._search = None
         if costs is not None:
             self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
         elif not any(step.purpose is Purpose.MEASURE for step in self._coming):
@@ -536,7 +538,7 @@ class Tuner:
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step, and search another plan when they leave what it was made for."""
         now, costs = self._now, self._costs
-        if costs is None or now.plan is None or self._given or self.options.costs is not None or not result.others:
+        if not self.options.drift or costs is None or now.plan is None or self._given or not result.others:
             return
         if not now.drift.note(self.steps, result.overlap) or not self._left(now.drift):
             return
@@ -573,11 +575,16 @@ class Tuner:
             exchange, compute = (
                 max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True)
             )
-            warnings.warn(
+            self._said = (
                 f"node times have left what the plan was made for, exchanges take {exchange:.2f} and compute "
-                f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}",
-                stacklevel=2,
+                f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}"
             )
+
+    def say(self) -> None:
+        """Say of another plan, between calls of the engine: a filter may make an error of a warning."""
+        said, self._said = self._said, None
+        if said is not None:
+            warnings.warn(said, stacklevel=4)
 
     def share_plans_with(self, groups: Sequence[Sequence[int]]) -> None:
         """Play the same plans as ranks outside of the mesh; all ranks of these groups must call this before a step."""

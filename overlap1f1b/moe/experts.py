@@ -223,7 +223,7 @@ class GroupedExperts(Experts):
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)

@@ -31,7 +31,7 @@ class SwiGLU(nn.Module):
         intermediate: int,
         *,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
@@ -81,7 +81,7 @@ class MoE(nn.Module):
         precision: Precision | None = None,
         group: dist.ProcessGroup | None = None,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         check_size("shared_intermediate", shared_intermediate, 0)

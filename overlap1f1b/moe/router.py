@@ -87,11 +87,12 @@ def check_tokens(tokens: object, hidden: int) -> None:
         raise ValueError(f"tokens {tokens.dtype} {[*tokens.shape]}; allowed: floating [..., {hidden}]")
 
 
-def check_factory(dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+def check_factory(dtype: torch.dtype | None, device: torch.device | str | int | None) -> None:
     """Raise ``ValueError`` for a dtype that no trained parameter has, or a device that torch cannot use."""
     check_kind("dtype", dtype, torch.dtype, None)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}; allowed: a floating one, such as torch.bfloat16")
+    check_kind("device", device, torch.device, str, int, None)
     try:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError, TypeError) as error:
@@ -144,7 +145,7 @@ class Router(nn.Module):
         config: RouterConfig,
         *,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
         check_size("hidden", hidden)
@@ -261,14 +262,16 @@ def blanked(tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 @checked
-def set_auxiliary_scale(model: nn.Module, scale: float) -> None:
-    """Set ``aux_scale`` of every router in ``model``.
+def set_auxiliary_scale(model: Any, scale: float) -> None:
+    """Set ``aux_scale`` of every router in ``model``, a module or an engine.
 
     >>> set_auxiliary_scale(model, 1 / (microbatches * ranks))
     >>> for tokens, labels in batch:
     ...     (loss_fn(model(tokens), labels) / microbatches).backward()  # auxiliary gradients included
     """
     check_number("scale", scale, -math.inf)
+    if not isinstance(model, nn.Module) and not hasattr(model, "modules"):
+        check_kind("model", model, nn.Module)
     for module in model.modules():
         if isinstance(module, Router):
             module.aux_scale = scale

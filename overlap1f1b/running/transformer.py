@@ -58,7 +58,9 @@ class Attention(nn.Module):
 
     table: Tensor  # [2, S, D], cosines and signed sines, in float32 or wider
 
-    def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+    def __init__(
+        self, config: MoEConfig, *, dtype: torch.dtype | None, device: torch.device | str | int | None
+    ) -> None:
         super().__init__()
         hidden, self.size = config.hidden, config.hidden // config.heads
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False, dtype=dtype, device=device)
@@ -116,7 +118,7 @@ class MoETransformer(nn.Sequential):
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         router = RouterConfig(**{field.name: getattr(config, field.name) for field in fields(RouterConfig)})

@@ -196,6 +196,8 @@ def check_number(name: str, value: object, least: float = 0.0, *, above: bool = 
     Traceback (most recent call last):
     ValueError: scaling=inf; allowed: a finite number, more than 0
     """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy, or a tensor
+        value = value.item()
     real = isinstance(value, Real) and not isinstance(value, bool) and -inf < value < inf  # type: ignore[operator]
     if real and (value > least if above else value >= least):  # type: ignore[operator]
         return
@@ -221,6 +223,8 @@ def _allows(kind: Any, value: object) -> bool:
     of, inner = get_origin(kind) or kind, get_args(kind)
     if of is None:
         return value is None
+    if of is bool and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of NumPy
+        value = value.item()
     if of is Literal:
         return any(isinstance(value, type(one)) and value == one for one in inner)
     if of in (int, float):

@@ -22,13 +22,13 @@ GIVEN = {
     "gate": "error:0.8",
     "timeout": "7.5",
 }
-"""Another value of each option that takes one; the only other option is a switch."""
-SWITCH = "verify"
+"""Another value of each option that takes one; the others are switches, ``drift`` is switched on in all cases."""
+SWITCHES = {"verify", "drift"}
 OF_PROGRAMS = {"costs", "plan", "reduce", "count_tokens", "dynamic_shapes", "experts_over", "block_weights", "device"}
 
 
 def words(switch: str) -> list[str]:
-    return [switch, *(word for name, value in GIVEN.items() for word in (f"--{name}", value))]
+    return [switch, "--drift", *(word for name, value in GIVEN.items() for word in (f"--{name}", value))]
 
 
 def check(options: UserOptions, *, verify: bool) -> None:
@@ -36,18 +36,19 @@ def check(options: UserOptions, *, verify: bool) -> None:
     found = options.engine_options()
     assert {name: str(getattr(found, name)) for name in GIVEN} == GIVEN
     assert found.verify is verify
+    assert found.drift
 
 
 def test_an_option_is_a_users_or_a_programs() -> None:
     """What does not follow from the model and its loop belongs to UserOptions, so that every command line has it."""
     users = {one.name for one in fields(UserOptions)}
-    assert users == {*GIVEN, SWITCH}
+    assert users == {*GIVEN, *SWITCHES}
     assert {one.name for one in fields(EngineOptions)} - users == OF_PROGRAMS
 
 
 @pytest.mark.parametrize(("verb", "kind", "verify"), [("train", TrainOptions, False), ("bench", BenchOptions, True)])
 def test_options_of_a_command_line(verb: str, kind: type[Any], verify: bool) -> None:
-    switch = f"--{'' if verify else 'no-'}{SWITCH}"
+    switch = f"--{'' if verify else 'no-'}verify"
     check(parse([verb, *words(switch)], {verb: kind, "other": kind}, prog="p", description=""), verify=verify)
 
 
@@ -57,7 +58,7 @@ def test_options_of_trainer() -> None:
     from overlap1f1b.integrations.transformers import OverlapArguments
 
     parser = transformers.HfArgumentParser(OverlapArguments)
-    (found,) = parser.parse_args_into_dataclasses(words(f"--no_{SWITCH}"))
+    (found,) = parser.parse_args_into_dataclasses(words("--no_verify"))
     check(found, verify=False)
     assert all(one.metadata["help"] for one in fields(OverlapArguments))
     assert OverlapArguments().options.dynamic_shapes

@@ -410,6 +410,24 @@ def test_attributes_that_cannot_be_set(name: str, value: Any, message: str) -> N
     engine.loss_fn = models.loss_fn
 
 
+def test_attributes_of_a_users_own() -> None:
+    class Named(Engine):
+        count = 0
+
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self.label = "mine"
+
+    engine = Named(models.build(), build_schedule("1f1b", microbatches=2), loss_fn=models.loss_fn)
+    engine.count += 1
+    engine.tag = engine.label  # type: ignore[attr-defined]
+    engine.observers += []
+    plain = make(models.build(), build_schedule("1f1b", microbatches=2))
+    plain.tag = 1
+    with pytest.raises(ValueError, match=r"^engine.microbatch=3, which changes nothing; .*nearest: microbatches$"):
+        plain.microbatch = 3
+
+
 @pytest.mark.parametrize(
     ("call", "given", "message"),
     [

@@ -78,7 +78,7 @@ def _losses(rank: int, size: int, drifts: bool) -> tuple[list[float], list[str],
     link = PacedExchange(own_exchange(mesh.get_group("ep")), 1.0)
     model, losses, purposes = models.build(mesh.get_group("ep")), [], []
     program = build_schedule("combined_1f1b", microbatches=3)
-    given = {} if drifts else {"costs": COSTS}
+    given = {"drift": True} if drifts else {"costs": COSTS}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"mesh": mesh, "exchange": link, "tries": 0, "timeout": 60}
     told = patch.object(tuner, "TOLD", math.inf)  # of every step, though they are short

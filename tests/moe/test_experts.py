@@ -152,7 +152,7 @@ def test_the_same_expert_twice_counts_twice(rank: int, size: int) -> None:
         ({"dtype": "float32"}, "dtype='float32'; allowed: torch.dtype or None"),
         ({"dtype": torch.int64}, "dtype=torch.int64; allowed: a floating one, such as torch.bfloat16"),
         ({"device": "gpu0"}, "device='gpu0': Invalid device string: 'gpu0'; allowed: a torch.device, or its name"),
-        ({"device": 3.5}, "device=3.5; allowed: torch.device, str, or None"),
+        ({"device": 3.5}, "device=3.5; allowed: torch.device, str, whole numbers, or None"),
         ({"intermediate": None}, "intermediate=None; allowed: a whole number, 1 or more"),
     ],
 )
