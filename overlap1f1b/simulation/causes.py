@@ -31,7 +31,7 @@ _OTHER = {Op.DISPATCH: Op.COMBINE, Op.COMBINE: Op.DISPATCH}
 """The exchange that brings the same rows back."""
 _NEAR = 0.1
 """Part of an exchange's time within which it follows another at once."""
-_NOTICED = 3
+_NOTICED = 2
 """Times as late may the end of the other be noticed: a thread has to wake up."""
 
 

@@ -427,7 +427,7 @@ def test_bad_input(capsys: Capture, words: str, message: str) -> None:
             ("0B0,0F0\n", "rank 0, position 0: 0B0 comes before 0F0, which it needs"),
             ("", "no action; allowed: a row of actions for each rank"),
             ("# microbatches: many\n0F0\n", "line 1, column 1: 'many' as microbatches: allowed: whole numbers"),
-            ("\xff\xfe", "is not text; allowed: a file of --csv"),
+            ("\xff\xfe", "is not text; allowed: a file of Program.to_csv"),
         ),
     ],
 )
