@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import random
-import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -130,10 +130,10 @@ class Run:
                 router.correction_bias.zero_()
 
 
-def rank_of(rank: int, port: int, options: argparse.Namespace) -> None:
+def rank_of(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Run one rank; the first prints."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     run = Run(rank, options.overlap)
 
     def tell(text: str) -> None:
@@ -183,11 +183,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--overlap", default="2")
     options = parser.parse_args(arguments)
     check_size("mixtures", options.mixtures)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    given: Any = (port, options)
-    torch.multiprocessing.spawn(rank_of, given, nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_of, (folder, options), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

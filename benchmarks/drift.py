@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
-import socket
+import tempfile
 import time
 import warnings
 from collections.abc import Sequence
@@ -97,10 +97,10 @@ def play(
     return seconds, said, losses
 
 
-def rank_of(rank: int, port: int, options: argparse.Namespace) -> None:
+def rank_of(rank: int, folder: str, options: argparse.Namespace) -> None:
     """Run one rank; the first prints."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     seconds, said, losses = play(rank, GBPS, GBPS / 2, options)
     lines = said
     if options.noise:
@@ -120,11 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--noise", type=int, default=0)
     options = parser.parse_args(arguments)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    given: Any = (port, options)
-    torch.multiprocessing.spawn(rank_of, given, nprocs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(rank_of, (folder, options), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
