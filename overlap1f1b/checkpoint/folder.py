@@ -29,10 +29,7 @@ def name_of(step: int) -> str:
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint of the highest step in ``directory``, or None if there is none.
-
-    A file, or a folder that is a checkpoint itself, is a ValueError.
-    """
+    """Return the checkpoint of the highest step, or None; a file, or a folder that is a checkpoint, is a ValueError."""
     return next(reversed(_checkpoints(directory)), None)
 
 
@@ -79,10 +76,9 @@ def abandon(unfinished: Path) -> int:
 
 
 def publish(unfinished: Path, step: int, keep: int, files: Collection[str]) -> Path:
-    """Give the folder of :func:`begin` its name, with ``files`` in it; remove all but the newest ``keep`` checkpoints.
+    """Name the folder of :func:`begin`, with ``files`` in it; keep the newest ``keep`` checkpoints.
 
-    Raises:
-        OSError: A file is missing, or the folder cannot be renamed.
+    OSError if a file is missing, or the folder cannot be renamed.
     """
     directory = unfinished.parent
     final = directory / name_of(step)

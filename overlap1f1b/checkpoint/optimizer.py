@@ -108,10 +108,9 @@ class OptimizerTable(NamedTuple):
         return cls(entries, numbers, ranks[0].groups if same else None, classes, ranks[0].beside)
 
     def chosen(self, optimizers: Sequence[torch.optim.Optimizer], names: Mapping[nn.Parameter, str]) -> list[Numbers]:
-        """Return the numbers to set in each group of some optimizers, whose parameters have ``names``.
+        """Return the numbers of each group of optimizers whose parameters have ``names``.
 
-        Raises:
-            ValueError: A parameter was saved by an optimizer of another class, or those of a group in several groups.
+        ValueError if a parameter had an optimizer of another class, or those of a group were in several groups.
         """
         for one in optimizers:
             here = class_of(one)

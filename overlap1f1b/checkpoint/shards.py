@@ -79,7 +79,6 @@ class Shards:
         sliced: Names of parameters that these ranks slice, without a DTensor that says so.
         columns: Number of this rank's experts in parameters whose columns, in equal parts, are sorted by expert.
         tensor_sliced: Dimension of plain parameters of which each rank of a tensor group has a slice.
-        parameters: Parameters that the optimizer updates, by name, in the optimizer's order.
         stacks: Numbers of this rank's experts in stacked weights whose experts are parameters of their own, by name.
         stored_names: Names under which the optimizer's state of these is stored; copies on other stages share one.
     """

@@ -115,10 +115,10 @@ def number_of(mesh: Mesh) -> str:
 
 
 def keys_of(states: States, stored: Mapping[str, bool], mesh: Mesh, layout: Mapping[Any, int]) -> dict[str, str]:
-    """Return the names of the bytes that this rank reads, by the names of their states; a state of None is not wanted.
+    """Return the names of the bytes that this rank reads, by the names of their states that are not None.
 
-    ``stored`` says of each state, stored in a ``layout``, whether all ranks had the same. Random numbers are left out
-    if they are missing or of another layout: ranks with data of their own draw others.
+    ``stored`` says of each, stored in a ``layout``, whether all ranks had the same. Random numbers of another are left
+    out.
     """
     for name in stored.keys() - states.keys():
         raise ValueError(f"it has state[{name!r}], this run has none; allowed: an object for it, or None to leave it")

@@ -48,10 +48,7 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def check_tensors(checkpoint: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare a rank's share of the tensors with their CRC-32, which torch writes but does not read.
-
-    A missing or damaged checkpoint is a ValueError.
-    """
+    """Compare a rank's share of the tensors with their CRC-32, which torch does not read; else ValueError."""
     stored = _metadata(checkpoint).storage_data
     for index in list(stored)[rank::ranks]:
         at = stored[index]
@@ -112,12 +109,10 @@ def decoded(content: Tensor) -> Any:
 
 
 def plain_values(tensor: Tensor, what: str) -> Tensor:
-    """Return a tensor of torch's own class that shares the memory of one of another class, or of its only part.
+    """Return a tensor of torch's own class that shares the memory of one of another class; of a DTensor its local part.
 
-    A file would else hold an object of that class, which cannot be read. Of a DTensor it is so for the local part.
-
-    Raises:
-        ValueError: Nothing says where the class has its values.
+    A file would else hold an object of that class, which cannot be read. ValueError if nothing says where it has
+    values.
     """
     if isinstance(tensor, DTensor):
         local, mesh = tensor.to_local(), tensor.device_mesh
@@ -147,15 +142,10 @@ def checksum(tensor: Tensor) -> int:
 
 
 class Whole(Tensor):
-    """The whole of ``ranks`` equal slices, of which this rank has number ``rank``, ``tensor``.
+    """The whole of ``ranks`` equal slices along dimension 0, of which this rank has number ``rank``, ``tensor``.
 
-    It computes nothing, and shares the memory of the slice.
-
-    Args:
-        tensor: Slice along dimension 0; perhaps a DTensor.
-        rank: Number of the slice.
-        ranks: Number of slices.
-        columns: The slices are along dimension 1 instead, in each group of so many columns of ``tensor``.
+    With ``columns`` they are along dimension 1, in each group of so many columns. It computes nothing, and shares the
+    memory of the slice, perhaps a DTensor.
     """
 
     @staticmethod

@@ -33,8 +33,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def sum_of_bits(tensor: Tensor, *, ordered: bool = False) -> Tensor:
     """Return the sum of all elements' bits as whole numbers; if it is ``ordered``, each times its position.
 
-    The result is an int64 ``[]`` on the tensor's device, modulo 2⁶⁴. No order of summation changes it. Of a DTensor it
-    is the sum of this rank's part.
+    The result is an int64 ``[]`` on the tensor's device, modulo 2⁶⁴, of a DTensor this rank's; no order of sums changes
+    it.
     """
     whole: Any = local_part(tensor)
     if whole.layout is not torch.strided:

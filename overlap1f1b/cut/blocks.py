@@ -61,9 +61,7 @@ def options_of(block: nn.Module) -> MicrobatchBlock | type[MicrobatchBlock]:
 def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks of an ``nn.Sequential``, of a list, or of a module with a list ``blocks``, in order.
 
-    Raises:
-        ValueError: A model with a forward or hooks of its own, which a call of its blocks alone would leave out; or
-            no modules.
+    ValueError for no modules, or a forward or hooks of the model's own, which a call of its blocks would leave out.
     """
     if not isinstance(model, nn.Module):
         given = list(model) if isinstance(model, Iterable) and not isinstance(model, str) else [model]
@@ -93,10 +91,7 @@ def blocks_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 def blocks_of_stage(stage: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return the blocks of a stage that is given: as of a model, or of a module with an ``nn.ModuleList`` ``blocks``.
 
-    The module's own forward is not called, so all that it has must be in its blocks or tied.
-
-    Raises:
-        ValueError: As for a model; or a module that has something beside its blocks, or hooks.
+    Its own forward is not called: ValueError if it has anything that is not in its blocks or tied, or hooks.
     """
     blocks = stage._modules.get("blocks") if isinstance(stage, nn.Module) else None
     if not isinstance(stage, nn.Module) or not isinstance(blocks, nn.ModuleList):
@@ -164,11 +159,8 @@ def marked_as_slice(parameter: nn.Parameter) -> bool:
 def tensor_dimension(parameter: nn.Parameter, mesh: Mesh, *, expert: bool) -> int | None:
     """Return the dimension along which a plain parameter is marked as a slice over "tp"; None for a copy.
 
-    The marks are Megatron-Core's, ``tensor_model_parallel = True`` and ``partition_dim``. Experts that a tensor group
-    shares are no slices of each other.
-
-    Raises:
-        ValueError: ``partition_dim`` is no dimension of the parameter.
+    The marks are Megatron-Core's, ``tensor_model_parallel`` and ``partition_dim``; ValueError if this is no dimension.
+    Experts that a tensor group shares are no slices of each other.
     """
     marked = getattr(parameter, "tensor_model_parallel", False) is True and not isinstance(parameter, DTensor)
     if not marked or mesh.group("tp") is None or (expert and "tp" in mesh.experts_over):
@@ -183,10 +175,7 @@ def tensor_dimension(parameter: nn.Parameter, mesh: Mesh, *, expert: bool) -> in
 
 
 def own_call(module: nn.Module) -> str | None:
-    """Return the name of something that a module's call does beside the forward of its class; None for nothing.
-
-    Hooks of FSDP2 do not count, since the engine does their work, nor torch's global hooks, which run for the blocks.
-    """
+    """Return the name of something that a module's call does beside the forward of its class, hooks of FSDP2 apart."""
     if "forward" in vars(module):
         return "a forward of its own"
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"):

@@ -122,17 +122,10 @@ def declared_of(function: type) -> Declared | None:
 
 
 def check(declared: Declared, function: type, args: Sequence[Any], result: Any, ranks: Sequence[int]) -> None:
-    """Check a declaration in the first step: exchange the rows once more as it says, and later their gradients.
+    """Exchange the rows of a call in the first step as its declaration says, and later their gradients; compare.
 
-    Args:
-        declared: The declaration.
-        function: The Function, which has run.
-        args: Arguments of the call.
-        result: What it has returned.
-        ranks: Global numbers of the ranks that share the experts; an exchange over others is not checked.
-
-    Raises:
-        ValueError: The call did something else than the declaration says. Where sizes do not fit, on all ranks.
+    An exchange over others than ``ranks``, those that share the experts, is not checked. ValueError if the call did
+    something else; where sizes do not fit, on all ranks.
     """
     name = f"{function.__module__}.{function.__qualname__} is declared, and"
     allowed = f"positions of an all-to-all's arguments in {_signature(function)}"
@@ -249,11 +242,7 @@ def group_named(group: Any) -> dist.ProcessGroup:
 
 
 class Arrived(dist.Work):
-    """The handle of an exchange whose rows have arrived; on a GPU for the stream that runs now.
-
-    Args:
-        device: Device of the rows.
-    """
+    """The handle of an exchange whose rows have arrived, on a GPU for the stream that runs now."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

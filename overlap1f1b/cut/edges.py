@@ -69,9 +69,8 @@ def edge_of(tensor: Tensor) -> GradientEdge:
 def applying(apply: Callable[..., Any]) -> Callable[[], None]:
     """Have Functions call ``apply(function, *args, **kwargs)`` in place of C++; return what changes them back.
 
-    It gets all arguments by position if the Function has a ``setup_context``, defaults included. Under transforms of
-    ``torch.func`` it gets what these make of a Function. From torch 2.14 on it is passed by where ``MyFunction.apply``
-    was given another name: that is C++ itself.
+    With a ``setup_context`` all arguments come by position, defaults too; under ``torch.func``, what its transforms
+    make. From torch 2.14 on it is passed by where ``MyFunction.apply`` was given another name: that is C++ itself.
     """
     public: Any = torch.autograd.Function
     plain = torch._C._FunctionBase.__dict__["apply"]

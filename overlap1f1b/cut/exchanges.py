@@ -45,40 +45,27 @@ def holds_rows(tensors: Iterable[Tensor]) -> bool:
 
 
 class OwnExchange(NamedTuple):
-    """An exchange of a block, the same for all microbatches.
+    """An exchange of a block, the same for all microbatches."""
 
-    Args:
-        op: ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``.
-        back_of: Position of that exchange; -1 for a dispatch.
-        forms: Of its tensors.
-    """
-
-    op: Op
-    back_of: int
-    forms: Forms
+    op: Op  # ``COMBINE`` if its sizes are the swapped sizes of an earlier exchange; else ``DISPATCH``
+    back_of: int  # position of that exchange; -1 for a dispatch
+    forms: Forms  # of its tensors
 
 
 class OwnExchanges(NamedTuple):
-    """The exchanges at which a block is cut, in their order.
+    """The exchanges at which a block is cut, in their order."""
 
-    Args:
-        where: Name of the block.
-        ranks: Global numbers of the ranks that share the experts.
-        every: The exchanges; none if the block is not cut.
-        library_stands: Whether all exchanges by a library run where they stand, since one has no gradient. Their order
-            must be the same on all ranks, so they are all hidden or none.
-    """
-
-    where: str = ""
-    ranks: tuple[int, ...] = ()
-    every: tuple[OwnExchange, ...] = ()
+    where: str = ""  # name of the block
+    ranks: tuple[int, ...] = ()  # global numbers of the ranks that share the experts
+    every: tuple[OwnExchange, ...] = ()  # none if the block is not cut
+    # Whether all exchanges by a library run where they stand, since one has no gradient: all are hidden or none, as
+    # their order must be the same on all ranks.
     library_stands: bool = False
 
     def hides(self, tensors: Sequence[Tensor], splits: Splits, group: dist.ProcessGroup) -> bool:
         """Return whether an exchange suspends the forward: not without a gradient, nor over other ranks.
 
-        Raises:
-            ValueError: An exchange by a library has no gradient, and those of the first step had one.
+        ValueError if a library's exchange has no gradient, and those of the first step had one.
         """
         library = isinstance(splits, LibrarySplits)
         if not self.every or not is_over(group, self.ranks, splits) or (library and self.library_stands):

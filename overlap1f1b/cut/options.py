@@ -199,13 +199,10 @@ class EngineOptions(UserOptions):
 
 
 def parse_gate(value: object) -> tuple[float | None, bool]:
-    """Return the share of a gate, and whether it raises.
+    """Return the share of a gate, and whether it raises; ValueError for no share from 0 to 1.
 
     >>> parse_gate("error:0.8"), parse_gate(0.5), parse_gate(None)
     ((0.8, True), (0.5, False), (None, False))
-
-    Raises:
-        ValueError: It is no share from 0 to 1.
     """
     if value is None:
         return None, False
@@ -229,13 +226,10 @@ _UNITS = {letter: at for at, letter in enumerate("KMGT", 1)}
 
 
 def parse_memory(value: object) -> int | Literal["auto"] | None:
-    """Return a limit of memory in bytes, ``"auto"``, or None.
+    """Return a limit of memory in bytes, ``"auto"``, or None; ValueError for no positive number of bytes.
 
     >>> parse_memory("70GB"), parse_memory("1.5KiB")
     (70000000000, 1536)
-
-    Raises:
-        ValueError: It is no positive number of bytes.
     """
     if value is None:
         return None

@@ -50,11 +50,8 @@ class Table(NamedTuple):
 class KnownPlaces:
     """The places that forwards of a block change, as its first forwards have shown.
 
-    Args:
-        block: The block.
-        own: State that it carries by itself.
-
     Attributes:
+        own: State that the block carries by itself.
         changing: Tables of the values that forwards change.
         staying: Those that keep their last value when a forward has ended, such as a counter's: all forwards see it.
         in_place: Tables of values that forwards change in place, if parts of them are computed again.

@@ -44,13 +44,12 @@ class Cut:
     """A stage that is cut as a plan says, by the shapes of its blocks.
 
     Attributes:
-        shape: Shapes of the blocks.
         segments: Segments of each block, see :func:`~overlap1f1b.plan.segments_of`; and whether its weight gradients
             have a node of their own. The first segment shares this node with the rest of the block.
         behind: Exchanges of rows behind each segment of each block.
         exchanges: Number of exchanges of rows of each block.
-        exchange_after: The next exchange of the same part, each given by its block and its place there.
-        exchange_before: The same the other way round.
+        exchange_after: The next exchange of the same part, each given by its block and its place there;
+            ``exchange_before`` the other way round.
     """
 
     def __init__(self, shape: StageShape) -> None:

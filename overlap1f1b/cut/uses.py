@@ -11,7 +11,6 @@ class ParameterUses:
     Attributes:
         apart: Weights whose gradients the block's layers defer to a queue; later without those that no layer defers.
         first: The first segment that uses a parameter.
-        shares: Whether the block uses parameters of an earlier one.
         several: The parameters of ``apart`` that are used in several segments or in another way, too.
     """
 

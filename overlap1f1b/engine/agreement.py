@@ -113,10 +113,8 @@ def _places(stages: Mapping[int, Stage]) -> Facts:
 def compare_batches(given: Mapping[str, Any], mesh: Mesh, needed: Collection[str] = ()) -> list[str]:
     """Compare the batches of a step over ranks; return those that differ, in any bit, between ranks of a pipeline.
 
-    A batch without tensors is equal to any. All ranks must call this.
-
-    Raises:
-        ValueError: Ranks of a tensor group have different tensors of a batch that they need.
+    One without tensors equals any. ValueError if ranks of a tensor group need and have different tensors. All must call
+    this.
     """
     if mesh.group("tp") is None and mesh.group("pp") is None:
         return []
@@ -182,13 +180,10 @@ class FirstRows(Observer):
 
 
 def check_tensor_group(stages: Mapping[int, Stage], mesh: Mesh, first: Mapping[tuple[int, int, int], Tensor]) -> None:
-    """Compare what the ranks of a tensor group have computed in the first step. All of them must call this.
+    """Compare what a tensor group has computed in the first step; all of its ranks must call this.
 
-    Of gradients 64 entries are compared, of tokens the ``first`` rows of each call.
-
-    Raises:
-        ValueError: They hold copies of a parameter, and its gradients differ, as where each rank has other tokens; or
-            experts that they share have got the same tokens from each of them.
+    Of gradients 64 entries are compared, of tokens the ``first`` rows of each call. ValueError if gradients of copies
+    differ, as where each rank has other tokens, or experts that are shared have got the same tokens from each rank.
     """
     if mesh.group("tp") is None:
         return

@@ -29,18 +29,10 @@ class Dropped(NamedTuple):
 
 
 class Capacity(Observer):
-    """The room for rows in a step's exchanges, and the rows that found none.
+    """The room for rows in a step's exchanges, ``factor`` times an even share, and the rows that found none.
 
-    A step that has lost rows leaves gradients as they were before it, and raises.
-
-    Args:
-        factor: Room as a multiple of an even share.
-        mesh: Ranks that are told of rows that another has lost.
-        parameters: Returns those of this rank's stages.
-
-    Raises:
-        ValueError: In a step, ranks along "ep" with other numbers of tokens.
-        CapacityOverflowError: At the end of a step.
+    A step that has lost rows leaves gradients as they were, and raises CapacityOverflowError on all ranks of the mesh;
+    so does, with ValueError, one in which ranks along "ep" have other numbers of tokens.
     """
 
     rehearses = True

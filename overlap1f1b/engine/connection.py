@@ -50,21 +50,10 @@ _FACTS = 4  # numbers that a call may compare
 
 
 class Connection:
-    """The stages of a rank, and its links to other ranks.
+    """The stages of a rank by their numbers, and its links to other ranks.
 
-    Args:
-        owner: The communicators end when it is dropped.
-        model, program, mesh, options, exchange: See :class:`~overlap1f1b.engine.Engine`.
-
-    Attributes:
-        mesh: Ranks by their dimensions.
-        exchange: Between the ranks that share the experts.
-        stages: Of this rank, by their numbers.
-        sharding: What FSDP2 holds of them.
-        tied: Sums parameters that several stages share.
-        boundary: Transfers between stages.
-        links: All that a step needs of this.
-        several: Whether there are other ranks.
+    Its communicators end when ``owner`` is dropped. ``sharding`` is what FSDP2 holds of the stages, ``tied`` sums
+    parameters that several share, ``boundary`` has the transfers between them, ``links`` is all that a step needs.
 
     Raises:
         ValueError: What was given does not fit, or differs between ranks.
@@ -203,20 +192,13 @@ class Connection:
     def guarded(
         self, call: Call, of: Failing = BaseException, *, place: str = "", facts: Sequence[float] = ()
     ) -> Iterator[Comparison]:
-        """Guard a call that all ranks make.
+        """Guard a call that all ranks make; failures ``of`` these kinds end the engine, after others it can go on.
 
-        Ranks compare which call it is, and up to four numbers of it. In a step they go on meanwhile: a rank that has
-        made another call ends the step. After a failure in the body, put earlier gradients back, end the waits of all
-        other ranks, and this engine.
+        Ranks compare which call it is, and up to four numbers of it, ``facts``. In a step they go on meanwhile: a rank
+        that has made another call ends the step. After a failure in the body, put earlier gradients back, end the waits
+        of all other ranks, and this engine. Messages say ``place``, where in the call this rank is.
 
-        Args:
-            call: Its name.
-            of: Failures that end the engine, by default all; after others it can go on.
-            place: Where in the call this rank is, for messages.
-            facts: Numbers to compare, see the :class:`~overlap1f1b.transport.mesh.Comparison` that this yields.
-
-        Raises:
-            RuntimeError: The engine has failed before, or is in a step; ranks have made different calls.
+        RuntimeError if the engine has failed before, or is in a step, or ranks have made different calls.
         """
         if self._closed:
             raise RuntimeError("this engine is closed; allowed: a new one, on all ranks")

@@ -39,12 +39,7 @@ class _Losses(NamedTuple):
 
 
 class FiniteCheck:
-    """Looks at losses once the device has passed them, and at norms, which are on the host.
-
-    Args:
-        finite: ``"warn"`` says the first loss and the first norm, ``"raise"`` each; None looks at nothing.
-        mesh: Its ranks raise together.
-    """
+    """Looks at losses once the device has passed them, and at norms on the host; all ranks raise together."""
 
     def __init__(self, finite: Finite, mesh: Mesh) -> None:
         self._finite, self._mesh = finite, mesh
@@ -70,11 +65,9 @@ class FiniteCheck:
             self._coming.pop().copy.read()
 
     def found(self, step: int, norm: float | None = None) -> str | None:
-        """Return what is to be said now. Under ``"raise"`` all ranks must call this, and get the same line.
+        """Return what is to be said of a step, and its norm if known.
 
-        Args:
-            step: Number of the last step.
-            norm: Of its gradients, the same on all ranks; None if it is not known.
+        Under "raise" all ranks call this, and get the same.
         """
         if self._finite is None:
             return None
@@ -98,11 +91,7 @@ class FiniteCheck:
         return lines
 
     def say(self, line: str | None, result: StepResult | None = None) -> None:
-        """Say what was found, between calls of the engine.
-
-        Raises:
-            NotFiniteError: Under ``"raise"``.
-        """
+        """Say what was found, between calls of the engine; under "raise" by a NotFiniteError."""
         if line is None:
             return
         if self._finite == "raise":

@@ -27,13 +27,7 @@ class NotHiddenError(RuntimeError):
 
 
 class Gate:
-    """Compares what the last steps of a plan hid with its prediction.
-
-    Args:
-        gate: As of the options; None looks at nothing.
-        mesh: Its ranks raise together.
-        counts_block: Whether the host waits for counts, as for the plan.
-    """
+    """Compares what the last steps of a plan hid with its prediction; all ranks of the mesh raise together."""
 
     def __init__(self, gate: float | str | None, mesh: Mesh, *, counts_block: bool) -> None:
         self.share, self.raises = parse_gate(gate)
@@ -64,11 +58,7 @@ class Gate:
         return line
 
     def say(self, line: str | None, result: StepResult) -> None:
-        """Say what was found, between calls of the engine.
-
-        Raises:
-            NotHiddenError: If the gate says ``error``.
-        """
+        """Say what was found, between calls of the engine; by a NotHiddenError if the gate says ``error``."""
         if line is None:
             return
         if self.raises:

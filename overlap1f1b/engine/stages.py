@@ -98,13 +98,10 @@ def stages_of(
     reduce_experts: bool,
     gathers: bool = False,
 ) -> tuple[dict[int, Stage], Sharding]:
-    """Return the stages of this rank by their number, and what FSDP2 holds of them.
+    """Return the stages of this rank by their number, and what FSDP2 holds, for nodes to gather if it ``gathers``.
 
-    ``gathers`` says whether nodes gather sharded parameters inside a step.
-
-    Raises:
-        ValueError: Too few blocks; stages that the rank does not hold; a parameter in two stages that do not tie it; a
-            DTensor that is not FSDP2's over the mesh; or experts over other ranks than the engine's.
+    ValueError for too few blocks; stages that the rank does not hold; a parameter in two stages that do not tie it; a
+    DTensor that is not FSDP2's over the mesh; experts over other ranks than the engine's.
     """
     rank = mesh.rank("pp")
     held = [stage for _, stage in placement.places(rank)]

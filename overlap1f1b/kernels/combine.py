@@ -10,17 +10,10 @@ from overlap1f1b.kernels.permute import Layout, take_rows
 
 
 def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None = None, partial: bool = True) -> Tensor:
-    """Sum groups of rows.
+    """Sum groups of ``width`` rows of ``[C, H]``, possibly a part of longer rows, in order, in float32 or wider.
 
-    Args:
-        rows: ``[C, H]``, possibly a part of longer rows.
-        inverse: ``[R·K]`` int64, the K rows of each sum; −1 for none.
-        width: K.
-        weights: ``[C]``, factor of each row; None for 1.
-        partial: Whether −1 occurs; otherwise the twin does not look for it.
-
-    Returns:
-        ``[R, H]`` in the dtype of ``rows``, summed over K in order, in float32 or wider.
+    ``inverse [R·K]`` int64 has the K rows of each sum, −1, if ``partial``, for none; ``weights [C]`` are factors.
+    Returns ``[R, H]`` in the dtype of ``rows``.
     """
     wide = torch.promote_types(rows.dtype, torch.float32)
     columns = rearrange(inverse, "(R K) -> K R", K=width)
@@ -41,13 +34,10 @@ def sum_rows(rows: Tensor, inverse: Tensor, width: int, weights: Tensor | None =
 def spread_grad(
     grad: Tensor, rows: Tensor, order: Tensor, inverse: Tensor, weights: Tensor, padded: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the weighted sum, from ``grad [R, H]`` of the sums.
+    """Return the gradients of :func:`sum_rows`, ``[C, H]`` and ``[C]``, from ``grad [R, H]`` of the sums.
 
-    Args are those of :func:`sum_rows`, and ``order [C]`` int64, the place of each row in ``inverse``: −1, if
-    ``padded``, for padding.
-
-    Returns:
-        ``[C, H]`` of the rows, zeros for padding, and ``[C]`` of the weights, dot products in float32 or wider.
+    ``order [C]`` int64 is the place of each row in ``inverse``: −1, if ``padded``, for padding, which gets zeros. The
+    weights' are dot products in float32 or wider.
     """
     width = len(inverse) // max(len(grad), 1)
     wide = torch.promote_types(rows.dtype, torch.float32)
@@ -58,12 +48,9 @@ def spread_grad(
 
 
 def pack_grads(rows: Tensor, weights: Tensor, inverse: Tensor, layout: Layout, partial: bool = True) -> Tensor:
-    """Return the gradients ``[R, W]`` of received rows, which carry the weights' gradients.
+    """Return the gradients ``[R, W]`` of received rows, from ``[C, H]`` of each choice and ``[C]`` of its weight.
 
-    Args:
-        rows: ``[C, H]``, gradients of the rows of each choice.
-        weights: ``[C]``, gradients of their weights.
-        inverse: ``[R·K]`` int64, the choice of each spot; −1, if ``partial``, for none.
+    ``inverse [R·K]`` int64 is the choice of each spot; −1, if ``partial``, for none.
     """
     packed = rows.new_empty(len(inverse) // layout.choices, layout.width)
     of_rows, of_weights, between = layout.opened(packed)

@@ -21,12 +21,9 @@ from overlap1f1b.kernels.fp8 import Precision, Quantized, dequantized, quantize
 
 
 class ExpertRows(Sequence[int]):
-    """Number of rows of each expert. The host reads them only if needed, since on CUDA the read waits for the device.
+    """Number of rows of each expert, from their ``ends [E]`` int32; if ``padded``, rows of no expert follow.
 
-    Args:
-        ends: ``[E]`` int32, the end of each expert's rows.
-        host: The numbers, if the host knows them already.
-        padded: Whether further rows, which belong to no expert, follow.
+    On CUDA a read of the host waits for the device, so it reads only if needed, and if ``host`` does not have them.
     """
 
     def __init__(self, ends: Tensor, host: Sequence[int] | None = None, *, padded: bool = False) -> None:
@@ -63,15 +60,9 @@ class KnownRows(list[int]):
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """Multiply each expert's rows with its weight, ``rows[e] @ weight[e].T``.
+    """Return ``rows[e] @ weight[e].T`` of each expert, of ``rows [R, A]`` sorted by expert, and ``weight [E, C, A]``.
 
-    Args:
-        rows: ``[R, A]``, sorted by expert.
-        weight: ``[E, C, A]``, as ``nn.Linear`` lays it out.
-        counts: Rows of each expert, summing to R or less; zeros are allowed.
-
-    Returns:
-        ``[R, C]``; rows that belong to no expert are undefined.
+    ``counts`` sum to R or less, zeros allowed; in ``[R, C]`` rows that belong to no expert are undefined.
     """
     return _product(rows, weight.transpose(1, 2), counts, native=_native(rows, weight))
 
@@ -82,11 +73,9 @@ class EightBits:
     An expert's rows may begin anywhere for torch's kernel, since they are not the dimension that is summed. In a weight
     gradient they are, and would have to be multiples of 16: it is a product of what is not quantized.
 
-    Args:
-        precision: A scale a row, or of 32 elements. For those torch's kernel is of Blackwell, on which nobody here has
-            run it: a GPU multiplies the same numbers in bfloat16, which has all their bits.
-        keeps: Whether a weight is quantized once, in each of its two layouts, for all products of this object: of a
-            step, in which it does not change. What is kept has the size of the weights in bfloat16.
+    The kernel for scales of 32 elements is Blackwell's, on which nobody here has run it: a GPU multiplies the same
+    numbers in bfloat16, which has all their bits. If it ``keeps``, a weight is quantized once, in each of its two
+    layouts, for all products of this object, as of a step: what is kept has the size of the weights in bfloat16.
     """
 
     def __init__(self, kernels: Kernels, precision: Precision, *, keeps: bool = False) -> None:
@@ -237,10 +226,7 @@ class GroupedMM(torch.autograd.Function):
 def multiplied(rows: Tensor, weight: Tensor, counts: Sequence[int], eight: EightBits | None = None) -> Tensor:
     """Return :func:`grouped_mm` with its gradients, by :class:`GroupedMM` or by the weight's own class.
 
-    A weight with products of its own gets its gradient by them too, in the backward of the rows.
-
-    Raises:
-        ValueError: The weight's class has products of its own, but not this one, or ``eight`` is given.
+    The latter does both in the backward of the rows; ValueError if it has no such product, or ``eight`` is given.
     """
     if not has_own_products(weight):
         product: Tensor = GroupedMM.apply(rows, weight, counts, eight)
@@ -283,17 +269,10 @@ _ORDINARY: tuple[Any, ...] = (Parameter.__torch_function__, Tensor.__torch_funct
 
 
 def add_weight_grad_(main: Tensor, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Add ``grad[e].T @ rows[e]`` to ``main[e]`` for each expert.
+    """Add ``grad[e].T @ rows[e]`` to ``main[e]``, float32 ``[E, C, A]``, for each expert with rows; return it.
 
-    Args:
-        main: ``[E, C, A]`` float32, contiguous; unchanged for an expert without rows.
-        grad: ``[R, C]``, gradient of the product, sorted by expert.
-        rows: ``[R, A]``, the product's operand, sorted by expert.
-        offsets: ``[E]`` int32 or int64 on the device: the end of each expert's rows. Rows after the last end are
-            ignored.
-
-    Returns:
-        ``main``. On CUDA torch's grouped product rounds to bfloat16 before the addition.
+    ``grad [R, C]`` and ``rows [R, A]`` are sorted by expert; ``offsets [E]``, int32 or int64 on the device, are the
+    ends of their rows, later ones are ignored. On CUDA torch's grouped product rounds to bfloat16 before the addition.
     """
     low = _has_kernel(main) and main.dtype == torch.float32 and grad.dtype == torch.bfloat16
     if low and all(t.shape[1] % 8 == 0 and t.shape[0] for t in (grad, rows)):

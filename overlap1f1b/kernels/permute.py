@@ -19,21 +19,13 @@ ALIGNED = 16
 
 
 class Layout(NamedTuple):
-    """What a sent row holds.
+    """What a sent row holds."""
 
-    Args:
-        hidden: H.
-        choices: K.
-        weights: Dtype of the weights.
-        width: Number of elements of a row, W.
-        between: Where the experts' numbers begin, and where the weights begin from the end, in steps of 2 bytes.
-    """
-
-    hidden: int
-    choices: int
-    weights: torch.dtype
-    width: int
-    between: tuple[int, int]
+    hidden: int  # H
+    choices: int  # K
+    weights: torch.dtype  # dtype of the weights
+    width: int  # number of elements of a row, W
+    between: tuple[int, int]  # where the experts' numbers begin, and the weights from the end, in steps of 2 bytes
 
     @classmethod
     def of(cls, tokens: Tensor, weights: Tensor, *, scales: int = 0) -> Layout:
@@ -71,11 +63,8 @@ def pack_rows(
 ) -> Tensor:
     """Return the rows to send ``[R, W]`` of ``tokens [T, H]``, experts ``[T, K]`` int64 and their weights ``[T, K]``.
 
-    Args:
-        order: ``[R]`` int64, the token of each row, −1 for a row of zeros; None for a row of each token.
-        spots: ``[T, K]`` int64, the spot of each slot, −1 for none; None with ``order``.
-        local: Experts of a rank.
-        partial: Whether −1 occurs in ``order``; otherwise the twin does not look for it.
+    ``order [R]`` int64 is the token of each row, −1, if ``partial``, for zeros, None for a row of each token; ``spots
+    [T, K]`` int64 the spot of each slot, −1 for none; ``local`` the experts of a rank.
     """
     packed = tokens.new_empty(len(tokens) if order is None else len(order), layout.width)
     rows, factors, chosen = layout.opened(packed)
@@ -100,12 +89,10 @@ def pack_rows(
 
 
 def expand_rows(packed: Tensor, order: Tensor, inverse: Tensor, layout: Layout, padded: bool) -> tuple[Tensor, Tensor]:
-    """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``.
+    """Return the rows ``[C, H]`` of each choice, sorted by expert, and their weights ``[C]``, from ``[R, W]``.
 
-    Args:
-        packed: Received rows ``[R, W]``.
-        order: ``[C]`` int64, the spot of each choice; −1, if ``padded``, for padding, which is zero.
-        inverse: ``[R·K]`` int64, the choice of each spot; −1 for none.
+    ``order [C]`` int64 is the spot of each choice, −1, if ``padded``, for zeros; ``inverse [R·K]`` the reverse, −1 for
+    none.
     """
     rows, weights, _ = layout.opened(packed)
     factors = take_rows(rearrange(weights, "R K -> (R K) 1"), order, padded).squeeze(1)

@@ -16,23 +16,14 @@ TINY = 1e-20  # avoids 0 / 0 in the normalisation if all scores have underflowed
 
 
 class Rule(NamedTuple):
-    """The rule that chooses experts from logits.
+    """The rule that chooses experts from logits."""
 
-    Args:
-        top_k: K.
-        softmax: Whether scores are a softmax over the experts, instead of the sigmoid of each.
-        normalize: Whether the weights of a token are divided by their sum.
-        scaling: Factor of the weights.
-        groups: Parts of equal size into which the experts are divided.
-        top_groups: Groups that a token may use.
-    """
-
-    top_k: int
-    softmax: bool = True
-    normalize: bool = False
-    scaling: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
+    top_k: int  # K
+    softmax: bool = True  # whether scores are a softmax over the experts, instead of the sigmoid of each
+    normalize: bool = False  # whether the weights of a token are divided by their sum
+    scaling: float = 1.0  # factor of the weights
+    groups: int = 1  # parts of equal size into which the experts are divided
+    top_groups: int = 1  # groups that a token may use
 
     def best(self, experts: int) -> int:
         """Return how many experts are summed to rank a group: two (DeepSeek-V3), or one with softmax (DeepSeek-V2)."""
@@ -80,17 +71,10 @@ def count_choices_(load: Tensor, indices: Tensor) -> Tensor:
 def route_tokens(
     logits: Tensor, bias: Tensor, rule: Rule, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts.
+    """Choose experts by ``logits [T, E]``, float32 or wider, and ``bias [E]`` float32, added for the choice alone.
 
-    Args:
-        logits: ``[T, E]``, float32 or wider.
-        bias: ``[E]`` float32, added to the scores for the choice but not to the weights.
-        rule: See :class:`Rule`.
-        dtype: Dtype of the weights; by default the logits'.
-
-    Returns:
-        Indices ``[T, K]`` int64, best first, among equal scores the lower index first; their weights ``[T, K]``; all
-        scores ``[T, E]``. Weights and scores are differentiable.
+    Returns indices ``[T, K]`` int64, best first, among equal scores the lower index first; their weights ``[T, K]`` in
+    ``dtype``, by default the logits'; all scores ``[T, E]``. Weights and scores are differentiable.
     """
     scores = _score(logits, rule)
     indices = _choose(scores.detach() + bias, rule)

@@ -16,20 +16,12 @@ from torch import Tensor
 
 
 class Places(NamedTuple):
-    """Maps between slots and rows to send.
+    """Maps between slots and rows to send."""
 
-    Args:
-        order: ``[R]`` int64, the token of each row; −1 for a row without a token.
-        spots: ``[T, K]`` int64, the spot of each slot; −1 for a slot that was left out.
-        inverse: ``[T·K]`` int64, the row of each slot that is the first of its row, −1 for any other.
-        counts: ``[ranks, 1 + E / ranks]`` int64, for each rank the rows, and then the choices of each of its experts,
-            before any was left out.
-    """
-
-    order: Tensor
-    spots: Tensor
-    inverse: Tensor
-    counts: Tensor
+    order: Tensor  # ``[R]`` int64, the token of each row; −1 for a row without a token
+    spots: Tensor  # ``[T, K]`` int64, the spot of each slot; −1 for a slot that was left out
+    inverse: Tensor  # ``[T·K]`` int64, the row of each slot that is the first of its row, −1 for any other
+    counts: Tensor  # ``[ranks, 1 + E / ranks]`` int64: rows, and choices of each expert, before any was left out
 
 
 def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
@@ -78,17 +70,11 @@ def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = Non
 
 
 class Slots(NamedTuple):
-    """Maps between the choices of received rows and rows sorted by expert.
+    """Maps between the choices of received rows and rows sorted by expert."""
 
-    Args:
-        order: ``[C]`` int64, the spot of each sorted row; −1 for a row without one, which are the last.
-        inverse: ``[R·K]`` int64, the sorted row of each spot; −1 for a spot without one.
-        ends: ``[E]`` int32, the end of each expert's rows.
-    """
-
-    order: Tensor
-    inverse: Tensor
-    ends: Tensor
+    order: Tensor  # ``[C]`` int64, the spot of each sorted row; −1 for a row without one, which are the last
+    inverse: Tensor  # ``[R·K]`` int64, the sorted row of each spot; −1 for a spot without one
+    ends: Tensor  # ``[E]`` int32, the end of each expert's rows
 
 
 def place_slots(chosen: Tensor, experts: int, choices: int) -> Slots:

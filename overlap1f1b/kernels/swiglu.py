@@ -17,15 +17,9 @@ from overlap1f1b.kernels.choice import Kernels
 
 
 def swiglu_rows(gate_up: Tensor, weights: Tensor | None = None, count: Tensor | None = None) -> Tensor:
-    """Return ``silu(gate) · up``, times the weight of each row if there is one.
+    """Return ``silu(gate) · up``, ``[R, I]``, of ``gate_up [R, 2·I]`` side by side, times ``weights [R]``.
 
-    Args:
-        gate_up: ``[R, 2·I]``, gate and up side by side.
-        weights: ``[R]``, possibly of a wider dtype.
-        count: ``[1]`` int32 or int64 on the device: rows from this one on are padding of any content, and give zeros.
-
-    Returns:
-        ``[R, I]``.
+    Weights may have a wider dtype. From row ``count [1]`` on, int32 or int64 on the device, padding gives zeros.
     """
     gate, up = rearrange(gate_up, "R (two I) -> two R I", two=2)
     y = F.silu(gate) * up

@@ -63,10 +63,7 @@ class VerificationError(RuntimeError):
 
 
 class Verification:
-    """Compares a step with a plain loop.
-
-    ``tables`` returns tables beside the model that a step changes, such as the losses that a framework logs.
-    """
+    """Compares a step with a plain loop, and what both change in ``tables`` beside the model, such as logged losses."""
 
     def __init__(self, stages: Mapping[int, Stage], mesh: Mesh, sharding: Sharding, tables: Tables = tuple) -> None:
         self._stages, self._mesh, self._sharding = stages, mesh, sharding
@@ -117,11 +114,7 @@ class Verification:
         return step.run()
 
     def _judge(self, plan: Plan, twin: Plan, left: Copies, rehearse: Rehearse, undo: Undo) -> None:
-        """Compare a step with two more loops: the one before it may have compiled blocks. All ranks must call this.
-
-        Raises:
-            VerificationError: It differs, and these loops do not.
-        """
+        """Raise VerificationError for a difference that two more loops lack: the first may have compiled blocks."""
         # 1. Whether loops repeat themselves; the second draws other numbers from Python's and NumPy's generators.
         once = _bits(self._outcome(rehearse(twin)))
         undo(global_random=False)

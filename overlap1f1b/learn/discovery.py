@@ -40,15 +40,10 @@ class Seen(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """Exchanges of a block, the same in all microbatches so far.
+    """Exchanges of a block, the same in all microbatches so far."""
 
-    Args:
-        forms: Tensors of all exchanges of each microbatch.
-        swapped: A later and an earlier exchange of the same sizes, swapped, every time.
-    """
-
-    forms: frozenset[tuple[Forms, ...]]
-    swapped: frozenset[tuple[int, int]]
+    forms: frozenset[tuple[Forms, ...]]  # tensors of all exchanges of each microbatch
+    swapped: frozenset[tuple[int, int]]  # A later and an earlier exchange of the same sizes, swapped, every time
 
     @classmethod
     def by(cls, seen: Sequence[Seen]) -> Shown:
@@ -63,23 +58,14 @@ class Shown(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the first step has shown, the same on all ranks.
+    """What the first step has shown, the same on all ranks."""
 
-    Args:
-        exchanges: At which blocks can be cut.
-        standing: Lines about those that run where they stand, as they do in every step; of all ranks.
-    """
-
-    exchanges: dict[BlockKey, OwnExchanges]
-    standing: tuple[str, ...]
+    exchanges: dict[BlockKey, OwnExchanges]  # at which blocks can be cut
+    standing: tuple[str, ...]  # lines about those that run where they stand, as they do in every step; of all ranks
 
 
 class Discovery(Observer):
-    """Finds, in the step that it looks on at, the exchanges that blocks make by themselves.
-
-    Args:
-        mesh: Its ranks that share the experts are those over which exchanges can be hidden.
-    """
+    """Finds, in the step that it looks on at, the exchanges that blocks make by themselves over the experts' ranks."""
 
     rehearses = True
 
@@ -124,10 +110,8 @@ class Discovery(Observer):
     def found(self, stages: Mapping[int, Stage]) -> Found:
         """Return the exchanges of the blocks that make any; warn of those that stay. All ranks must call this.
 
-        Sizes that are symmetric by chance, on one rank, tell nothing.
-
-        Raises:
-            ValueError: Microbatches of a block differ in numbers, dtypes or dimensions of its exchanges.
+        Sizes that are symmetric by chance, on one rank, tell nothing. ValueError if microbatches of a block differ in
+        numbers, dtypes or dimensions of its exchanges.
         """
         for line in sorted(self._standing):
             warnings.warn(line, stacklevel=2)
@@ -154,11 +138,7 @@ def _in_common(_: object, parts: Sequence[Mapping[BlockKey, Shown]]) -> dict[Blo
 
 
 def matched(shown: Shown, name: str) -> tuple[OwnExchange, ...]:
-    """Return the exchanges of a block.
-
-    Rows may have other shapes in each microbatch, such as a capacity ``[E, C, H]`` that follows its tokens. Other
-    numbers, dtypes or dimensions are a ValueError; ``name`` is the block's.
-    """
+    """Return a block's exchanges, of any shapes; ValueError for several numbers of them, dtypes or dimensions."""
     if len(shown.forms) > 1:
         numbers = sorted({len(every) for every in shown.forms})
         raise ValueError(

@@ -23,12 +23,7 @@ Links = dict[CostKey, tuple[float, ...]]
 
 
 class OneByOne(Observer):
-    """Keeps nodes apart while they are measured: no exchange of one is under way while another runs.
-
-    Args:
-        barrier: Lets all ranks come to the same place, so that the time of a transfer contains no wait of one rank for
-            another.
-    """
+    """Keeps nodes apart while they are measured, and ranks together, so that no transfer waits for another rank."""
 
     keeps_order = True
 
@@ -98,12 +93,11 @@ def measured_costs(
 ) -> NodeCosts:
     """Return costs in seconds, the same on all ranks: of each node the median over microbatches and steps.
 
-    A single compilation or allocation does not count in a median.
-
-    A compute node costs the time of the slowest rank. An exchange has one cost for each rank that shares the experts,
-    the time until that rank had received all its rows: links carry different numbers of rows. A transfer between stages
-    costs what ``transfers`` of this rank say. A launch costs the median over blocks, too, on the slowest rank;
-    ``launches`` has the times in which the thread launched nodes on a device.
+    So a single compilation or allocation does not count. A compute node costs the time of the slowest rank. An exchange
+    has one cost for each rank that shares the experts, the time until that rank had received all its rows: links carry
+    different numbers of rows. A transfer between stages costs what ``transfers`` of this rank say. A launch costs the
+    median over blocks, too, on the slowest rank; ``launches`` has the times in which the thread launched nodes on a
+    device.
     """
     took: dict[Node, list[float]] = {}
     for span in spans:

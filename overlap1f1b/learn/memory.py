@@ -32,14 +32,10 @@ def peak_bytes(device: torch.device, step: Callable[[], object]) -> int:
 
 
 class ByteCount(TorchDispatchMode):
-    """Counts bytes of tensors while it is entered, beyond those at its start.
+    """Counts bytes of tensors while it is entered, beyond those at its start; ``peak`` is the most at once so far.
 
     On a GPU the allocator counts, when this thread launches. Elsewhere the arguments and results of this thread's
     operators are counted at the end of each: it does not matter which thread frees a tensor, or has received it.
-
-    Attributes:
-        before: Bytes at the start.
-        peak: The most at once so far.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -48,11 +48,7 @@ class Peers:
         return self.agreed(self.mesh.combined(list(seconds), lambda _, every: list(map(max, zip(*every, strict=True)))))
 
     def made(self, make: Callable[[], T]) -> T:
-        """Return what the first rank has made: a search takes long where ranks share processors.
-
-        Raises:
-            ValueError: The first rank raised it.
-        """
+        """Return what the first rank has made, or raise its ValueError: a search takes long where all search."""
         made: T | ValueError | None = None
         if any(map(self.mesh.rank, DIMENSIONS)):
             while made is None:

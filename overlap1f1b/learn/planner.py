@@ -88,11 +88,7 @@ class Planner:
     # ---------------------------------------------------------------------------------------------- of several
 
     def fastest(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
-        """Return plans of a step, the one that is predicted to be the fastest first.
-
-        Raises:
-            ValueError: No plan keeps within the limit, or the costs have no bytes.
-        """
+        """Return plans of a step, the predicted fastest first; ValueError if none keeps within the limit."""
         return self._fitting(program, shapes, costs) or self._refuse(program, shapes, costs)
 
     def _fitting(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
@@ -144,11 +140,7 @@ class Planner:
     # ---------------------------------------------------------------------------------------------- of settings
 
     def chosen(self, program: Program, measured: Measured) -> Choice:
-        """Choose what each block recomputes, if several modes were measured, or into how many parts calls are cut.
-
-        Raises:
-            ValueError: No plan keeps within the limit.
-        """
+        """Choose what each block recomputes, or the parts of a call; ValueError if no plan keeps within the limit."""
         if len({mode for mode, _ in measured}) > 1:
             return self._with_recompute(program, measured)
         found = {parts: (costs, self.fastest(program, of, costs)) for (_, parts), (costs, of) in measured.items()}

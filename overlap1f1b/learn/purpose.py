@@ -57,10 +57,7 @@ class Coming(NamedTuple):
 def first_steps(
     settings: Iterable[Setting], *, shows: bool, warm: int, counts: bool, measured: int
 ) -> Iterator[Coming]:
-    """Yield the steps that measure nodes in each setting: ``warm`` first, of which the last ``counts``.
-
-    Kernels have been compiled before the second setting. ``measured`` steps are measured in each.
-    """
+    """Yield the steps that measure nodes in each setting: ``warm`` before the first, the last of which ``counts``."""
     for number, setting in enumerate(settings):
         before = [Purpose.WARM] * (1 if number else warm)
         before[-1:] = [Purpose.COUNT if counts else Purpose.WARM] if before else []

@@ -98,8 +98,6 @@ class Tuner:
 
     Attributes:
         steps: Number of steps so far.
-        planner: Compiles plans.
-        peers: The ranks that play one plan.
         shapes: Of the blocks of all stages.
         setting: What blocks recompute, and the parts of a call of experts, in the next step.
         standing: Lines about exchanges that run where they stand, as the first step has shown.
@@ -334,11 +332,9 @@ class Tuner:
     # ------------------------------------------------------------------------------------------- around a step
 
     def agree(self, plan: Plan) -> None:
-        """Compare the plan of a step or an evaluation over the ranks, once. All ranks must call this.
+        """Compare the plan of a step or an evaluation over the ranks, once; ValueError if they differ.
 
-        Raises:
-            ValueError: Ranks have different plans, or not all of them measure.
-            LostRankError: A rank failed, or did not answer within the limit.
+        All must call this.
         """
         agreed = self._numbers[plan.program.microbatches].agreed
         if plan.fingerprint not in agreed:
@@ -416,12 +412,8 @@ class Tuner:
     ) -> None:
         """Note what a step has shown: it decides how the next ones are played. All ranks must call this.
 
-        Args:
-            step: :attr:`coming` before it.
-            result: Of the step.
-            transfers: Times the transfers between stages, and returns their seconds.
-            count: Of a step that counts.
-            found: Exchanges that blocks make by themselves, of a step that shows them.
+        ``step`` was :attr:`coming`; ``count`` is of one that counts, ``found`` of one that shows exchanges of blocks.
+        ``transfers`` times the transfers between stages, in seconds.
         """
         self.peers.end()
         self.steps, self._untimed = self.steps + 1, result.times.untimed

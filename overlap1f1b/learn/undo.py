@@ -27,17 +27,12 @@ Table = MutableMapping[Any, Any]
 class Undo:
     """What a step changes, kept as it is now; a call puts it back.
 
-    It keeps gradients, torch's random numbers, and the entries of tables, such as the attributes and buffers of
-    modules: their values, and the contents of tensors, generators and containers among them. Gradients that are all
-    zero need no copy; of others there is one in host memory.
+    It keeps gradients, each an object and the name of its attribute, torch's random numbers, and the entries of tables,
+    such as the attributes and buffers of modules: their values, and the contents of tensors, generators and containers
+    among them. Gradients that are all zero need no copy; of others there is one in host memory.
 
     Of places that other code uses, too, such as a file's globals, only entries that blocks were seen to change are put
     back: threads and signals may change others.
-
-    Args:
-        stages: Of this rank: their places and generators of random numbers.
-        gradients: Where gradients are, each an object and the name of its attribute.
-        tables: Further tables of entries that a step may change.
     """
 
     def __init__(self, stages: Iterable[Stage], gradients: Iterable[tuple[Any, str]], tables: Iterable[Table]) -> None:

@@ -10,17 +10,12 @@ from torch import Tensor
 
 
 def attach(weights: Tensor, loss: Tensor, scale: float) -> Tensor:
-    """Return ``weights`` unchanged; their backward also starts the backward of ``loss``, with gradient ``scale``.
+    """Return ``weights`` unchanged; their backward also starts that of a scalar ``loss``, with gradient ``scale``.
 
     >>> weights = attach(weights, z_loss(logits), scale=0.01)
 
-    The result is the gradient of *total loss + scale · loss*, on any stage and in any schedule, and nothing travels to
-    the last stage. The value of the total loss does not contain ``loss``.
-
-    Args:
-        weights: Tensor on which the total loss depends.
-        loss: A scalar.
-        scale: Gradient of ``loss``.
+    The total loss depends on ``weights``: the result is the gradient of *total loss + scale · loss*, on any stage and
+    in any schedule. Nothing travels to the last stage, and the value of the total loss does not contain ``loss``.
     """
     return _Attach.apply(weights, loss, weights.new_full((), scale, dtype=loss.dtype))
 
@@ -45,16 +40,10 @@ def attach_balance(
 ) -> Tensor:
     """:func:`attach` the load-balancing loss of Switch Transformers (Fedus et al. 2021, eq. 4), ``E · Σ_e f_e · P_e``.
 
-    ``f_e`` is the fraction of all choices that chose expert ``e``, so balanced routing gives 1 for every K; ``P_e`` is
-    the mean probability of ``e``. Only ``P`` has a gradient, which is the same for all tokens, ``E · f / T``: nothing
-    is computed but it.
-
-    Args:
-        weights: ``[T, K]``.
-        probabilities: ``[T, E]``, summing to one for each token.
-        counts: ``[E]`` int64, choices of each expert, summing to T·K.
-        scale: Gradient of the loss.
-        mask: ``[T]`` bool, True for real tokens, which alone count as T; None for all.
+    ``f_e`` is the fraction of all choices that chose expert ``e``, of ``counts [E]`` int64, so balanced routing gives 1
+    for every K; ``P_e`` is the mean of ``probabilities [T, E]``, which sum to one for each token. Only ``P`` has a
+    gradient, which is the same for all tokens, ``E · f / T``: nothing is computed but it. Tokens outside ``mask [T]``
+    do not count as T.
     """
     (T, K), E = weights.shape, probabilities.shape[1]
     if mask is None:

@@ -17,12 +17,7 @@ from overlap1f1b.schedule.values import check_size, checked
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020), gate and up in one product.
-
-    Args:
-        hidden: H.
-        intermediate: Size between the products.
-    """
+    """``down(silu(gate(x)) · up(x))`` (Shazeer 2020), of sizes H and I, gate and up in one product."""
 
     @checked
     def __init__(

@@ -33,11 +33,7 @@ class Trained(Protocol):
 
 
 class Stack:
-    """A stacked weight, of which this rank's experts are parameters of their own.
-
-    Attributes:
-        weight: The parameter of the model, ``[E_local, ...]``; or a DTensor whose first dimension is sharded.
-    """
+    """A stacked weight ``[E_local, ...]``, perhaps a DTensor sharded there, whose experts are parameters."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         self.weight = weight
@@ -96,15 +92,10 @@ class Stack:
 
 
 class ExpertParameter(nn.Parameter):
-    """One expert's part of a stacked weight: a leaf that shares memory and gradient with it.
+    """One expert's part of a stacked weight: a leaf that shares memory and gradient with it."""
 
-    Attributes:
-        stack: The stacked weight.
-        place: Position of the expert in this rank's part of it.
-    """
-
-    stack: Stack
-    place: int
+    stack: Stack  # the stacked weight
+    place: int  # position of the expert in this rank's part of it
 
     def __new__(cls, stack: Stack, place: int) -> ExpertParameter:
         """Return a leaf without memory of its own."""

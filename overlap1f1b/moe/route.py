@@ -115,10 +115,9 @@ class Route(Splits):
         return torch.cat([self.counts, self.counts.new_full((self.ranks, 1), self.tokens)], 1)
 
     def arrive(self, counts: Tensor, failures: Failures | None = None) -> None:
-        """Take the received ``counts``, as told, a row of each rank; wait for them if the host must know sizes.
+        """Take the received ``counts``, a row of each rank; wait for them if the host must know sizes.
 
-        Raises:
-            ValueError: Under a capacity, ranks have other numbers of tokens.
+        Under a capacity they raise ValueError if ranks have other numbers of tokens.
         """
         if self.padded:
             if counts.is_cpu:

@@ -238,11 +238,7 @@ class Router(nn.Module):
 
 
 def flat_mask(mask: Tensor, x: Tensor) -> Tensor:
-    """Return the mask ``[T]`` of ``x [T, H]`` or ``[B, S, H]``, from ``[T]`` or ``[B, S]``.
-
-    Raises:
-        ValueError: Its shape, dtype or device is another.
-    """
+    """Return the mask ``[T]`` of ``x [T, H]`` or ``[B, S, H]``; ValueError for another shape, dtype or device."""
     shape, tokens = x.shape[:-1], x.shape[:-1].numel()
     given, other = quoted(mask), f"{list(shape)}" if len(shape) > 1 else f"[B, S] with B · S = {tokens}"
     if isinstance(mask, Tensor):

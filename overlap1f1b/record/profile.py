@@ -113,10 +113,10 @@ class Profile:
 
 
 def added(events: Iterable[dict[str, Any]], steps: Iterable[RecordedStep]) -> Iterator[dict[str, Any]]:
-    """Yield the events that a trace lacks: flights and actions, each kind on its own tracks; times are in microseconds.
+    """Yield the events that a trace lacks: flights and actions, on tracks of their kinds, in microseconds.
 
-    The ranges of steps are in trace and record, and so give the shift between the two clocks. Flights without a lane
-    are in the trace as kernels.
+    The ranges of steps, in trace and record, give the shift between the clocks. Flights without a lane are kernels
+    there.
     """
     events = list(events)
     begins = {event["name"]: event for event in events if event.get("ph") == "X"}

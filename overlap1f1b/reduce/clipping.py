@@ -46,9 +46,7 @@ def clip(
 
     Every parameter counts once: on the first of the ranks that hold the same; tied over stages not on the later stages
     (``repeated``). Of a DTensor every rank of its mesh counts its part, of a slice over "tp" every rank of the group.
-
-    Raises:
-        ValueError: Experts' gradients are in ``main_grad``.
+    ValueError if experts' gradients are in ``main_grad``.
     """
     placed = list(parameters_of(stages))  # of the modules: a stage knows gathered parameters, not shards
     every = dict.fromkeys(parameter for *_, parameter, _ in placed)
@@ -92,10 +90,7 @@ def _joined(powers: Sequence[float], norm_type: float) -> float:
 
 
 def _powers(grads: Iterable[Tensor], norm_type: float) -> list[float]:
-    """Return powers in float64 of norms in each gradient's own precision, at least float32.
-
-    Of a DTensor it is this rank's part of the power; the ranks of its mesh join the parts.
-    """
+    """Return powers in float64 of norms in float32 or a gradient's wider dtype; of a DTensor its local part's."""
     alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
     for grad in grads:
         part, copies = grad, 1

@@ -61,20 +61,16 @@ class Sharding:
     forward. All share one communication context, that is FSDP2's streams, and two buffers for reductions, so that
     compute does not wait for the one before.
 
-    Args:
-        models: Each an ``nn.Sequential`` or a list of blocks, in the same order on all ranks that hold them.
-        ranks: Ranks of the engine, by their numbers in the default group.
-        sharing: Ranks that share the experts, this one among them. Experts may be DTensors, sliced over these ranks.
-        tensor: Ranks of this one's tensor group. Any parameter may be a DTensor over these ranks.
+    Models have the same order on all ranks that hold them. ``ranks`` are the engine's, by their numbers in the default
+    group; those ``sharing`` the experts may slice these as DTensors, those of the ``tensor`` group any parameter.
 
     Raises:
-        ValueError: A parameter is a DTensor over other ranks than FSDP2's and its tensor group's;
-            FSDP2 was applied to a module around the blocks that is not given; or it was applied with mixed precision,
-            and torch is older than 2.13.
+        ValueError: A parameter is a DTensor over other ranks than FSDP2's and its tensor group's; FSDP2 was applied to
+            a module around the blocks that is not given; or with mixed precision, and torch is older than 2.13.
 
     Attributes:
-        ahead: Gathers under way or not copied yet, beside the running module's; None for all at once. Ranks that
-            gather together must then reach their modules in the same order.
+        ahead: Gathers under way or not copied yet, beside the running module's; None for all at once. Ranks that gather
+            together must then reach their modules in the same order.
         sliced: Sharded parameters that are sliced over the ranks that share the experts, too.
     """
 
@@ -119,11 +115,9 @@ class Sharding:
     def _is_sliced(self, parameter: DTensor, group: ParameterGroup | None, module: nn.Module, name: str) -> bool:
         """Return whether the ranks that share the experts have slices of a DTensor.
 
-        Ranks of a tensor group may share experts, too. Only the dimension's name, "ep" or one that begins so, as
-        "ep_tp", tells slices of experts from slices of other layers.
-
-        Raises:
-            ValueError: Neither FSDP2 nor the tensor group, nor the experts, have parts of it over one dimension.
+        Ranks of a tensor group may share experts, too: only a dimension's name, "ep" or one that begins so, as "ep_tp",
+        tells these slices from other layers'. ValueError if FSDP2, the tensor group and the experts do not have parts
+        over one.
         """
         mesh, held, sliced = parameter.device_mesh, set(_ranks_of(group)), False
         foreign, beyond = list[str](), list[str]()

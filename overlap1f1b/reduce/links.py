@@ -22,37 +22,22 @@ Lanes = dict[tuple[Op, Kind], Lane]
 
 @dataclass(frozen=True)
 class Links:
-    """What a step needs beside its plan and its batch.
+    """What a step needs beside its plan and its batch."""
 
-    Args:
-        rank: Pipeline rank.
-        first_replica: The first pipeline rank with the same stages, in whose order all of them sum gradients.
-        failures: Where ranks report that they failed; it has the limit of every wait for another rank.
-        exchange: Between the ranks that share the experts.
-        lanes: Lanes of the exchange, see :func:`lanes_of`.
-        boundary, reductions, gathers: Carry out transfers between stages, sums of gradients, and FSDP2's gathers.
-        watch: Clock of a device that computes while the thread goes on.
-        settle: Waits until a device has done what it was given; its argument says what has not ended.
-        fills: Whether weight gradients may run early while a thread waits.
-        capacity: Room for rows in exchanges of equal sizes; None for exact sizes.
-        adds_to_main: Whether experts' weight gradients may go to ``main_grad``.
-        carveout: Thread blocks of transfers for which products leave multiprocessors alone.
-    """
-
-    failures: Failures
-    exchange: Exchange
+    failures: Failures  # where ranks report that they failed; it has the limit of every wait for another rank
+    exchange: Exchange  # between the ranks that share the experts
     lanes: Lanes
-    rank: int = 0
-    first_replica: int = 0
+    rank: int = 0  # pipeline rank
+    first_replica: int = 0  # the first pipeline rank with the same stages, in whose order all of them sum gradients
     boundary: Boundary | None = None
     reductions: Sequence[Reduction] = ()
     gathers: Gathers | None = None
-    watch: Watch | None = None
-    settle: Callable[[Callable[[], str]], object] = lambda pending: None
-    fills: bool = True
-    capacity: float | None = None
-    adds_to_main: bool = True
-    carveout: int = 0
+    watch: Watch | None = None  # clock of a device that computes while the thread goes on
+    settle: Callable[[Callable[[], str]], object] = lambda pending: None  # waits for a device; told what has not ended
+    fills: bool = True  # whether weight gradients may run early while a thread waits
+    capacity: float | None = None  # room for rows in exchanges of equal sizes; None for exact sizes
+    adds_to_main: bool = True  # whether experts' weight gradients may go to ``main_grad``
+    carveout: int = 0  # thread blocks of transfers for which products leave multiprocessors alone
 
 
 def lanes_of(exchange: Exchange, failures: Failures, watch: Watch | None) -> Lanes:

@@ -50,23 +50,16 @@ class Reduction:
         """Sums that were launched in this step."""
 
     def begin(self, order: Sequence[Node]) -> None:
-        """Set gradients of earlier steps aside, and prepare for the first node of a step.
-
-        Args:
-            order: Plan of one of the ranks that sum together; all of them launch reductions in its order.
-        """
+        """Set gradients of earlier steps aside; all ranks that sum together launch in the order of this plan."""
 
     def launch(self, node: Node) -> Sequence[Flight[Any]]:
         """Carry out a ``reduce`` node: the last contribution of its block is in."""
         return ()
 
     def settle(self) -> None:
-        """Wait until nothing is in flight, so that the groups can be used for something else.
+        """Wait until nothing is in flight, on a device only what is queued from now on, so that the groups can be used.
 
-        On a device only what is queued from now on waits.
-
-        Raises:
-            LostRankError: A sum failed. A rank that went on would leave others to wait for it in the sum.
+        LostRankError if a sum failed: a rank that went on would leave others to wait for it in the sum.
         """
         for flight in self._flights:
             flight.settle()

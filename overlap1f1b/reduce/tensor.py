@@ -55,9 +55,8 @@ class TensorGradients(Reduction):
     def launch(self, node: Node) -> Sequence[Flight[Any]]:
         """Give the gradients of a block the placements of their parameters, and wait for the sums.
 
-        Raises:
-            ValueError: Ranks differ in the placements of a gradient, so that one would wait for a sum for ever.
-            RuntimeError: A gradient has placements that it did not have before.
+        ValueError if ranks differ in a gradient's placements, and RuntimeError if these are new: one would wait for
+        ever.
         """
         if parameters := self._parameters.get((node.stage, node.block)):
             for number, (placements, dtype) in sorted(self._specs(node, parameters).items()):

@@ -35,13 +35,10 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torchrun (or a program that sets the same variables) started this process as one of several ranks.
+    """Return whether torchrun, or what sets the same variables, started this process as one of several ranks.
 
-    Without RANK the process is no rank, even if a shell or a cluster's job has left other variables in the environment.
-
-    Raises:
-        ValueError: RANK and WORLD_SIZE are there, but not all variables that a rank needs to find the others: each such
-            process would train a whole model.
+    Without RANK it is none, whatever a shell or a cluster's job has left. ValueError if RANK and WORLD_SIZE are there,
+    but not all that a rank needs to find the others: each such process would train a whole model.
     """
     missing = [name for name in TORCHRUN if not environ.get(name)]
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
@@ -293,10 +290,7 @@ def _signals(events: SimpleQueue[int | signal.Signals]) -> Iterator[None]:
 
 
 def enter_nsys(folder: Path, argv: Sequence[str]) -> NoReturn:
-    """Replace this process, one rank, by nsys, which runs the same command again and records its profiling range.
-
-    nsys writes ``rank<N>.nsys-rep`` and ``rank<N>.sqlite``, which ``report`` reads, into ``folder``.
-    """
+    """Replace this rank by nsys, which runs it again, and writes ``rank<N>.nsys-rep`` and ``.sqlite`` for report."""
     folder.mkdir(parents=True, exist_ok=True)
     options = "--trace=cuda,nvtx --sample=none --cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop"
     options += " --export=sqlite --force-overwrite=true"

@@ -18,11 +18,8 @@ class PacedExchange:
 
     >>> engine = Engine(model, program, mesh=mesh, loss_fn=loss_fn, exchange=PacedExchange(own_exchange(group), 0.1))
 
-    Threads sleep meanwhile, so the processor is free, as beside a network card. For gloo, on CPUs.
-
-    Args:
-        real: What carries the rows.
-        gbps: Rate in each direction, in gigabytes (1e9 bytes) per second.
+    Threads sleep meanwhile, so the processor is free, as beside a network card. For gloo, on CPUs. ``gbps`` is the rate
+    in each direction, in gigabytes (1e9 bytes) per second.
     """
 
     def __init__(self, real: Exchange, gbps: float) -> None:

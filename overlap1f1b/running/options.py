@@ -161,10 +161,7 @@ class RunOptions(UserOptions):
 
 
 def _check_experts(name: str) -> None:
-    """Raise ``ValueError`` for a configuration in a file whose model has no experts, without loading transformers.
-
-    A kind of model has files of its own there. Where none of them says a word of experts, there are none.
-    """
+    """Raise ``ValueError`` if no file of transformers for a configuration's kind of model says a word of experts."""
     file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     library = find_spec("transformers")
     try:

@@ -26,10 +26,7 @@ from overlap1f1b.transport.failures import LostRankError, is_loss
 
 @dataclass(frozen=True)
 class Rank:
-    """This process among all ranks.
-
-    ``mesh`` has the dimensions "pp", "dp" and "ep"; it is None for a single rank.
-    """
+    """This process among all ranks; ``mesh`` has the dimensions "pp", "dp" and "ep", and is None for a single rank."""
 
     rank: int
     size: int
@@ -60,13 +57,8 @@ class NotJoinedError(RuntimeError):
 def joined(shape: tuple[int, int, int], timeout: float) -> Iterator[Rank]:
     """Join the ranks that :func:`~overlap1f1b.running.launch.run_ranks` or torchrun started, or be the only rank.
 
-    Args:
-        shape: Ranks along "pp", "dp" and "ep".
-        timeout: Limit of every wait, in seconds.
-
-    Raises:
-        ValueError: The number of ranks does not fit the shape.
-        NotJoinedError: The other ranks did not come within the limit.
+    ``shape`` are ranks along "pp", "dp" and "ep" (ValueError if there are not as many), ``timeout`` the limit of every
+    wait in seconds: NotJoinedError if the others do not come within it.
     """
     _keep_heap()
     store_path = os.environ.get(STORE)

@@ -106,10 +106,9 @@ class Corpus:
     def held_out_batches(self, rank: int, ranks: int, batch: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's share of evenly spaced windows of the held-out part, in pairs as `batch` returns them.
 
-        There are at most `limit` windows in all, without overlap. Their number is rounded down to a multiple of ranks ×
-        batch, since ranks that exchange tokens must run equally many batches; with a limit of such a multiple, and a
-        text that is long enough, any number of ranks has the same windows. With less than one batch per rank, each rank
-        gets one batch, and windows overlap.
+        There are at most `limit` in all, rounded down to a multiple of ranks × batch, since ranks that exchange tokens
+        must run equally many batches; so numbers of ranks that divide it see the same text. Each rank gets one batch at
+        least, of windows that may then overlap.
         """
         last = len(self.held_out) - self.sequence - 1
         apart = (len(self.held_out) - 1) // self.sequence

@@ -95,11 +95,7 @@ Slot = Action | Pair
 
 
 def parse_slot(text: str) -> Slot:
-    """Parse an action or a pair.
-
-    Raises:
-        ValueError: The text is neither an action nor a pair.
-    """
+    """Return the action or the pair of a text; ValueError if it is neither."""
     return Pair.parse(text) if text.lstrip().startswith("(") else Action.parse(text)
 
 

@@ -53,16 +53,12 @@ class _Short(Repr):
 
 
 def quoted(value: object, *, plain: bool = False) -> str:
-    """Return a value as text for a message, shortened if it is long.
+    """Return a value of any size as text for a message, shortened if it is long; ``plain``, without quotation marks.
 
     >>> quoted("2F0"), quoted("2F0", plain=True)
     ("'2F0'", '2F0')
     >>> quoted("F" * 1000)
     "'FFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFFF'… (1000 characters)"
-
-    Args:
-        value: Any value, of any size.
-        plain: Whether a short text on one line has no quotation marks.
     """
     if plain and isinstance(value, str) and len(value) <= MOST and value.isprintable():
         return value
@@ -170,14 +166,11 @@ def _is_told(kind: Any) -> bool:
 
 
 def check_size(name: str, value: Any, least: int = 1) -> None:
-    """Raise ``ValueError`` for a value that is not a whole number, or is too small.
+    """Raise ``ValueError`` for a value that is not a whole number (a bool counts as none), or is less than ``least``.
 
     >>> check_size("ranks", 2.5)
     Traceback (most recent call last):
     ValueError: ranks=2.5; allowed: a whole number, 1 or more
-
-    Raises:
-        ValueError: The value is not a whole number (a bool counts as none), or is less than ``least``.
     """
     try:
         number = None if isinstance(value, bool) else index(value)

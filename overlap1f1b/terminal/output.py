@@ -65,11 +65,9 @@ def check_folder(folder: Path, option: str = "--checkpoint") -> None:
 
 
 def check_files(written: Mapping[str, Path | str | None], read: Iterable[Path] = ()) -> None:
-    """Raise ``ValueError`` if a file could not be made, or is another's: otherwise a run's results would be lost.
+    """Raise ``ValueError`` for files that cannot be made, or are another's: otherwise a run's results would be lost.
 
-    Args:
-        written: Files by the names of their options; ``-`` is allowed for ``json`` alone.
-        read: Files that are read.
+    They are named by their options; ``-`` is allowed for ``json`` alone.
     """
     taken = {path.resolve(): str(path) for path in read}
     for name, value in written.items():

@@ -23,14 +23,10 @@ Say = Callable[..., None]
 
 @contextmanager
 def showing(screen: Console, text: str, *, to: Console | None = None) -> Iterator[Say]:
-    """Yield a function that is told what is done and left: the line of a spinner in a terminal.
+    """Yield a function that is told what is done and left, first ``text``: the line of a spinner in a terminal.
 
-    Elsewhere a thread prints the last text every ten seconds. If the reader of these lines is gone, they end.
-
-    Args:
-        screen: Console of the command; nothing is printed if it is quiet.
-        text: What begins now.
-        to: Console of the lines where there is no terminal, by default ``screen``.
+    Elsewhere a thread prints the last text every ten seconds on ``to``, by default the screen, if that is not quiet. If
+    the reader of these lines is gone, they end.
     """
     if screen.quiet:
         yield lambda text, now=False: None

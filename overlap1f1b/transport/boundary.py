@@ -48,21 +48,13 @@ _HEADER = 4096  # bytes: more than the specs of the most tensors with the most d
 
 
 class Spec(NamedTuple):
-    """Description of a tensor between stages.
+    """Description of a tensor between stages."""
 
-    Args:
-        dtype: Of the tensor.
-        requires_grad: Whether a gradient comes back.
-        shape: Of what this rank has of it.
-        sharded: Dimension along which a tensor group has parts of a DTensor, or ``REPLICATED``, or ``PLAIN``.
-        whole: Size of all parts along this dimension.
-    """
-
-    dtype: torch.dtype
-    requires_grad: bool
-    shape: tuple[int, ...]
-    sharded: int = PLAIN
-    whole: int = 0
+    dtype: torch.dtype  # of the tensor
+    requires_grad: bool  # whether a gradient comes back
+    shape: tuple[int, ...]  # of what this rank has of it
+    sharded: int = PLAIN  # dimension along which a tensor group has parts of a DTensor, or ``REPLICATED``, or ``PLAIN``
+    whole: int = 0  # size of all parts along this dimension
 
 
 Specs = tuple[Spec, ...]
@@ -70,11 +62,7 @@ _ABSENT = Spec(torch.bool, False, (0,))  # stands for None
 
 
 def specs_of(tensors: Sequence[Tensor], requires_grad: Sequence[bool]) -> Specs:
-    """Describe tensors for a header.
-
-    Raises:
-        ValueError: There are too many tensors or dimensions, or a dtype is not one of those that travel.
-    """
+    """Describe tensors for a header; ValueError for too many, or dimensions, or a dtype that does not travel."""
     if len(tensors) > MOST_TENSORS:
         raise ValueError(f"{len(tensors)} tensors between stages; allowed: up to {MOST_TENSORS}")
     for tensor in tensors:
@@ -129,18 +117,11 @@ class _Link(NamedTuple):
 
 
 class Boundary:
-    """Links of one pipeline rank to the ranks of neighbouring stages, one for each direction.
+    """Links of one pipeline rank to the ranks of neighbouring stages along "pp", one for each direction.
 
-    Args:
-        mesh: Mesh of all ranks; links run along its dimension "pp".
-        placement: Rank of each stage.
-        device: Device of the tensors.
-        dynamic: Whether shapes may change from step to step; then headers precede payloads in every step.
-        tensor_mesh: Mesh of the DTensors that stages pass on, of which each rank sends its part.
-
-    Attributes:
-        posts_ahead: Whether receives are posted one ahead and threads await transfers, as on gloo; else receives start
-            at their own node.
+    If they are ``dynamic``, shapes may change from step to step, and headers precede payloads in every step. Of
+    DTensors over ``tensor_mesh`` each rank sends its part. If it ``posts_ahead``, as on gloo, receives are posted one
+    ahead and threads await transfers; else receives start at their own node.
     """
 
     def __init__(
@@ -250,11 +231,7 @@ class Boundary:
         return DTensor.from_local(part, self.tensor_mesh, [placement], run_check=False, shape=shape, stride=stride)
 
     def send(self, node: Node, tensors: Tensors, requires_grad: Sequence[bool]) -> Flight[None]:
-        """Send the tensors of a SEND node.
-
-        Raises:
-            ValueError: The tensors have other shapes than in the first step, or a header cannot describe them.
-        """
+        """Send the tensors of a SEND node; ValueError for other shapes than in the first step, or an odd dtype."""
         tensors = tuple(summed(t) if isinstance(t, DTensor) else t for t in tensors)
         for tensor in tensors:
             if isinstance(tensor, DTensor) and tensor.device_mesh != self.tensor_mesh:

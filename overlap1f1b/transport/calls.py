@@ -26,18 +26,13 @@ from overlap1f1b.transport.suspension import Forward
 class Splits:
     """Rows that go to each rank and come from each rank in an exchange; the exchange back swaps them.
 
-    Args:
-        send: Rows to each rank.
-        receive: Rows from each rank.
-
     Attributes:
-        counts: ``[E]`` int64, to be exchanged before the rows, because :attr:`receive` follows from them; None if the
-            sizes are known.
-        counts_first: Whether sizes follow from the counts, so that rows wait for them; else the experts alone need
-            them.
+        counts: ``[E]`` int64, to be exchanged first, because :attr:`receive` follows from them; None if sizes are
+            known.
+        counts_first: Whether rows wait for the counts, from which sizes follow; else the experts alone need them.
         host: Copies of the counts on their way to the host, if the exchange makes them.
-        ready: End of the exchange of the counts on a stream: sizes and rows were there before it. None if no stream
-            carried them.
+        ready: End of the exchange of the counts on a stream: sizes and rows were there before it. None if none carried
+            them.
     """
 
     def __init__(self, send: Sequence[int], receive: Sequence[int]) -> None:
@@ -83,20 +78,15 @@ class LibrarySplits(Splits):
 class ExchangeCall(NamedTuple):
     """An exchange that a suspended forward waits for.
 
-    Args:
-        tensors: Sent tensors, with as many rows each. The engine takes them out of the list: it has the only reference
-            to our Experts' rows; the tensors of :func:`exchange` stay with its caller.
-        splits: Rows to and from each rank.
-        back: Whether rows travel back, by the swapped sizes of an earlier call.
-        feeds_part: Whether the handler of parts alone uses the received rows.
-        answer: ``[0, H]``, like the rows that come back by the swapped sizes in the next call; None if that is unknown.
+    The engine takes the ``tensors``, with as many rows each, out of their list: it has the only reference to our
+    Experts' rows; those of :func:`exchange` stay with its caller.
     """
 
     tensors: list[Tensor]
     splits: Splits
-    back: bool
-    feeds_part: bool = False
-    answer: Tensor | None = None
+    back: bool  # whether rows travel back, by the swapped sizes of an earlier call
+    feeds_part: bool = False  # whether the handler of parts alone uses the received rows
+    answer: Tensor | None = None  # ``[0, H]``, like the rows that the next call brings by swapped sizes, if known
 
     @property
     def counted(self) -> bool:
@@ -114,14 +104,9 @@ def exchange_parts(
 ) -> list[Tensor]:
     """Send rows in parts, compute on the received rows of each, and return the rows of each that came back.
 
-    Under an engine the exchange of one part travels while another is computed.
-
-    Args:
-        sent: Rows ``[R, …]`` of each part, which are taken out of the list.
-        splits: Rows to and from each rank, of each part; their sizes may still have to be exchanged.
-        computes: ``received → rows to send back`` of each part.
-        exchange: Exchange for a call that nothing suspends.
-        answer: See :class:`ExchangeCall`.
+    Under an engine the exchange of one part travels while another is computed; else ``exchange`` carries it. Rows ``[R,
+    …]`` are taken out of the list ``sent``; the sizes of ``splits`` may still have to be exchanged. For ``answer`` see
+    :class:`ExchangeCall`.
     """
     forward = Forward.running()
     if forward is None:
@@ -201,19 +186,13 @@ def exchange(
 
 
 def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.ProcessGroup) -> tuple[Any, ...]:
-    """Return what a library's exchange brings; inside an engine's step it is hidden.
+    """Return what a library's exchange over a group brings; inside an engine's step it is hidden.
 
-    A dispatch and its combine must follow each other. The engine calls the function in a lane's thread, or on a stream
-    of the lane, so it must not read what changes between microbatches except by its arguments.
+    A dispatch and its combine must follow each other, and all ranks of the group play one plan. The engine calls the
+    function, with tensors without a history that are taken out of the list, in a lane's thread, or on a stream of the
+    lane, so it must not read what changes between microbatches except by its arguments.
 
-    Args:
-        function: The library's exchange; called with tensors without a history.
-        tensors: Sent tensors, which are taken out of the list.
-        group: Ranks of the exchange, all of which play the same plan.
-
-    Raises:
-        ValueError: No tensor requires a gradient, and the engine hides the library's exchanges, which the first step
-            has made with one each.
+    ValueError if no tensor requires a gradient, and the first step's did, whose exchanges the engine hides.
     """
     forward, splits = Forward.running(), LibrarySplits(function)
     if forward is None:
@@ -230,11 +209,7 @@ def exchange_by(function: LibraryFunction, tensors: list[Tensor], group: dist.Pr
 
 
 def splits_of(rows: int, send: Sequence[int] | None, receive: Sequence[int] | None, ranks: int) -> Splits:
-    """Return the sizes of an exchange of ``rows`` rows; None stands for equal parts.
-
-    Raises:
-        ValueError: Sizes of another number than ranks, negative, or with another sum.
-    """
+    """Return the sizes of an exchange of ``rows`` rows, None for equal parts; ValueError if they do not fit."""
     splits = Splits(_sizes(send, "send", rows, ranks), _sizes(receive, "receive", rows, ranks))
     if sum(splits.send) != rows:
         raise ValueError(f"send={splits.send} for {rows} rows; allowed: sizes whose sum is {rows}")

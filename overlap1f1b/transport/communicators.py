@@ -27,17 +27,12 @@ class Watchdog:
 
     It is for a host that waits inside the driver, as in ``tensor.item()``, where it cannot look for failures. A device
     that waits for a lost rank waits for ever, and so does its host. When the transfers are aborted, their kernels end,
-    and the host goes on: with values that nobody sent, so whatever it does then counts as lost.
+    and the host goes on: with values that nobody sent, so whatever it does then counts as lost (:attr:`aborted`).
 
-    Args:
-        failures: Record of failures; the watchdog notes there what it finds, and the host's own waits look at it. A
-            device that stands still for twice its limit has lost a rank, too.
-        aborts: Functions that end transfers, called one after another as long as the device stands still.
-        goes_on: Whether the device has done what it had been given at the call before. A host that is busy with
-            something else, such as a compiler, leaves it nothing to do, and may take any time.
-
-    Attributes:
-        aborted: Whether transfers were ended, so that the host may have gone on with values that nobody sent.
+    What it finds it notes in ``failures``, where the host's own waits look. A device that stands still for twice its
+    limit has lost a rank, too; as long as it does, ``aborts`` are called one after another. ``goes_on`` says whether
+    the device has done what it had been given at the call before: a host that is busy with something else, such as a
+    compiler, leaves it nothing to do, and may take any time.
     """
 
     def __init__(self, failures: Failures, aborts: Sequence[Callable[[], object]], goes_on: Callable[[], bool]) -> None:
@@ -73,20 +68,13 @@ class Watchdog:
 
 
 class Communicators:
-    """The groups of an engine, of its mesh and of its exchange.
+    """The groups of an engine, of its mesh and of its exchange, which end at once when ``owner`` is dropped.
 
     On gloo they are connected when they are made, and end with their last user. On a device, :meth:`warm_up` makes all
     communicators, in one order on all ranks: the first transfer of each would block its thread until all of its ranks
     come, and ranks whose first steps differ would wait for each other.
 
-    Args:
-        owner: They are ended at once when it is dropped, unless they were closed.
-        mesh: Ranks of the engine.
-        options: Of the device that they are on.
-        exchange: Exchange that was given to the engine, which is left alone; None for one of its own.
-
-    Attributes:
-        shares: Whether the exchange may have other users.
+    An ``exchange`` that was given to the engine is left alone: it ``shares`` it with other users.
     """
 
     def __init__(self, owner: object, mesh: Mesh, options: DeviceOptions, exchange: Exchange | None = None) -> None:
@@ -115,22 +103,14 @@ class Communicators:
         return exchange
 
     def use(self, device: torch.device) -> None:
-        """Say what the groups carry: tensors of a device.
-
-        Raises:
-            ValueError: The mesh's groups, the default group or the budget do not fit the device.
-        """
+        """Say which device's tensors the groups carry; ValueError if a group or the budget does not fit it."""
         self.mesh.check_device(device)
         if (gpu := devices.gpu_of(device)) is not None:
             self.options.check(device, gpu.get_device_properties(device).multi_processor_count)
         self._device, self._watch = device, watch_of(device)
 
     def warm_up(self) -> None:
-        """Make all communicators on a device; all ranks must call this.
-
-        Raises:
-            LostRankError: Another rank failed, or did not come within the limit.
-        """
+        """Make all communicators on a device; all ranks must call this, else LostRankError after the limit."""
         if self._watch is not None:
             with self.watched():
                 for exchange in self._own:
@@ -142,10 +122,9 @@ class Communicators:
     def watched(self) -> Iterator[None]:
         """Watch over the body: if another rank fails, it ends on a device wherever it waits.
 
-        Raises:
-            LostRankError: Another rank failed, or the device stood still for twice the timeout, and transfers were
-                aborted. Also instead of an error of the body, which may have computed with values that nobody sent,
-                here or on another rank.
+        It raises LostRankError then, or if the device stood still for twice the timeout and transfers were aborted;
+        also instead of an error of the body, which may have computed with values that nobody sent, here or on another
+        rank.
         """
         if self._watch is None or not self.mesh.several:
             yield
@@ -170,11 +149,9 @@ class Communicators:
     def settle(self, pending: Callable[[], str]) -> None:
         """Wait until the device has done what it was given, inside :meth:`watched`.
 
-        Args:
-            pending: Says what has not ended, for the message.
+        ``pending`` says what has not ended.
 
-        Raises:
-            LostRankError: Another rank failed, or the device did not end within the limit.
+        LostRankError if another rank failed, or the device did not end within the limit.
         """
         if self._watch is None or not self.mesh.several:
             return

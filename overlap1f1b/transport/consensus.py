@@ -22,17 +22,12 @@ class _Outcome(NamedTuple):
 
 
 class Together:
-    """Work on all ranks. An exception on one is raised on every rank, and no wait is longer than the mesh's limit.
+    """Work on all ranks of a mesh; an exception on one is raised on every rank, and no wait is longer than its limit.
 
-    >>> together = Together(engine.mesh, "the folder cannot be written")
+    >>> together = Together(engine.mesh, "the folder cannot be written")  # the first words of every message
     >>> sizes = together.each(write)  # of all ranks
 
-    Args:
-        mesh: Mesh of all ranks.
-        failed: First words of every message.
-
-    Raises:
-        ValueError: The mesh does not have all ranks.
+    ValueError if the mesh does not have all ranks.
     """
 
     def __init__(self, mesh: Mesh, failed: str) -> None:
@@ -47,11 +42,9 @@ class Together:
     def each(self, work: Callable[[], T], error: type[Exception] = RuntimeError) -> list[T]:
         """Call ``work`` on every rank and return the results of all, in the order of ranks.
 
-        Raises:
-            ValueError: ``work`` raised a ValueError on some rank; every rank raises it, and it names the first one.
-            OSError: ``work`` raised an OSError on some rank; every rank raises it, and it names the first one.
-            Exception: ``work`` raised anything else; every rank raises ``error`` with type, text and rank.
-            LostRankError: A rank did not answer within the limit, or was interrupted.
+        If it raised a ValueError or an OSError on some rank, every rank raises it, and it names the first one; for
+        anything else ``error`` with type, text and rank; LostRankError if one did not answer within the limit, or was
+        interrupted.
         """
         return self._shared(work, error, every=True)
 

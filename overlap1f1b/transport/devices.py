@@ -96,19 +96,12 @@ class Stamps:
 
 
 class Watch(NamedTuple):
-    """The clock of a device on which the thread only queues work.
+    """The clock of a device on which the thread only queues work."""
 
-    Args:
-        stamp: Record a mark behind the work that has been queued so far.
-        between: Return the seconds from one mark to another; the device has passed both.
-        settle: Wait until the device has passed all marks.
-        hold: Let the device do nothing for a while, so that the thread gets ahead of it. Else the time of a node on an
-            idle device would be that of its launch.
-    """
-
-    stamp: Callable[[], Any]
-    between: Callable[[Any, Any], float]
-    settle: Callable[[], object]
+    stamp: Callable[[], Any]  # records a mark behind the work that has been queued so far
+    between: Callable[[Any, Any], float]  # seconds from one mark to another; the device has passed both
+    settle: Callable[[], object]  # waits until the device has passed all marks
+    # Lets the device rest, so that the thread gets ahead: the time of a node on an idle device is that of its launch.
     hold: Callable[[], object] = lambda: None
 
 

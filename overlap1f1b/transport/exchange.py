@@ -175,11 +175,8 @@ class PeerExchange(Exchange):
     """A posted receive and a send for every peer: full duplex on gloo; its ``all_to_all_single`` is nearly half duplex.
 
     gloo sends a payload after the receiver has announced its receive, and the announcement queues behind the receiver's
-    own sends on the same connection. So rows to higher ranks, rows to lower ranks, and counts have separate
-    connections. Otherwise the lighter direction would wait for the heavier one, and counts for both.
-
-    Args:
-        groups: Three groups of the same ranks: rows to higher ranks, rows to lower ranks, counts. They may be equal.
+    own sends on the same connection. So rows to higher ranks, rows to lower ranks, and counts have three ``groups`` of
+    the same ranks. Else the lighter direction would wait for the heavier one, and counts for both.
     """
 
     background = True
@@ -247,12 +244,8 @@ class CollectiveExchange(Exchange):
     """torch's ``all_to_all_single``; on NCCL on two streams of high priority, one for rows and one for counts.
 
     A collective with ``async_op=False`` runs on the current stream. So this class makes one of its streams current for
-    the call, and records two events that give its times. Counts are then copied to the host on their stream.
-
-    Args:
-        rows_group: Ranks between which rows are exchanged.
-        counts_group: Group of the same ranks with a queue of its own.
-        sms: Number of multiprocessors that a transfer may occupy: the ``ctas`` of :func:`own_exchange`.
+    the call, and records two events that give its times. Counts are then copied to the host on their stream. The group
+    of the counts has a queue of its own; a transfer may occupy ``sms`` multiprocessors, see :func:`own_exchange`.
     """
 
     def __init__(self, rows_group: dist.ProcessGroup, counts_group: dist.ProcessGroup, sms: int = 0) -> None:
@@ -376,13 +369,9 @@ def own_exchange(
 ) -> Exchange:
     """Return the exchange that suits a group, over new groups of its ranks, all of which must call this.
 
-    On gloo each direction of rows and the counts have a queue of their own, on NCCL rows and counts.
-
-    Args:
-        group: Ranks that share the experts; None for one rank.
-        ctas: Largest number of thread blocks of a transfer of rows on NCCL, each on a multiprocessor.
-        limit: Of every wait; None for the default group's limit.
-        device: See :func:`build_exchange`.
+    On gloo each direction of rows and the counts have a queue of their own, on NCCL rows and counts; there a transfer
+    of rows has at most ``ctas`` thread blocks, each on a multiprocessor. Waits end at the ``limit``, or the default
+    group's.
     """
     if group is None or group.size() == 1:
         return LocalExchange()

@@ -94,15 +94,11 @@ class Failures:
     """Notes of failures on the process group's store: the first cause, and the last word of each rank.
 
     A rank leaves its word when it fails and when an error ends its process. A rank that is killed or stopped leaves no
-    word; from this the others conclude that it is gone.
-
-    Args:
-        name: Name shared by exactly the ranks that wait for each other; None for one rank.
-        labels: Name of each rank in messages, by its number in the default group.
-        limit: Of every wait of one of these ranks for another, see :mod:`~overlap1f1b.transport.limits`; None for the
-            default group's limit.
+    word; from this the others conclude that it is gone. A ``name`` is shared by exactly the ranks that wait for each
+    other (None for one rank), ``labels`` are for messages, by numbers in the default group.
 
     Attributes:
+        limit: Of every wait for another rank, see :mod:`~overlap1f1b.transport.limits`; by default the default group's.
         failed: Whether this rank failed, so that transfers under way will not end.
         place: Where in a step it did, until :meth:`tell`; None outside of one.
         lost: Cause of another rank's failure, once a watchdog has found it: transfers bring nothing any more.
@@ -124,11 +120,7 @@ class Failures:
             self._leave_word = weakref.finalize(self, _ended, self._store, f"word/{self._rank}", os.getpid())
 
     def meet(self) -> None:
-        """Wait until every rank has called this.
-
-        Raises:
-            LostRankError: A rank did not call this within the limit.
-        """
+        """Wait until every rank has called this; LostRankError if one does not within the limit."""
         store = self._store
         if store is None:
             return

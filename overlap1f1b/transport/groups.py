@@ -40,14 +40,9 @@ class Groups:
     On gloo they share one thread for their connections. On NCCL a group makes its communicator in its first transfer,
     which blocks the thread until all of its ranks come: :meth:`warm_up` makes all, before the first step.
 
-    Args:
-        ranks: All ranks of the default group that make groups together. Each of them must make the same ``Groups`` of
-            these ranks in the same order: so they agree on a name without waiting for each other.
-        timeout: Limit of every wait; None for the default group's limit.
-        device: Type of the device whose tensors the groups carry.
-
-    Attributes:
-        name: Name shared by these ranks; no other ``Groups`` has it.
+    Each of these ranks of the default group must make the same ``Groups`` of them in the same order: so they agree on a
+    ``name``, which no others have, without waiting for each other. ``timeout`` limits every wait, by default as the
+    default group's; ``device`` is the type of the device whose tensors the groups carry.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta | None = None, *, device: str = "cpu") -> None:
@@ -81,16 +76,11 @@ class Groups:
     ) -> Group:
         """Return a new group of ``ranks`` of the default group, all of which must call this; they are sorted.
 
-        Args:
-            ranks: Numbers in the default group.
-            purpose: Name that no other group of these ranks from this factory has.
-            ctas: Largest number of thread blocks of a transfer on a GPU.
-            gloo: Whether to use gloo on any device.
-            sends: Whether this rank sends to the only other rank, or receives from it; None for collectives. NCCL
-                connects each direction by itself.
+        The ``purpose`` is a name that no other group of these ranks has; ``ctas`` limits the thread blocks of a
+        transfer on a GPU; ``gloo`` asks for it on any device. ``sends`` says whether this rank sends to the only other
+        rank or receives from it, None for collectives: NCCL connects each direction by itself.
 
-        Raises:
-            LostRankError: On gloo one of the ranks did not call this within the limit.
+        LostRankError if on gloo one of the ranks did not call this within the limit.
         """
         ranks = sorted(ranks)
         name = f"overlap1f1b/{self.name}/{purpose}/{'-'.join(map(str, ranks))}/"
@@ -226,12 +216,9 @@ def _registered(group: Group) -> bool:
 
 
 def backend_of(group: Group | None, device: torch.device | str = "cpu") -> str:
-    """Return the backend of a group (None: the default group) for tensors of a device: ``"gloo"``, ``"nccl"``, …
+    """Return the backend, as "gloo", of a group (None: the default group) for tensors of a device, else ValueError.
 
     ``dist.get_backend`` returns "undefined" for groups that ``init_device_mesh`` made without ``init_process_group``.
-
-    Raises:
-        ValueError: The group has no backend for this device.
     """
     if isinstance(group, dist.ProcessGroupGloo):  # one of ours, which torch does not know
         return "gloo"
@@ -314,11 +301,7 @@ def collectives_begun() -> dict[tuple[int, ...], int]:
 
 
 def gathered(ranks: Sequence[int], value: T, timeout: timedelta) -> list[T]:
-    """Return the values of ``ranks`` of the default group, in the order given; all of these ranks must call this.
-
-    Raises:
-        RuntimeError: A rank did not call this within the limit.
-    """
+    """Return the values of ``ranks`` of the default group, in this order; RuntimeError if one does not call in time."""
     return gather_objects(Groups(ranks, timeout).new(ranks, "values", gloo=True), ranks, value)
 
 

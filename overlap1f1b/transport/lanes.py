@@ -48,16 +48,13 @@ class FlightListener(Protocol):
 
 
 class Flight(Generic[T]):
-    """A transfer from its launch to its arrival.
+    """A transfer of a node from its launch to its arrival; times are seconds of ``time.perf_counter``.
 
     Attributes:
-        node: The plan's node that the transfer carries out.
-        lane: Lane on which it travels.
-        departed_at: Time at which the transfer started, or the one ahead of it ended; seconds of ``time.perf_counter``.
-        arrived_at: Time at which the last row arrived; seconds of ``time.perf_counter``.
-        read: Time at which the thread knew the counts that it carried; seconds of ``time.perf_counter``.
-        begun: Start by the device's clock, on a device that the thread does not wait for.
-        ended: End by the device's clock, on such a device.
+        departed_at: When the transfer started, or the one ahead of it ended.
+        arrived_at: When the last row arrived.
+        read: When the thread knew the counts that it carried.
+        begun, ended: Its times by the clock of a device that the thread does not wait for.
         sent: Bytes that leave this rank; 0 if the transfer does not say.
         received: Bytes of the result, this rank's own included; 0 unless it is one tensor.
     """
@@ -85,9 +82,8 @@ class Flight(Generic[T]):
     def wait(self) -> T:
         """Wait for the result and return it. Call it only once, since the flight does not keep the result.
 
-        Raises:
-            LostRankError: The transfer failed here or on another rank, or did not arrive within the limit.
-            ValueError: Sizes that ranks told each other before do not fit.
+        LostRankError if the transfer failed here or on another rank, or did not arrive within the limit; ValueError if
+        sizes that ranks told each other before do not fit.
         """
         if self._under_way is not None or self._transfer is not None:  # else it has arrived or failed in its launch
             listener = self.lane.listener
@@ -131,10 +127,9 @@ class Flight(Generic[T]):
         return self._transfer is None or self._transfer.done
 
     def settle(self) -> None:
-        """Wait until the transfer has ended, on a device what is queued from now on. Its result can still be taken.
+        """Wait, or raise, as :meth:`wait`, until the transfer has ended. Its result can still be taken.
 
-        Raises:
-            LostRankError: As :meth:`wait`.
+        On a device what is queued from now on waits.
         """
         if self._under_way is not None:
             self._await()
@@ -218,19 +213,11 @@ class Flight(Generic[T]):
 
 
 class Lane:
-    """Transfers in the order of their launch.
+    """Transfers in the order of their launch; a ``listener``, if there is one, hears of their flights.
 
-    Args:
-        name: Name for messages.
-        failures: Record of failures, shared by the ranks, with the limit of every wait.
-        background: Whether two threads of the lane start and await transfers. A send on gloo costs its thread a
-            millisecond, a dispatch must wait for its counts, and gloo's works cannot be polled; on a GPU a start and a
-            wait only put marks on a stream.
-        stamp: Function that records the time on a device's clock, if the device has its own.
-        abort: Function that ends all transfers of the lane's groups, called when the process ends.
-
-    Attributes:
-        listener: Hears of the lane's flights, or None.
+    In the ``background`` two threads start and await them: a send on gloo costs its thread a millisecond, a dispatch
+    must wait for its counts, and gloo's works cannot be polled; on a GPU a start and a wait only put marks on a stream.
+    ``stamp`` records the time on a device's own clock; ``abort`` ends all transfers when the process ends.
     """
 
     def __init__(

@@ -29,20 +29,10 @@ class LoopbackExchange(Exchange):
 
     >>> engine = Engine(model, program, loss_fn=loss_fn, exchange=LoopbackExchange(device, gbps=25.0))
 
-    The copies occupy no multiprocessor and take about as long as a network card of 400 Gbit/s would. The step depends
-    on the bytes that come back, so a missing wait shows in its gradients. On a CPU two threads copy.
-
-    Args:
-        device: Device of the rows.
-        gbps: Rate of the slowed-down copies, in gigabytes (1e9 bytes) per second; by default they run at full rate. To
-            slow down, a GPU copies every chunk out several times, which occupies only the copy engine; a thread sleeps.
-        check: Whether to compare the returned rows with the sent rows, on the device; see :meth:`mismatches`.
-
-    Attributes:
-        bytes_sent: Bytes of rows sent since construction.
-
-    Raises:
-        ValueError: ``gbps`` is not above 0.
+    The copies occupy no multiprocessor and take about as long as a network card of 400 Gbit/s would, or ``gbps`` (1e9
+    bytes a second; ValueError unless above 0). To slow down, a GPU copies every chunk out several times, which occupies
+    only the copy engine; on a CPU two threads copy, and sleep. The step depends on the bytes that come back, so a
+    missing wait shows in its gradients; :meth:`mismatches` counts them if it is to ``check``.
     """
 
     ranks, rank = 1, 0

@@ -39,27 +39,19 @@ class Mesh:
     >>> mesh.size("ep"), mesh.size("dp")
     (4, 1)
 
-    Args:
-        mesh: Mesh with any of the dimensions "pp", "dp", "ep", "cp" and "tp"; None for one rank.
-        limit: Of every wait for another rank; None for the default group's limit.
-        experts_over: Dimensions whose ranks share the experts, any of "ep", "cp" and "tp".
-
     Attributes:
-        devices: The DeviceMesh, or None.
+        devices: The DeviceMesh, with any of the dimensions "pp", "dp", "ep", "cp" and "tp", or None for one rank.
         experts_over: Dimensions whose ranks share the experts, in the order of :data:`DIMENSIONS`.
         exchanging: Group of the ranks that share the experts; None for this rank alone.
-        device_type: Type of the ranks' devices.
         number: Number of this rank in the default group.
         labels: Name of each rank in messages, by its number; ``label`` is this rank's.
-        several: Whether there are several ranks.
         layout: Sizes of "pp", "dp" and "ep", and of the other dimensions that have several ranks.
         data_ranks: Number of ranks that compute different data at one stage.
-        token_ranks: Number of ranks with different tokens at the experts: ranks of a tensor group count if they share
-            experts.
+        token_ranks: Number of ranks with different tokens at the experts: a tensor group's count if they share experts.
         expert_slice: Number of this rank in the group of ranks that share the experts, and the group's size.
         expert_copies: Dimensions with different data whose ranks hold the same experts.
         inner: Groups over which blocks may communicate: the mesh's own along "cp" and "tp".
-        failures: Record of failures, shared by these ranks.
+        failures: Record of failures, shared by these ranks, with the limit of every wait for one of them.
 
     Raises:
         ValueError: ``mesh`` is no DeviceMesh or has other dimensions, or experts cannot be shared over
@@ -212,12 +204,7 @@ class Mesh:
             self._own.release()
 
     def check_device(self, device: torch.device) -> None:
-        """Check that the groups of the mesh carry the tensors of a model's device.
-
-        Raises:
-            ValueError: A group has no backend for the device, or another one than the default group; the default group
-                is bound to another device.
-        """
+        """Raise ValueError if a group has no or another backend for a device, or the default group is another's."""
         if not self._groups:
             return
         wanted = backend_of(None, device)
@@ -259,12 +246,9 @@ class Mesh:
         return all(self.number == line[0] or set(line) <= set(parts) for line in lines)
 
     def agree(self, facts: Mapping[str, object], besides: str = "", *, over: Sequence[Dimension] = DIMENSIONS) -> None:
-        """Compare values by name, over all ranks along ``over`` that have a value of that name.
+        """Compare values by name over all ranks along ``over`` that have them; ValueError if two differ.
 
-        ``besides`` are words for the message: what else would be allowed.
-
-        Raises:
-            ValueError: Two ranks differ; the message has both values and both ranks.
+        The message has both values and both ranks, and ``besides``, what else would be allowed.
         """
         for dimension in (name for name in reversed(over) if name in self._control):
             first: dict[str, tuple[object, int]] = {}
@@ -404,15 +388,8 @@ def grid_of(
 ) -> DeviceMesh | None:
     """Return the mesh "pp" × "ep" of this rank's groups, None for one rank; all ranks along "ep" must call this.
 
-    Args:
-        pp: Ranks that hold the stages; None for this rank alone.
-        ep: Ranks that share the experts, each in a separate pipeline; None for this rank alone.
-        device: Device of the model.
-        limit: Of a wait for another rank.
-        order: ``order[i]`` is the pipeline rank of rank ``i`` of ``pp``; by default ``i``.
-
-    Raises:
-        ValueError: The groups do not form a grid.
+    A group that is None has this rank alone. Ranks along ``ep`` are each in a separate pipeline; ``order[i]`` is the
+    pipeline rank of rank ``i`` of ``pp``, by default ``i``. ValueError if the groups do not form a grid.
     """
     named = [(name, group) for name, group in (("pp", pp), ("ep", ep)) if group is not None]
     if not named:

@@ -59,12 +59,7 @@ def going_on(device: torch.device) -> Callable[[], bool]:
 
 
 class Mark(Protocol):
-    """End of a job on a stream.
-
-    Attributes:
-        begun: Start of the job: seconds of ``time.perf_counter``, or an event of the device.
-        ended: End of the job: seconds of ``time.perf_counter``, or an event of the device.
-    """
+    """End of a job on a stream; both times are seconds of ``time.perf_counter``, or events of the device."""
 
     @property
     def begun(self) -> Any: ...
@@ -78,9 +73,7 @@ class Mark(Protocol):
     def synchronize(self, failures: Failures | None = None) -> None:
         """Block the thread until the mark is reached, for a transfer between ranks that share ``failures``.
 
-        Raises:
-            TimeoutError: The mark was not reached within their limit.
-            ConnectionError: A watchdog has found a failure of another rank: what it sends never comes.
+        TimeoutError if it was not within their limit; ConnectionError if a watchdog has found that another rank failed.
         """
 
     def is_completed(self) -> bool:
@@ -91,11 +84,9 @@ class SideStream(Protocol):
     """A stream beside the computation; its jobs run in the order of their calls."""
 
     def run(self, job: Job, *tensors: Tensor, after: Sequence[Mark] | None = None) -> Mark:
-        """Queue ``job(*tensors)`` and return the mark of its end.
+        """Queue ``job(*tensors)`` behind the marks ``after``, by default behind all computed so far; return its end.
 
-        It runs after the marks ``after``, or, without any, after everything that the thread has computed so far. The
-        caller keeps the tensors until its computation has waited for the mark. So they need no ``record_stream``: they
-        are freed after the mark.
+        The caller keeps the tensors until its computation has waited for that. So they need no ``record_stream``.
         """
 
     def empty(self, like: Tensor, *shape: int) -> Tensor:
@@ -135,11 +126,7 @@ class EventMark:
 
 
 class DeviceStream:
-    """A stream of a device.
-
-    Args:
-        priority: −1 for high priority, so that the blocks of its kernels go first; 0 for the default.
-    """
+    """A stream of a device; of priority −1 the blocks of its kernels go first, 0 is the default."""
 
     def __init__(self, device: torch.device, *, priority: int = -1) -> None:
         if os.environ.get(devices.CONNECTIONS) == "1":
@@ -248,15 +235,10 @@ def copy_by_kernel(target: Tensor, source: Tensor) -> None:
 
 
 class HostCopy(NamedTuple):
-    """Small tensors on their way to the host, to be read later.
+    """Small tensors on their way to the host, to be read later."""
 
-    Args:
-        tensors: Tensors in host memory.
-        mark: End of the copy.
-    """
-
-    tensors: Sequence[Tensor]
-    mark: Mark
+    tensors: Sequence[Tensor]  # tensors in host memory
+    mark: Mark  # end of the copy
 
     @classmethod
     def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:

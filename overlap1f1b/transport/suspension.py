@@ -24,13 +24,9 @@ Exchanged = Callable[[], tuple[Any, ...]]
 
 
 class Stack(greenlet):
-    """A stack on which forwards run one after another, since the system has to map memory for every new stack.
+    """A stack on which forwards run one after another, since the system has to map memory for every new stack."""
 
-    Attributes:
-        forward: The forward that runs, or is suspended, on it.
-    """
-
-    forward: Forward | None = None
+    forward: Forward | None = None  # the forward that runs, or is suspended, on it
 
     def __init__(self) -> None:
         super().__init__(self._main)
@@ -73,18 +69,9 @@ NO_HANDLERS = Handlers()
 class Forward:
     """``function(*args)`` on a stack of its own, which is suspended at every exchange.
 
-    :meth:`start` and :meth:`resume` return what the function hands out at its next exchange, or its own result.
-
-    Args:
-        function: The function.
-        name: Name for messages.
-        device: Device of the model.
-        stacks: Stacks that are free; the one that it takes is there again when it has ended.
-        mode: Function mode for the parts of the function in which it is wanted; it lies below the function's own modes.
-        handlers: What it does at its exchanges.
-
-    Attributes:
-        with_mode: Whether the mode is in force.
+    :meth:`start` and :meth:`resume` return what the function hands out at its next exchange, or its own result. It
+    takes one of the free ``stacks``, which is there again when it has ended. A function ``mode`` is for the parts of
+    the function in which it is wanted (:attr:`with_mode`), and lies below its own modes. ``name`` is for messages.
     """
 
     def __init__(
@@ -327,8 +314,7 @@ class ThreadState(NamedTuple):
     def restore(self, now: ThreadState, name: str) -> None:
         """Set this state; ``now`` is the present one.
 
-        Raises:
-            ValueError: They differ in a state that cannot be set; ``name`` is the module's.
+        ValueError, by the module's ``name``, for a state that cannot be set.
         """
         if self == now:
             return

@@ -342,10 +342,7 @@ class ForwardBackward:
 
 
 class Engines(WeakKeyDictionary[ForwardBackward, list["ChunkEngine"]]):
-    """The engines of a model, by the function that has made them, which end with either.
-
-    They keep the model alive, so the model itself holds them.
-    """
+    """The engines of a model, by the function that has made them; the model holds them, since they keep it alive."""
 
     def __deepcopy__(self, memo: object) -> Engines:
         return Engines()

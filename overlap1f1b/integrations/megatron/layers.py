@@ -199,11 +199,7 @@ MARK = "skip_backward_post_hook"
 
 
 def delayed_of(model: nn.Module) -> list[Any]:
-    """Return the layers that compute weight gradients in their ``backward_dw``.
-
-    Raises:
-        ValueError: A layer's gradients could get lost or be added in another order.
-    """
+    """Return the layers with a ``backward_dw``; ValueError if gradients could get lost or be added in another order."""
     layers = []
     for name, layer in model.named_modules():
         store = getattr(layer, "wgrad_store", None)

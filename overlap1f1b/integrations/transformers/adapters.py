@@ -118,10 +118,7 @@ def around(model: nn.Module, name: str) -> str:
 
 
 def other_adapter(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
-    """Return the name and module of an adapter around a module or inside it, other than wrappers of its parameters.
-
-    The outermost one around it is first.
-    """
+    """Return name and module of the outermost adapter around or inside a module, wrappers of its parameters apart."""
     path = around(model, name).split(".")
     outer = (".".join(path[:length]) for length in range(len(path)))
     inner = (label for label, _ in model.get_submodule(name).named_modules(prefix=name))

@@ -64,11 +64,7 @@ class OverlapArguments(UserOptions):
         return self.engine_options(dynamic_shapes=True)
 
     def sizes(self, ranks: int) -> tuple[int, int, int]:
-        """Return the sizes of "pp", "dp" and "ep" on that many ranks.
-
-        Raises:
-            ValueError: They do not multiply to the number of ranks.
-        """
+        """Return the sizes of "pp", "dp" and "ep"; ValueError if they do not multiply to the number of ranks."""
         pp, dp = self.pp, self.dp
         ep = self.ep or max(1, ranks // max(1, pp * dp))
         if min(pp, dp, ep) < 1 or pp * dp * ep != ranks:
@@ -79,11 +75,7 @@ class OverlapArguments(UserOptions):
         return pp, dp, ep
 
     def program(self, microbatches: int) -> Program:
-        """Return the program of an optimizer step.
-
-        Raises:
-            ValueError: The schedule is unknown, or ``gradient_accumulation_steps`` does not fit it.
-        """
+        """Return the program of an optimizer step; ValueError if ``gradient_accumulation_steps`` does not fit."""
         try:
             return build_schedule(self.schedule, ranks=self.pp, microbatches=microbatches)
         except ValueError as error:

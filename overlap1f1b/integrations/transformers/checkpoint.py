@@ -47,14 +47,11 @@ class _Source(NamedTuple):
 
 
 class Conversion:
-    """transformers' rules that make a model's tensors from a checkpoint's.
+    """transformers' rules that make a model's tensors from a checkpoint's; their names leave adapters out.
 
     >>> name, pattern = conversion.target("model.layers.0.mlp.experts.3.up_proj.weight")
     >>> name  # the first of the model's tensors that contain it
     'model.layers.0.mlp.experts.gate_up_proj'
-
-    Args:
-        model: A model of the transformers library, perhaps with adapters; the names leave adapters out.
     """
 
     def __init__(self, model: Any) -> None:

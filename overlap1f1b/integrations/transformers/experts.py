@@ -229,12 +229,9 @@ def adopt(
 ) -> None:
     """Make a module of ``count`` experts one of the engine's, and keep this rank's part of its weights.
 
-    LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine.
-
-    Args:
-        group: Ranks that share the experts; None for this rank alone.
-        grouped: Whether to compute with grouped products if the weights have the usual layout: ``gate_up_proj
-            [E, 2·I, H]`` and ``down_proj [E, H, I]``.
+    LoRA of its parameters goes with it: the outermost of PEFT's wrappers becomes the experts module of the engine. If
+    it is ``grouped``, usual weights, ``gate_up_proj [E, 2·I, H]`` and ``down_proj [E, H, I]``, compute by grouped
+    products.
     """
     if (other := adapters.other_adapter(model, name)) is not None:
         raise ValueError(

@@ -187,12 +187,9 @@ class Shell:
         raise AssertionError("the last needed layer was not reached")
 
     def finish(self, given: Mapping[str, Any], hidden: Tensor, routed: Sequence[Tensor]) -> Any:
-        """Run the forward after the last layer; return what the model returns.
+        """Run the forward after the last layer, with the arguments ``given`` by name; return what the model returns.
 
-        Args:
-            given: All arguments of the model, by name.
-            hidden: Hidden states ``[B, S, H]`` of the last layer.
-            routed: Router logits of the layers in order, if the model asks for them.
+        ``hidden [B, S, H]`` is of the last layer, ``routed`` the router logits of all, if the model asks for them.
         """
         self._check_outputs(given)
         own = self.owner.forward

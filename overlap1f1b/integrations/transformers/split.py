@@ -53,11 +53,7 @@ class SplitModel(dict[int, LanguageModelStage]):
         return torch.where(self.count_tokens(labels) > 0, loss, 0.0)
 
     def count_tokens(self, labels: Tensor, *_: Tensor) -> Tensor:
-        """Return the number of tokens that count in a microbatch's loss; for :class:`Engine`'s ``count_tokens``.
-
-        Raises:
-            ValueError: The model classifies, so its labels are not next tokens.
-        """
+        """Return the tokens that count in a microbatch's loss, for :class:`Engine`; ValueError for a classifier."""
         base = base_of(self.model)
         if getattr(base, "loss_type", None) not in OF_NEXT_TOKENS:
             raise ValueError(

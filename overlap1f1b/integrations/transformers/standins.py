@@ -112,15 +112,11 @@ class ShardedAccelerator(Accelerator):
 
 
 class Ahead:
-    """A dataloader that is read some batches ahead: a pipeline needs several microbatches to be full.
+    """A dataloader that is read ``count`` batches ahead: a pipeline needs several microbatches to be full.
 
     accelerate's dataloaders say when they are at their last batch, so that metrics drop the rows that pad it. This one
-    says it at the same batch, although the batch was read before.
-
-    Args:
-        count: Number of batches to read at a time.
-        whole: Whether a batch has the rows of all ranks. The last one then tells how many there are in data without a
-            length, as a dataloader of accelerate for such data does.
+    says it at the same batch, although it was read before. If batches are ``whole``, with the rows of all ranks, the
+    last one tells how many there are in data without a length, as accelerate's dataloader for such data does.
     """
 
     def __init__(self, loader: Any, count: int, *, whole: bool = False) -> None:

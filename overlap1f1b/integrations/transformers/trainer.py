@@ -488,7 +488,6 @@ class BuiltModel:
     Attributes:
         parameters: Number of the whole model's parameters without embeddings.
         names: Inputs of the model that its layers read.
-        module: Module of this rank's parameters, by their names in the whole model.
         loss_rank: The first pipeline rank that computes losses, from which a subclass's log entries come.
         pipe: The pipe whose microbatches end there.
         ahead: Batches of an evaluation that are played together.

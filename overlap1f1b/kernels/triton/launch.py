@@ -28,10 +28,10 @@ def interpreted() -> bool:
 
 @cache
 def tile(width: int, elements: int = TILE, most: int = TILE) -> tuple[int, int]:
-    """Return rows and columns of a program, powers of two, for rows of this width.
+    """Return rows and columns of a program, powers of two, that leave little of the last block of ``width`` empty.
 
-    The number of columns is large and leaves little of the last block empty: 2,048 for 2,048, 1,024 for 7,168, 128 for
-    257. The number of rows follows from ``elements``. If a program sums along its rows, ``most`` is :data:`SUMMED`.
+    So 2,048 columns for 2,048, 1,024 for 7,168, 128 for 257, at most :data:`SUMMED` if it sums along rows; ``elements``
+    in all.
     """
     most = min(triton.next_power_of_2(max(width, 1)), most)
     candidates = [columns for columns in (most, most // 2, most // 4, most // 8) if columns >= min(most, 128)]

@@ -48,9 +48,8 @@ def bench(options: BenchOptions, rank: Rank) -> None:
 def doubts(result: dict[str, Any]) -> list[str]:
     """Return the errors of measurement that the JSON of ``bench`` shows, one line each.
 
-    No step can be faster than its compute alone or its exchanges alone, and the exchanges alone must take their bytes
-    over the wire's rate. Timed compute takes a fixed time, so its steps can be predicted; if a prediction is wrong, the
-    processor has too little time for everything else, above all for Python.
+    No step is faster than its compute or exchanges alone, and these take their bytes over the wire's rate. Timed
+    compute can be predicted: if it is not, the processor has too little time for everything else, above all for Python.
     """
     found = [
         f"{row['program']} · {row['overlap']}: over bound {row['over_bound']:.4f} is under {LEAST_OVER_BOUND}"

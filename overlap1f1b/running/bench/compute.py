@@ -26,11 +26,8 @@ class TimedCompute:
     """While it is entered, matrix products, attention and SwiGLU wait and return zeros; all other operators compute.
 
     This leaves the processor to the transport, as a GPU would. The CPU kernels of these operators are replaced for the
-    whole process; unlike a dispatch mode, this adds no time to the other operators.
-
-    Args:
-        speed: Operations (multiplications and additions) per second; with None the kernels compute and are measured:
-            ``operations`` and ``seconds`` add up.
+    whole process; unlike a dispatch mode, this adds no time to the other operators. ``speed`` has multiplications and
+    additions per second; with None kernels compute, and ``operations`` and ``seconds`` add up.
     """
 
     def __init__(self, speed: float | None) -> None:

@@ -65,12 +65,10 @@ class HfBench(Bench):
 
 
 class OwnParallelism:
-    """The model under transformers' own expert parallelism, which waits for every exchange before it goes on.
+    """A copy of the model under transformers' own expert parallelism, which waits for every exchange before it goes on.
 
-    All parameters but the experts' are sharded by FSDP2, as transformers requires. They are gathered once a step and
-    reduced after the last microbatch; FSDP2 cannot send less.
-
-    The weights of ``model`` are copied.
+    All parameters but the experts' are sharded by FSDP2, as transformers requires, gathered once a step and reduced
+    after the last microbatch; FSDP2 cannot send less.
     """
 
     def __init__(self, model: HfModel, rank: Rank, microbatches: int) -> None:

@@ -20,11 +20,10 @@ from overlap1f1b.schedule import Placement
 
 
 class PipelineBench(Bench):
-    """One rank's part of the benchmark over several pipeline ranks.
+    """One rank's part of the benchmark over several pipeline ranks, compared with a plain loop over the whole model.
 
     Compute only is the compute of the busiest rank. A row's bound is that of any order over its placement, at the costs
-    that were measured for it; its load is the larger of compute, and of exchanges and transfers. Gradients are compared
-    with a plain loop over the whole model.
+    that were measured for it; its load is the larger of compute, and of exchanges and transfers.
     """
 
     shared_costs = False

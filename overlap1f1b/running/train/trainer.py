@@ -75,11 +75,7 @@ class Trainer:
         self.optimizer = build_optimizer(trained, lr=options.lr)
 
     def step(self, index: int) -> StepFigures:
-        """Make the step with this index, from 0.
-
-        Raises:
-            ValueError: The loss or the gradient is not finite; the weights have not changed.
-        """
+        """Make step ``index``, from 0; ValueError if loss or gradient is not finite."""
         options, rank, start, waited = self.options, self.rank, time.perf_counter(), waited_s()
         purpose = self.engine.tuner.coming.purpose
         batch = self.corpus.batch(index, rank.data_rank, batch=options.batch, seed=options.seed)

@@ -42,8 +42,4 @@ class Schedule(ABC):
 
     @abstractmethod
     def program(self, microbatches: int, ranks: int) -> Program:
-        """Return the program for numbers of microbatches and pipeline ranks, which have been checked.
-
-        Raises:
-            ValueError: The schedule is impossible for these numbers.
-        """
+        """Return the program for numbers that have been checked; ValueError if the schedule is impossible for them."""

@@ -49,11 +49,7 @@ EXTRA_WARMUP = (0, 1, 2)
 
 
 def schedule_of(name: str) -> type[Schedule]:
-    """Return the class of a schedule by its name, in capital letters or not.
-
-    Raises:
-        ValueError: The name is unknown.
-    """
+    """Return the class of a schedule by its name, in capital letters or not; ValueError if it is unknown."""
     known = BY_NAME.get(name.lower() if isinstance(name, str) else "")
     if known is None:
         nearest = "".join(f"; nearest: {found}" for found in get_close_matches(str(name).lower(), SCHEDULES, 1))

@@ -76,11 +76,7 @@ class Auto(Schedule):
 
 
 def check_search(placement: Placement, peak_activations: float | None, seconds: float) -> list[int]:
-    """Return the limit of live (stage, microbatch) of every rank.
-
-    Raises:
-        ValueError: As of :func:`auto`.
-    """
+    """Return the limit of live (stage, microbatch) of every rank; ValueError as of :func:`auto`."""
     check_kind("placement", placement, Placement)
     check_number("seconds", seconds, above=True)
     if len(placement.pipes) > 1:

@@ -17,15 +17,12 @@ PipeStage = tuple[int, int]
 
 
 class RankBuilder:
-    """Builds the slots of one rank: counts the microbatches of each stage, and lets weight gradients wait in a queue.
+    """Builds one rank's slots: counts microbatches of each stage, from the ``first`` of each pipe, and queues W.
 
     >>> row = RankBuilder()
     >>> row.add(Kind.F, (0, 3)); row.add(Kind.F, (0, 3)); row.add(Kind.I, (0, 3)); row.weight()
     >>> print(*row.slots)
     3F0 3F1 3I0 3W0
-
-    Args:
-        first: The first microbatch of each pipe.
     """
 
     def __init__(self, first: Sequence[int] = (0,)) -> None:
