@@ -1,7 +1,5 @@
 """A user's own all-to-all, and ``dist.all_to_all`` with parts of any sizes on gloo, which sends equal parts alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

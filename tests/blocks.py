@@ -1,7 +1,5 @@
 """Blocks that use the weights of two layers in odd ways: twice, in a checkpoint, in a function that runs them again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

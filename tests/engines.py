@@ -1,7 +1,5 @@
 """An engine whose options stand beside its arguments, where tests pass them on by name, and costs of nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

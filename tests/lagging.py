@@ -1,7 +1,5 @@
 """A side stream whose jobs come late."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 

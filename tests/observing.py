@@ -1,7 +1,5 @@
 """Observers of steps, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 

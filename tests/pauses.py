@@ -1,7 +1,5 @@
 """Threads that pause at random wherever two of them meet, so that an order that nobody keeps is broken."""
 
-from __future__ import annotations
-
 import random
 import sys
 import time

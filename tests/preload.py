@@ -1,8 +1,6 @@
 """What the fork server of the tests imports, once for all its forks: `tests.ranks`, `tests.running.fork`."""
 
 # ruff: noqa: F401
-from __future__ import annotations
-
 import gc
 import os
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Classes of parameters whose products are their own: gradients are :data:`FACTORS` times those of plain products."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs on one rank, in short."""
 
-from __future__ import annotations
-
 from overlap1f1b.schedule import Program, build_schedule
 
 

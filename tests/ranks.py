@@ -19,8 +19,6 @@ The function is a module-level function (it travels by name) that takes ``(rank,
 are pickled. `torch.manual_seed(0)` runs before every call, so that a test does not depend on those before it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import inspect

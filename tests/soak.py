@@ -5,8 +5,6 @@
 Of each tenth of the run: memory of a rank, its open files and threads, and the median step.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

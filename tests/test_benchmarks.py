@@ -1,7 +1,5 @@
 """Every benchmark that no other test runs goes through in a tiny size: else a name that changes breaks it unseen."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

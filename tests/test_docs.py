@@ -1,7 +1,5 @@
 """README and docs: their programs run, and every file and link that a page names exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Sequence

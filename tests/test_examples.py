@@ -1,7 +1,5 @@
 """The examples run, on one rank, over two stages and as their pages say, and go on from their checkpoints."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,7 +1,5 @@
 """The script of faults finds what it looks for, and its faults are of every kind."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

@@ -1,7 +1,5 @@
 """The GPU benchmark runs whole on a CPU, from a checkout that was never installed, and a section fails alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """``import overlap1f1b`` is lazy, its names resolve, and the examples of the pure floors hold."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import importlib

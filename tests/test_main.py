@@ -1,7 +1,5 @@
 """``python -m overlap1f1b``."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

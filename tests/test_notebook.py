@@ -1,7 +1,5 @@
 """The notebook runs, and what it stores is what it prints."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What fails a test that runs on ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.ranks import RankError, Ranks, over

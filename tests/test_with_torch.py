@@ -1,7 +1,5 @@
 """The releases that ``scripts/with_torch`` takes, and its constraints; it installs nothing here."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import tomllib

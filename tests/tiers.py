@@ -7,8 +7,6 @@
 A case that is a tuple has a value for each name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -9,8 +9,6 @@ tests.
     python -m tests.campaign --only 1000017                  # the case that a failure names
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

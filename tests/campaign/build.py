@@ -1,7 +1,5 @@
 """Models and batches of a case: the same on whatever ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from typing import Any

@@ -1,7 +1,5 @@
 """Cases of combined_forward_backward_step, called by hand over one stage or two."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch.distributed as dist

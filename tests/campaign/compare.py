@@ -1,7 +1,5 @@
 """Values by name, and where two sets of them differ."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext

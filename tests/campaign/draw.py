@@ -1,7 +1,5 @@
 """Configurations that nobody named: what a case trains, on which ranks, and how, drawn from its seed alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any, Literal, get_args

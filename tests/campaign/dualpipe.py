@@ -1,7 +1,5 @@
 """Cases of the drop-ins for DualPipe and DualPipeV."""
 
-from __future__ import annotations
-
 from random import Random
 
 import torch

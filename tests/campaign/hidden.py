@@ -4,8 +4,6 @@ Python offers more places than anybody can list. What is kept from before an exc
 block or for the backward, must not become another microbatch's without a word.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Cases of torch.distributed.pipelining's schedules, played by the engine."""
 
-from __future__ import annotations
-
 from random import Random
 
 import torch

@@ -1,7 +1,5 @@
 """Places where a forward may keep a tensor: functions of a block that return how to put it there, and get it."""
 
-from __future__ import annotations
-
 import contextvars
 import sys
 import tempfile

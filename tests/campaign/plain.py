@@ -1,7 +1,5 @@
 """The plain loop: the whole model in one process, microbatch after microbatch."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

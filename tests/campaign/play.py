@@ -1,7 +1,5 @@
 """A case on the ranks that it asks for."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.campaign import combined, dualpipe, engine, hidden, pipelining

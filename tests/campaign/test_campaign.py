@@ -1,7 +1,5 @@
 """The campaign itself: it compares what it says, and a fault does not pass."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from unittest.mock import patch
 

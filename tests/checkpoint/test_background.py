@@ -1,7 +1,5 @@
 """Checkpoints written while the next steps run: the same bits, errors on all ranks, a whole one after every kill."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Whole models as safetensors, from checkpoints of any layout."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder of checkpoints, of any files: names, what is kept, what goes. For kills see test_save.py."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint that does not fit the run that loads it: one line, and the run is as it was."""
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

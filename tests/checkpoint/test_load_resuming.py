@@ -1,7 +1,5 @@
 """Checkpoints of an engine: the optimizer goes on as it was, over any layout; a failure is told to all ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Numbers of an optimizer's groups: into a checkpoint and back."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

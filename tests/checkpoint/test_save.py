@@ -1,7 +1,5 @@
 """Checkpoints: the same bits back, on any number of ranks, whatever was killed, and a clear word if they do not fit."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

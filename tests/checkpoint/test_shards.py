@@ -1,7 +1,5 @@
 """What a rank stores of its model and optimizer, and under which names; what cannot be stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """States of a run in another layout, and states that do not fit. For the same layout see test_background.py."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

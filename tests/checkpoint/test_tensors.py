@@ -1,7 +1,5 @@
 """Slices as DCP reads them, and what is said of damaged files."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Callable

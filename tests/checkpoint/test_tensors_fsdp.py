@@ -1,7 +1,5 @@
 """Checkpoints of parameters under FSDP2: the same bits back, and over other layouts, with and without FSDP2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """A verb of `overlap1f1b` inside this process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Commands that last, without a terminal."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from functools import reduce

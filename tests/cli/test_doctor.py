@@ -1,7 +1,5 @@
 """`overlap1f1b doctor` as a user runs it, on machines with faults, each planted from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Timelines drawn in text and as files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """A refused argument is named in one line; `--help` stays tyro's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

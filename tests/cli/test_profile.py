@@ -1,7 +1,5 @@
 """`overlap1f1b profile` as a user runs it, and what its traces say beside the engine's own counters."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

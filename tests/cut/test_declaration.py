@@ -1,7 +1,5 @@
 """Declared Functions are hidden; others stay where they stand, and one line says how to declare them."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Sequence

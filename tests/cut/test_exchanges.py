@@ -1,7 +1,5 @@
 """Blocks that exchange rows by themselves, in whatever way: cut and hidden without a change, equal to a plain loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_

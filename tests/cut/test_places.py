@@ -1,7 +1,5 @@
 """What a forward keeps on modules between exchanges goes with its microbatch; what it only leaves there is common."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

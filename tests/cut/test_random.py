@@ -1,7 +1,5 @@
 """Streams of random numbers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

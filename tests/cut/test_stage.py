@@ -1,7 +1,5 @@
 """What the engine knows of a stage's blocks, and changes in them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients of cut graphs, weight gradients apart, and main gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Parameters whose classes have products of their own: an engine's gradients are those of a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Its last step is played with a device-wide sync at each node in turn, and under 
 line is printed for each case. The process ends with 1 if a case hangs, or has other gradients than the serial order.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

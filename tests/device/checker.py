@@ -6,8 +6,6 @@ stream, before an event that it has waited for, and before what the host had wai
 Nothing else orders anything, however long it took in the play that was written down.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

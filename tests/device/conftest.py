@@ -1,7 +1,5 @@
 """Worlds run in a process of their own, because they replace functions of torch for all of its threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

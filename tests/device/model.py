@@ -12,8 +12,6 @@ when nothing can move waits for ever.
 - A communicator that is made by its first operation blocks the host until all its ranks make it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field

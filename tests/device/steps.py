@@ -1,7 +1,5 @@
 """Steps of an engine on a world of the stand-in, and what they must show."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the benchmark measures beside an engine on a device."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

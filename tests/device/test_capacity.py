@@ -1,7 +1,5 @@
 """With a capacity the host waits for nothing inside a step, and copies nothing that it does not read."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Communicators of an engine: made once, in one order, within one budget, and all released."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

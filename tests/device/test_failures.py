@@ -1,7 +1,5 @@
 """A rank that raises, dies or stops: all others end within the limit, and say which rank, at which node, and why."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """Costs that an engine measures on a device."""
 
-from __future__ import annotations
-
 from overlap1f1b.learn.tuner import WARM_STEPS
 from overlap1f1b.plan import CostKey, NodeCosts, Op
 from overlap1f1b.schedule import Kind

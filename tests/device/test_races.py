@@ -3,8 +3,6 @@
 A wait that is taken out is found, though the values of the play come out right.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import deque
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Every schedule plays on a device, without a hang in any setting, and with the gradients of the serial order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """List every place where a steady step reads a device's values on the host, or waits for the device."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator

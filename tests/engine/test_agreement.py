@@ -1,7 +1,5 @@
 """Ranks that differ in what has to be equal are told so, with both values, before anything wrong is trained."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Exchanges of equal sizes give what exact ones give, and no row is lost in silence."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A call that not all ranks make is named on all of them, at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path

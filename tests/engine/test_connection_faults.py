@@ -1,7 +1,5 @@
 """A rank that dies or fails takes the others with it, within the limit, and each says why."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Gradients of the engine against plain autograd, on one rank and on several."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import random

@@ -1,7 +1,5 @@
 """Causes of exposure in the result of a step: they add up, ranks know of each other, and layers have their rows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

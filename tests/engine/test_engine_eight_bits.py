@@ -1,7 +1,5 @@
 """Experts in eight bits over two ranks: equal in all orders, and near what all bits give."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from typing import Any

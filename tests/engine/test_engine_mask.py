@@ -1,7 +1,5 @@
 """Padding: with a mask a step is that of a model that is run on the real tokens alone, in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

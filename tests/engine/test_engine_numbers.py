@@ -1,7 +1,5 @@
 """One engine for any number of microbatches."""
 
-from __future__ import annotations
-
 import random
 import time
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Every schedule over pipeline ranks, each sort over expert and data ranks, too, against one process."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Sequence

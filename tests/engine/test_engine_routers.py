@@ -1,7 +1,5 @@
 """Biases of routers are the same on all ranks that hold them, and ranks that differ in what they share are told so."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

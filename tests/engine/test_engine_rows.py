@@ -1,7 +1,5 @@
 """A token with several experts on a rank is sent there once: gradients, and bytes as counted."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

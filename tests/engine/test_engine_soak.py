@@ -1,7 +1,5 @@
 """A long run in short: nothing that a rank holds grows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A loss or a norm that is not finite: said once, or raised on all ranks alike; the engine goes on."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which experts an engine takes: those that its own ranks along "ep" share."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -1,7 +1,5 @@
 """A group of this process alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

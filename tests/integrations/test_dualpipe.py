@@ -1,7 +1,5 @@
 """DualPipe and DualPipeV against one process that runs the same stages one after another."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

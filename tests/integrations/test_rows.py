@@ -1,7 +1,5 @@
 """DeepSpeed's AutoEP layers, unmodified: their exchanges are found and hidden, and gradients are equal."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

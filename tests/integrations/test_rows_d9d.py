@@ -1,7 +1,5 @@
 """d9d's schedules and MoE layers, with the lines of docs/recipes.md."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """A Triton kernel against its twin, and the shapes that both are tried with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 Triton reads ``TRITON_INTERPRET`` when it is imported, and other tests are not to run so.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

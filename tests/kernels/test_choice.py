@@ -1,7 +1,5 @@
 """Which implementation an op takes, and a layer and an engine by each."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -4,8 +4,6 @@ The difference of two models, of which one has a layer more, by the microbatches
 the kernels, and what it does is not counted. A GPU runs other operators in a few places, see :data:`LAYER`.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

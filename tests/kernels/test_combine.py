@@ -1,7 +1,5 @@
 """Sums of rows against loops; tests/moe/test_route.py has their gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Quantized rows and their products against float32, within what four significant bits allow."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

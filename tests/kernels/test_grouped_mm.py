@@ -1,7 +1,5 @@
 """Grouped matrix products against one product per expert."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

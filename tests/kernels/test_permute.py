@@ -1,7 +1,5 @@
 """Packed rows against loops, what they carry, and rows expanded by choice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The choice of experts by Triton, and the backward of the twin. (The twin's forward: tests/moe/test_router.py.)"""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

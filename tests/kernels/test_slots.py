@@ -1,7 +1,5 @@
 """The places of rows and choices against loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """SwiGLU with the weight of a row inside, against torch's own ops and finite differences."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

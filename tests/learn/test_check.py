@@ -1,7 +1,5 @@
 """The first step of a plan is compared with a plain loop, and leaves what one step leaves."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Figures of a model with exchanges that run where they stand: not measured, and never a share that leaves them out."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from math import isnan

@@ -1,7 +1,5 @@
 """Costs from spans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Peak memory by what operators take and return."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Limits of memory: plans that keep within them, and ranks with less of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import product

@@ -1,7 +1,5 @@
 """A step whose order of actions is found for costs, against one process that holds the whole model."""
 
-from __future__ import annotations
-
 from itertools import count
 from typing import Any
 from unittest.mock import Mock, patch

@@ -1,7 +1,5 @@
 """The plans of an engine, and what its first steps learn."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Auxiliary losses against loops, and the carrier against adding them to the total loss."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts: copies, and what they cannot be called with. For their values see test_layer.py and tests/engine."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from copy import deepcopy

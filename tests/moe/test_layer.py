@@ -1,7 +1,5 @@
 """The MoE layer against loops over tokens and experts, and its call of experts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

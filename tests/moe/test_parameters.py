@@ -1,7 +1,5 @@
 """Each expert's weights as parameters of their own: equal over layouts, one memory and one gradient with the stack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Where rows go, on one rank that plays all of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

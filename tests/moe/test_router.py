@@ -1,7 +1,5 @@
 """The router against loops over tokens and experts."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The ranks of these tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ranks on NCCL in processes of `tests.ranks`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every schedule on NCCL: gradients of every overlap are those of the serial order, and close to one plain process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Real models of Megatron-Core on NCCL and its own random numbers: its schedules and ours give the same to the bit."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """What a training program has beside its steps, on NCCL: FSDP2, exchanges of a model's own, norms and checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

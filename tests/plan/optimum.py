@@ -5,8 +5,6 @@ chain in its order, gradients in microbatch order, at most so many live microbat
 are found, and its times are those of :func:`~overlap1f1b.plan.play_ranks` with costs of no launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The bound against what is compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What actions are made of on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

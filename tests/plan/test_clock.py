@@ -1,7 +1,5 @@
 """Spans of small cases that were worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """The exact model against the clock, and compiled orders against proven optima."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

@@ -1,7 +1,5 @@
 """Costs: uniform ones, those of single nodes, those of several links, and refusals."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Interval arithmetic against a raster of unit cells."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Nodes: names, lanes, and the chains of an action."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.plan import RECOMPUTES, BlockShape, Chains, Node, Op, Resource, parse_recompute

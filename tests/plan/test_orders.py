@@ -1,7 +1,5 @@
 """The two fixed orders against their pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import accumulate
 from math import inf

@@ -1,7 +1,5 @@
 """Orders by priorities: within every limit, of any keys, and what each setting does."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

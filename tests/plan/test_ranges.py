@@ -1,7 +1,5 @@
 """Every range's name is read back to the range."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

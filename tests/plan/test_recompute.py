@@ -1,7 +1,5 @@
 """What each block computes again, by the bytes that this saves for the time that it takes."""
 
-from __future__ import annotations
-
 from overlap1f1b.plan import BlockShape, Held, NodeCosts, Op, Recompute, StageShape, choices
 from overlap1f1b.plan.costs import CostKey
 from overlap1f1b.schedule import Kind

@@ -1,7 +1,5 @@
 """Plans whose transfers meet at one place in an order of all ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """How often tokens are sent, against every choice there is, and the bytes of rows."""
 
-from __future__ import annotations
-
 import re
 from itertools import combinations
 from statistics import mean

@@ -1,7 +1,5 @@
 """List scheduling: its limits, and what it reaches against the bound."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Orders of actions that are found for the costs."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count

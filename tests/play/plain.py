@@ -1,7 +1,5 @@
 """Compare an engine with a plain loop over the same blocks, bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

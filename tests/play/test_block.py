@@ -1,7 +1,5 @@
 """Routing weights inside the experts, through the engine: gradients, exchanges, memory."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks under ``torch.compile``: the engine leaves their graphs where it switches and queues."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext

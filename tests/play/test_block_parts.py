@@ -1,7 +1,5 @@
 """Parts of a call of experts: gradients of one part to rounding, and bit-equal whatever the order of nodes."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import cycle
 from typing import Any, get_args

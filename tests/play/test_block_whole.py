@@ -1,7 +1,5 @@
 """Whatever a block does, and however it changes between steps: gradients are those of a plain loop to the bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors that cross an exchange, in whatever call they are used: gradients equal to a plain loop, bit by bit."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

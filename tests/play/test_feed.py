@@ -1,7 +1,5 @@
 """Batches, feeds, and the microbatches that are made of them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How gradients get to parameters, and where they enter a graph."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

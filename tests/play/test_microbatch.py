@@ -1,7 +1,5 @@
 """The state of a microbatch."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

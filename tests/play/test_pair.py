@@ -1,7 +1,5 @@
 """combined_forward_backward_step, used without an engine."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from contextlib import nullcontext

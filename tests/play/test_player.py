@@ -1,7 +1,5 @@
 """Nodes are played in order, observed, and counted."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Exchanges on streams beside compute: the order of everything is kept whatever takes how long."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """Launch of a segment's exchanges."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any

@@ -1,7 +1,5 @@
 """The generators of the loop around a step: as a plain loop of the same model leaves them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What is dropped and computed again: the same gradients, the same exchanges, less memory."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import deque

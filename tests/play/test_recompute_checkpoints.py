@@ -1,7 +1,5 @@
 """Checkpoints inside blocks: what they run is computed again, its exchanges are not."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The result of a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Several tensors of one exchange travel as one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Nothing of a step lives behind it: no object of the room of steps is alive, with Python's collector off."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator

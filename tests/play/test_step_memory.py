@@ -1,7 +1,5 @@
 """Nothing is kept longer than a step needs it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -1,7 +1,5 @@
 """Steps with known answers; times in nanoseconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of known figures: what the simulation says, written as records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, compile

@@ -1,7 +1,5 @@
 """Bars of a step, and the arrows between them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

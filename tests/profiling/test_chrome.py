@@ -1,7 +1,5 @@
 """Traces of torch.profiler: their two forms, and numbers that are none."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Phases, and what counts as open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What names of kernels say, as the libraries spell them."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.profiling.names import Role, role_of, shortened

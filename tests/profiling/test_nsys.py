@@ -1,7 +1,5 @@
 """Exports of nsys: tables that are missing or of another form, and several ranks in one."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

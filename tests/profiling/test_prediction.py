@@ -1,7 +1,5 @@
 """A step played from its own times gives itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

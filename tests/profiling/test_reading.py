@@ -1,7 +1,5 @@
 """Files that cannot be read, and sets of files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

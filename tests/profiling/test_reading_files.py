@@ -4,8 +4,6 @@ All have one step on a device: a product with an all-to-all that begins under it
 dispatch with an addition, an all-reduce on the compute stream.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Large files have exact figures, too; benchmarks/report_scale.py has their time and memory."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The order in which a step was issued."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from overlap1f1b.profiling import read_file

@@ -1,7 +1,5 @@
 """Our own records: their figures are those of the timeline that was written."""
 
-from __future__ import annotations
-
 import json
 from math import isnan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps with known answers, of every kind of file: the same figures to the nanosecond."""
 
-from __future__ import annotations
-
 from math import isnan
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the figures say, and what to try next."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A profile's trace and record say the same, on one clock."""
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json

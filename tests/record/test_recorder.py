@@ -1,7 +1,5 @@
 """A recorder writes every node, action and wait of a step once, and nothing where there is none."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -3,8 +3,6 @@
 Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context" (2023).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A model for tensor and context parallelism, the same weights for every layout."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

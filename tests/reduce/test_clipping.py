@@ -1,7 +1,5 @@
 """The norm over the whole model, the weights of microbatches, and factors of the loss."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Blocks under torch's FSDP2: gradients against FSDP2's own loop, bit for bit, and against one process."""
 
-from __future__ import annotations
-
 import math
 import re
 import threading

@@ -1,7 +1,5 @@
 """Sums of plain gradients over ranks."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts of a layer of a user's own, of which each rank along "ep" has others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

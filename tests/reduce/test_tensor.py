@@ -1,7 +1,5 @@
 """Tensor and context parallelism: gradients, norms and checkpoints against one plain process."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Sequence

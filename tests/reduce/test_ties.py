@@ -1,7 +1,5 @@
 """Parameters that several stages hold as one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ ranks as its children, and the same entry point, which ends it. Only plans are c
 search for an order is small. `tests.ranks` has the fork server.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import socket

@@ -1,7 +1,5 @@
 """One rank's profiles of several variants on a wire: what the engine's own counters say of each, beside the traces."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`overlap1f1b` as a user runs it: every run is a process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Every test runs `run_ranks` in a parent of its own, with small scripts in the pl
 folder of the test in FOLDER, in which it leaves its process number.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

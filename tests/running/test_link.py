@@ -1,7 +1,5 @@
 """The imitated link: the same rows as without it, not before their bytes would have come."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

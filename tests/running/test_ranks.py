@@ -1,7 +1,5 @@
 """Devices of ranks, and their errors in one line."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """The corpus: what is read, how it is split, and windows that are a pure function of (seed, step, rank)."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import Counter

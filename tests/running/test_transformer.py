@@ -1,7 +1,5 @@
 """The model of train and bench: attention against loops, causality, names, and weights that follow from the seed."""
 
-from __future__ import annotations
-
 import cmath
 import math
 from dataclasses import replace

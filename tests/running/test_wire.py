@@ -1,7 +1,5 @@
 """A wire carries bytes at its rate between ranks that can reach each other in no other way, and is removed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`overlap1f1b train --hf-config` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

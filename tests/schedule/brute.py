@@ -3,8 +3,6 @@
 Nothing here shares code with the library but its data: actions, pairs, placements.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The text form of actions and pairs, compatible with torch's pipeline schedules."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.schedule import Action, Kind, Pair, actions_of, parse_slot

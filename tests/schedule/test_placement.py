@@ -1,7 +1,5 @@
 """Where stages lie."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.schedule import Placement

@@ -3,8 +3,6 @@
 The rules are written down a second time in ``brute``; see test_program_mutations.py.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.schedule import Action, Kind, Pair, Program, Slot, parse_slot

@@ -4,8 +4,6 @@ Changes on up to four ranks, 500 in a part: none is accepted that breaks a rule 
 other is refused.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import replace

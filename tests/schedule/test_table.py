@@ -1,7 +1,5 @@
 """Programs written to CSV and read again, and every way in which a file can be wrong."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Timelines of programs against a relaxation that knows no order of events, and known spans."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ P ranks, v chunks a rank, M microbatches; F, B, W costs of a rank's whole share,
 Where a formula holds only for some costs, the condition stands at its test.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

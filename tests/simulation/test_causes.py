@@ -1,7 +1,5 @@
 """Causes of exposure: known faults of two simulated ranks are told apart, and causes add up."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from itertools import combinations

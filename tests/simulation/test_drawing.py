@@ -1,7 +1,5 @@
 """Rows without overlaps, and short names."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

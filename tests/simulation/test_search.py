@@ -1,7 +1,5 @@
 """The search against trying everything by hand."""
 
-from __future__ import annotations
-
 import random
 from contextlib import suppress
 from itertools import product

@@ -1,7 +1,5 @@
 """What is simulated: programs by actions or by nodes, and plans."""
 
-from __future__ import annotations
-
 import pytest
 
 import overlap1f1b as o1

@@ -1,7 +1,5 @@
 """Timelines of known spans."""
 
-from __future__ import annotations
-
 import json
 from math import isnan, nan
 from pathlib import Path

@@ -4,8 +4,6 @@ The JSON object format: ``traceEvents``, each with ``ph``; here complete events 
 turns ``ts`` and ``dur`` into whole nanoseconds and nests slices of a thread, so none may reach into the next.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Where results may go is known before there are any."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a long command prints while it runs."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

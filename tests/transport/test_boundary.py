@@ -1,7 +1,5 @@
 """What passes between stages of different ranks."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exchanges in plain autograd, and sizes that cannot be."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

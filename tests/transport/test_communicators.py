@@ -1,7 +1,5 @@
 """What does not fit a device is said in one line; that engines release what they made is shown in tests/device."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Work on all ranks: results in the order of ranks, and one outcome where a rank fails."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a GPU is asked for, and how its marks are used again; its own answers are in tests/nccl."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Exchanges bring every row to its place, whatever carries them and whoever is ahead."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

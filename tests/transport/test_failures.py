@@ -1,7 +1,5 @@
 """What ranks tell each other of failures: a cause, a word of each, and which rank is silent."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

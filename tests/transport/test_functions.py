@@ -1,7 +1,5 @@
 """Own Functions that go to C++ at once give what ``apply`` gives, also under modes and transforms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

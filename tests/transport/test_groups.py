@@ -1,7 +1,5 @@
 """Groups of one's own: their backend, their end, and what NCCL is told of them. NCCL itself is not here."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lanes: transfers start and arrive in the order of their launch, with threads and without."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Callable

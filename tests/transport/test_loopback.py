@@ -1,7 +1,5 @@
 """Rows come back as they left, whatever their size, and a rate is kept to."""
 
-from __future__ import annotations
-
 import random
 import time
 from datetime import timedelta

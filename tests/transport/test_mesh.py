@@ -1,7 +1,5 @@
 """A mesh: coordinates, groups and labels whatever its order of ranks, and values compared over all ranks."""
 
-from __future__ import annotations
-
 import re
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Jobs in order, waits, and what happens to those who let go too early."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 from types import SimpleNamespace

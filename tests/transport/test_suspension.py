@@ -1,7 +1,5 @@
 """What a suspended forward must not let out, and what it must keep."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import gc

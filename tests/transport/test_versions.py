@@ -1,7 +1,5 @@
 """Another torch is refused before anything imports what it lacks."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

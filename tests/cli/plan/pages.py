@@ -6,8 +6,6 @@ A block of code that begins with `$ overlap1f1b plan …` holds the command and 
 is one, is what the command draws with `--svg`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

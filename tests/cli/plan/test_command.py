@@ -1,7 +1,5 @@
 """`overlap1f1b plan` as a user runs it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

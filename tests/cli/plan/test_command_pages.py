@@ -1,7 +1,5 @@
 """The documentation's drawings and tables are what the commands beside them print."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

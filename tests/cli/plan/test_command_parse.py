@@ -1,7 +1,5 @@
 """Names with options of their own."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.cli.plan.command import parse

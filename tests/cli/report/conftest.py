@@ -1,7 +1,5 @@
 """The browser in which tests open reports."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The verb: what it prints and writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The page in a real browser: no error, a bar a span, and the figures of the JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Model chunks as Megatron-Core has them, and calls of its forward-backward functions."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial

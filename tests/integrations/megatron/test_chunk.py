@@ -1,7 +1,5 @@
 """Chunks that are cut at their exchanges, whatever way gradients take, against a plain loop."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Options of a config, and process groups."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

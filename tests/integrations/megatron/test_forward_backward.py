@@ -1,7 +1,5 @@
 """Megatron-Core's forward-backward functions against a plain loop over the microbatches in one process."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import re

@@ -1,7 +1,5 @@
 """What changes on Megatron-Core's layers while a step lasts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

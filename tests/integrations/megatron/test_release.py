@@ -1,7 +1,5 @@
 """Outputs whose values are freed, and their backward."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses, scales of attached losses, and when gradients are reduced, against a plain loop."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

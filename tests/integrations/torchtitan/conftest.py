@@ -1,7 +1,5 @@
 """Processes that keep torchtitan imported, and what its own trainer gives on one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchtitan's trainer on CPUs. Only in a process of its own: what it asks of a GPU is replaced there for good."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import time

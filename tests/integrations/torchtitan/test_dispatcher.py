@@ -1,7 +1,5 @@
 """torchtitan's own token dispatcher, unmodified: its exchanges are found and hidden, and gradients are equal."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchtitan's own trainer with our ``pipelining_fn``, beside the same trainer without."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The schedule by itself, over modules without torchtitan: what its calls take, give and refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

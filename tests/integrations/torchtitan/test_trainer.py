@@ -1,7 +1,5 @@
 """torchtitan's trainer under the mixin, on one pipeline rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

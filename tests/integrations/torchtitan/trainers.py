@@ -1,7 +1,5 @@
 """torchtitan's own trainer over its debug models, and the same under the engine."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections import Counter

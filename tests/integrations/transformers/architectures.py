@@ -1,7 +1,5 @@
 """Every causal LM with experts that the installed transformers knows, at a tiny size."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training loops of transformers on tiny models: Trainer on one process, and overlapped trainers on ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

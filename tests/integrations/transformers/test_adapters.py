@@ -1,7 +1,5 @@
 """Models with adapters: PEFT's LoRA against PEFT on one process, what is saved of it, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

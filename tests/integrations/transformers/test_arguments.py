@@ -1,7 +1,5 @@
 """Arguments of an overlapped trainer: what stands on a command line, and what cannot be honoured."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints

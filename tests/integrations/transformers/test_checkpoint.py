@@ -1,7 +1,5 @@
 """Each rank reads its part of a folder of weights; what is saved is what was trained, as transformers sees it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """How experts and layers are found, and which models are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that a rank gets in place of the model's: marks and hooks that users have put on these, and optimizers."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

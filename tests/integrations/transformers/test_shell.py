@@ -1,7 +1,5 @@
 """The model's own forward around its layers: what it records there, and calls of the whole model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models of transformers under the engine, against their own forward and backward in one process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Which of transformers' architectures can be split, and that none gives other gradients than its own."""
 
-from __future__ import annotations
-
 import re
 from copy import deepcopy
 from functools import partial

@@ -1,7 +1,5 @@
 """Models with compiled parts: gradients and plans are those of the model without; what is cut may not be compiled."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

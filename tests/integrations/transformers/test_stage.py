@@ -1,7 +1,5 @@
 """A step's inputs by the names that a model was split with, and inputs that are not given."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What a loss gets in place of Trainer's accelerator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path

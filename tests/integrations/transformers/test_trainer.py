@@ -1,7 +1,5 @@
 """OverlapTrainer against transformers' Trainer on one process with the same microbatches."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

@@ -1,7 +1,5 @@
 """Evaluation over stages: several batches pass the pipeline together, and all figures are Trainer's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses, logs and batches of subclasses of Trainer under the mixin: as on one process, or refused."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from dataclasses import replace

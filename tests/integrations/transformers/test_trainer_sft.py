@@ -1,7 +1,5 @@
 """TRL's trainers under the mixin, against themselves on one process; skipped without TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny causal LMs of the transformers library, and their own losses and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiles, and what the compiler makes of the kernels for a GPU of compute capability 9.0, which it needs none for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

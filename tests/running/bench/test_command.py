@@ -1,7 +1,5 @@
 """`overlap1f1b bench` as a user runs it."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

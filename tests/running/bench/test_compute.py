@@ -1,7 +1,5 @@
 """Timed compute: which kernels are replaced, what is counted, and that torch's own kernels come back."""
 
-from __future__ import annotations
-
 import math
 import time
 

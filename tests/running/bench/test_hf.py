@@ -1,7 +1,5 @@
 """`overlap1f1b bench --hf-config`: the table of a model of transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Gradients of two rows are equal only if torch.equal says so; what a benchmark computes is on the rank's device."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

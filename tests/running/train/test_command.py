@@ -1,7 +1,5 @@
 """`overlap1f1b train` as a user runs it: results, resumption after kills, bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

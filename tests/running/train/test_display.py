@@ -1,7 +1,5 @@
 """What TensorBoard is given can be read back."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The learning rate, and what is decayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Loops: one rank's combined pairs, and the sizes of groups."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Options of schedules: their names, and what is refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

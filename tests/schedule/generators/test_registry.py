@@ -1,7 +1,5 @@
 """Schedules by their names: their pictures, every refusal with its numbers, and what a new one touches."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

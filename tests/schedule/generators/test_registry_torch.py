@@ -14,8 +14,6 @@ REDUCE_GRAD are left out. They differ, or only one of them is defined, here:
 - zb_h2, dualpipe and the combined schedules: torch has none.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

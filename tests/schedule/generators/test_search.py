@@ -1,7 +1,5 @@
 """Programs whose order is found later: their limits."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

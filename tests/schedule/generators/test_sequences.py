@@ -1,7 +1,5 @@
 """One microbatch after another, and forwards alone."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap1f1b.schedule import SCHEDULES, Kind, Placement, build_schedule, one_by_one

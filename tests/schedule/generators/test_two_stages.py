@@ -1,7 +1,5 @@
 """DualPipe's eight steps, spelled out for every rank as text, against the generated rows."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest

@@ -1,7 +1,5 @@
 """Models and settings in which this project's schedules must give what Megatron-Core's own give."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes that keep Megatron-Core imported, in place of those of other tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 Megatron-Core's own functions around them (``fused_a2a.py``) run as they are.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys

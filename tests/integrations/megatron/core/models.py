@@ -1,7 +1,5 @@
 """Megatron-Core's GPT models with MoE layers: groups, weights, batches, comparisons. Call ``shim.apply`` first."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Steps by Megatron-Core's own forward-backward functions, and by those of this project in their place."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass

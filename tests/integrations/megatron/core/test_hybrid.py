@@ -1,7 +1,5 @@
 """HybridModel of Megatron-LM's main branch, attention and MoE layers in turn: equal bit by bit to its own schedule."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Arguments of Megatron-Core's functions; a step of a real model in which a rank fails, and rebuilt models."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import fields

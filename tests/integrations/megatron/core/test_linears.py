@@ -1,7 +1,5 @@
 """Weight gradients of linear layers, Megatron-Core's and those that wait for backward_dw, are computed apart."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from importlib.util import find_spec

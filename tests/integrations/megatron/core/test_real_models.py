@@ -1,7 +1,5 @@
 """Steps of real models of Megatron-Core against its own schedules: losses and gradients are equal bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

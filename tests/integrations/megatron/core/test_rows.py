@@ -1,7 +1,5 @@
 """Megatron-Core's MoE layers with our exchange: their own losses and gradients, rounded otherwise."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
