@@ -33,13 +33,7 @@ PLACES: tuple[tuple[type, str], ...] = (
 
 @contextmanager
 def pauses(seed: int, *, often: float = 0.2, longest: float = 0.003) -> Iterator[None]:
-    """While it lasts, calls in :data:`PLACES` may pause before and after, and threads take turns all the time.
-
-    Args:
-        seed: What pauses are drawn from.
-        often: Part of them that take place.
-        longest: In seconds.
-    """
+    """While it lasts, part of the calls in :data:`PLACES` pause, by a seed, and threads take turns."""
     source = random.Random(seed)
 
     def pause() -> None:

@@ -242,7 +242,7 @@ class Body(NamedTuple):
 
 
 def over(size: int | Callable[..., int], *, timeout: float | None = None) -> Callable[[Callable[..., None]], Any]:
-    """Make a test of a function `(rank, size, *args)` that asserts, on kept ranks: 2, 4 or 8, or `size(*args)`.
+    """Make a test of a function `(rank, size, *args)` that asserts, on 2, 4 or 8 kept ranks, or `size(*args)`.
 
     The arguments are fixtures and parameters of the test. It fails with the message of the first rank that fails. A
     body returns nothing: what it returns would be a claim that nobody looks at.

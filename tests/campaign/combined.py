@@ -53,10 +53,7 @@ def walk(case: Case, layout: Layout, data: list[tuple[Tensor, Tensor]], group: d
 
 
 class Steps:
-    """A loop over microbatches on one stage, or on two that one rank holds.
-
-    On two stages the second one's forward meets the first one's backward of the microbatch before.
-    """
+    """A loop over microbatches on one stage; or on two, whose forward meets the first one's backward before it."""
 
     def __init__(self, case: Case, layout: Layout, blocks: list[nn.Module], group: dist.ProcessGroup) -> None:
         self.case, self.layout, exchange = case, layout, build_exchange(group)

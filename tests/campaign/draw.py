@@ -42,67 +42,42 @@ class Drawn:
 
 @dataclass(frozen=True, repr=False)
 class Model(Drawn):
-    """An embedding, ``layers`` and a head.
-
-    Args:
-        layers: ``"dense"``, ``"norm"``, an odd use of two layers (``tests.blocks``), or how many calls of experts.
-        routing: By the best scores, always to the first experts, or by a Router with auxiliary losses.
-        beside: Tensors that travel beside the hidden states: none, one, or another of integers.
-        tied: Whether the head has the embedding's weight.
-        frozen: Part of the parameters, the embedding's apart, that are not trained.
-        masked: Whether a mask of padding travels beside the hidden states, by which experts get real tokens alone.
-        biased: Whether the routers' biases follow their loads.
-    """
+    """An embedding, ``layers`` and a head."""
 
     hidden: int
     intermediate: int
     experts: int
     top_k: int
-    layers: tuple[str | int, ...]
-    routing: Literal["best", "first", "balanced"]
+    layers: tuple[str | int, ...]  # "dense", "norm", an odd use of two layers (tests.blocks), or how many expert calls
+    routing: Literal["best", "first", "balanced"]  # by the best scores, always to the first experts, or by a Router
     norm: bool
     weights_in: WeightsIn
     dropout: float = 0.0
-    beside: int = 0
-    tied: bool = False
-    frozen: float = 0.0
-    masked: bool = False
-    biased: bool = False
+    beside: int = 0  # tensors that travel beside the hidden states: none, one, or another of integers
+    tied: bool = False  # whether the head has the embedding's weight
+    frozen: float = 0.0  # part of the parameters, the embedding's apart, that are not trained
+    masked: bool = False  # whether a mask of padding travels beside, by which experts get real tokens alone
+    biased: bool = False  # whether the routers' biases follow their loads
 
 
 @dataclass(frozen=True, repr=False)
 class Data(Drawn):
-    """The batch of a step on each rank that holds data.
-
-    Args:
-        varying: Whether sequences differ in length between microbatches, and these between steps.
-        listed: Whether a batch is a list of microbatches.
-        uneven: Whether they differ in length between ranks.
-        ignored: Part of the targets that count for nothing; of some microbatches then all.
-    """
+    """The batch of a step on each rank that holds data."""
 
     microbatches: int
     rows: int
     sequence: int
-    varying: Literal["", "microbatches", "steps"] = ""
-    listed: bool = False
-    uneven: bool = False
-    ignored: float = 0.0
+    varying: Literal["", "microbatches", "steps"] = ""  # whether sequences differ between microbatches, and over steps
+    listed: bool = False  # whether a batch is a list of microbatches
+    uneven: bool = False  # whether they differ in length between ranks
+    ignored: float = 0.0  # part of the targets that count for nothing; of some microbatches then all
 
 
 @dataclass(frozen=True, repr=False)
 class Layout(Drawn):
-    """Ranks and what they play.
+    """Ranks and what they play."""
 
-    Args:
-        schedule: Of the library; of torch by its class; none by hand.
-        sharded: Whether blocks are under FSDP2.
-        planned: Whether the plan is made outside and set.
-        measured: Whether costs are measured instead of given.
-        split: Of steps by hand, whether weight gradients are left for later.
-    """
-
-    schedule: str
+    schedule: str  # of the library; of torch by its class; none by hand
     pp: int
     dp: int
     ep: int
@@ -111,10 +86,10 @@ class Layout(Drawn):
     extra_warmup: int = 0
     recompute: Recompute = "none"
     capacity: float = 0.0
-    sharded: bool = False
-    planned: bool = False
-    measured: bool = False
-    split: bool = False
+    sharded: bool = False  # whether blocks are under FSDP2
+    planned: bool = False  # whether the plan is made outside and set
+    measured: bool = False  # whether costs are measured instead of given
+    split: bool = False  # of steps by hand, whether weight gradients are left for later
 
     def program(self, microbatches: int) -> Program:
         """Return the program that the engine plays."""
@@ -129,16 +104,7 @@ class Layout(Drawn):
 
 @dataclass(frozen=True, repr=False)
 class Case(Drawn):
-    """A training.
-
-    Args:
-        layouts: One, or a second that goes on from the first one's checkpoint.
-        updates: For each step whether the optimizer follows; else gradients add up.
-        max_norm: To which gradients are clipped before it; 0 for none.
-        paused: Whether threads pause at random wherever two of them meet.
-        calls: At the end the call of one rank and that of all others, which must be named; none if they are the same.
-        alone: This one rank.
-    """
+    """A training."""
 
     seed: int
     kind: Kind
@@ -146,15 +112,15 @@ class Case(Drawn):
     double: bool
     model: Model
     data: Data
-    layouts: tuple[Layout, ...]
-    updates: tuple[bool, ...]
+    layouts: tuple[Layout, ...]  # one, or a second that goes on from the first one's checkpoint
+    updates: tuple[bool, ...]  # for each step whether the optimizer follows; else gradients add up
     autocast: bool = False
     evaluated: bool = False
     loss_scale: float = 1.0
-    max_norm: float = 0.0
-    paused: bool = False
-    calls: tuple[str, ...] = ()
-    alone: int = 0
+    max_norm: float = 0.0  # to which gradients are clipped before it; 0 for none
+    paused: bool = False  # whether threads pause at random wherever two of them meet
+    calls: tuple[str, ...] = ()  # at the end one rank's call and that of all others, which must be named; none if equal
+    alone: int = 0  # this one rank
 
     def layout(self, step: int) -> Layout:
         """Return the layout of a step: the second one from the second step on."""

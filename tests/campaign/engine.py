@@ -109,12 +109,7 @@ def folder_of_all() -> Iterator[Path]:
 
 
 class Training:
-    """An engine over a case's model in one layout.
-
-    Args:
-        case: What is trained.
-        layout: On which ranks, and how.
-    """
+    """An engine over a case's model in one layout."""
 
     def __init__(self, case: Case, layout: Layout) -> None:
         self.case, self.layout, self.program = case, layout, layout.program(case.data.microbatches)

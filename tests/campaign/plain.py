@@ -18,17 +18,11 @@ T = TypeVar("T")
 
 
 class Expected(NamedTuple):
-    """The values that a step must give.
+    """The values that a step must give."""
 
-    Args:
-        losses: Of each shard's microbatches.
-        before: Of an evaluation before the step.
-        values: Gradients, their norm, and the parameters after the optimizer, by name.
-    """
-
-    losses: list[list[Tensor]]
-    before: list[list[Tensor]]
-    values: Values
+    losses: list[list[Tensor]]  # of each shard's microbatches
+    before: list[list[Tensor]]  # of an evaluation before the step
+    values: Values  # gradients, their norm, and the parameters after the optimizer, by name
 
 
 class Parts(NamedTuple):

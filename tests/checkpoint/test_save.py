@@ -119,8 +119,8 @@ def kill_at(folder: Path, left: int) -> None:
 def kill_at_each_event(rank: int, size: int, start: Path, step: int, keep: int) -> list[tuple[int, list[str]]]:
     """Save `step` again and again from the folder `start`, each time killed at a later use of the file system.
 
-    What comes back for each kill: the state that the newest checkpoint has (how many steps it was trained for), and
-    what lies in the folder after the same save and one more.
+    Returns, for each, how many steps the newest checkpoint was trained for, and the folder after the same save and one
+    more.
     """
     outcomes = []
     for last in range(1, 1000):

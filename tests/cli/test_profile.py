@@ -23,10 +23,7 @@ from tests.tiers import wide
 
 
 def disagreements(folder: Path, text: Path, names: tuple[str, ...]) -> list[str]:
-    """What traces and records of rows say other than the engine's own counters, by more than three points.
-
-    Step by step, the median of three: one in which the processor was taken away does not count.
-    """
+    """What traces and records of rows say other than the engine's counters, by three points in a median of three."""
     folder.mkdir()
     with Wire(2) as wire:
         environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")

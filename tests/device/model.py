@@ -37,17 +37,11 @@ _QUEUED = ("kernel", "record", "wait", "comm")
 
 
 class Setting(NamedTuple):
-    """What a play varies.
+    """What a play varies."""
 
-    Args:
-        lazy: Whether communicators are made by their first operations, and transfers between two ranks have their own.
-        queue_of: Hardware queue of a stream; by default each stream has its own.
-        sync_at: Whether the host waits for its device before a node, given the rank and the node's position.
-    """
-
-    lazy: bool = True
-    queue_of: Callable[[int, Hashable], Hashable] | None = None
-    sync_at: Callable[[int, int], bool] | None = None
+    lazy: bool = True  # whether first operations make communicators, and transfers of two ranks have their own
+    queue_of: Callable[[int, Hashable], Hashable] | None = None  # hardware queue of a stream; by default its own
+    sync_at: Callable[[int, int], bool] | None = None  # whether the host waits before a node, by rank and position
 
 
 @dataclass

@@ -15,15 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @contextmanager
 def on_nccl(rank: int, size: int, *, timeout: float = 60, **shape: int) -> Iterator[tuple[DeviceMesh, torch.device]]:
-    """Leave the default group on gloo for one with NCCL, and make a mesh of GPUs.
+    """Leave the default group on gloo for one with NCCL, and make a mesh of GPUs, of ``shape`` by dimensions.
 
     NCCL refuses two ranks on one GPU of one host, so each rank says that it is a host of its own. Then all that they
     send goes through sockets, and a kernel waits for the other process's turn on the GPU: slow, but NCCL's own order.
-
-    Args:
-        rank: Number of this process; ``size`` of them.
-        timeout: Of the default group, in seconds.
-        shape: Sizes of the mesh's dimensions by their names.
     """
     os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if torch.cuda.device_count() < size:

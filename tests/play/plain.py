@@ -46,13 +46,8 @@ def compare(
 ) -> list[str]:
     """Return what differs from a plain loop in one of three steps, and in an evaluation.
 
-    Args:
-        name: Of the case, for messages.
-        build: Makes the model, with equal weights every time.
-        mesh: Ranks along "ep".
-        exchanges: Nodes of dispatch and combine that a step has once they are known; None for any number.
-        microbatches: Microbatches of a step.
-        options: Of the engine, which does not verify by itself.
+    The model is made with equal weights every time. ``exchanges`` is how many nodes of dispatch and combine a step has
+    once they are known, None for any. The engine does not verify by itself.
     """
     options = {"verify": False} | options
     ranks, rank, problems = mesh.size(), mesh.get_local_rank("ep"), list[str]()

@@ -76,10 +76,7 @@ def test_an_observer_is_told_of_every_node_in_the_plans_order() -> None:
 def _left_by_both_ways(
     schedule: str, overlap: Overlap, mesh: Any = None, *, tied: bool = False, dropout: float = 0.0, **options: Any
 ) -> bool:
-    """Three steps and an evaluation with calls of several blocks leave what they leave where each node is asked for.
-
-    Whether there are such calls on this rank.
-    """
+    """Three steps and an evaluation leave the same in calls of several blocks, if any (returned), as node by node."""
     group = None if mesh is None or "ep" not in mesh.mesh_dim_names else mesh.get_group("ep")
     ranks = 1 if mesh is None or "pp" not in mesh.mesh_dim_names else mesh["pp"].size()
     program = build_schedule(schedule, ranks=ranks, microbatches=4, **options)

@@ -167,13 +167,10 @@ def build(
 ) -> nn.Sequential:
     """Embedding, blocks with experts and one without, head, in float64.
 
-    Args:
-        mesh: Any of the engine's dimensions; None for one process.
-        sequence: Whether norms and experts have a part of the tokens on each rank of the tensor group.
-        over: Dimensions that share the experts; by default "ep", and "tp" where its ranks have parts of the tokens.
-        ring: Whether ranks along "cp" pass keys and values round in a ring; else they change sequences for heads.
-        layers: Number of blocks with experts.
-        by_hand: Whether linear layers have plain slices over "tp", and all else copies; else they are DTensors.
+    In a ``sequence`` norms and experts have a part of the tokens on each rank of the tensor group. Experts are shared
+    ``over`` "ep", by default "tp", too, there. In a ``ring`` ranks along "cp" pass keys and values round; else they
+    change sequences for heads. ``by_hand`` linear layers have plain slices over "tp", and all else copies; else they
+    are DTensors.
     """
     torch.manual_seed(11)
     with models.default_dtype(torch.float64):

@@ -25,12 +25,9 @@ def until(condition: Callable[[], Any], seconds: float = 20, said: Callable[[], 
 
 
 class Run:
-    """`overlap1f1b train` or `bench` with tiny sizes.
+    """`overlap1f1b train` or `bench` with tiny sizes, as forks of this process unless it has a `command`.
 
-    verb: or verbs, `profile train`.
-    args: after the verb and the sizes, which a configuration of transformers has itself.
-    command: what starts the program; by default its process, and those of its ranks, are forks (`tests.running.fork`).
-    environ: beside this process's environment.
+    A verb may be two, `profile train`; a configuration of transformers has sizes itself.
     """
 
     def __init__(self, verb: str, *args: object, command: tuple[str, ...] | None = None, **environ: str) -> None:

@@ -25,10 +25,7 @@ def open_page(browser: Any, file: Path) -> None:
 
 @pytest.fixture
 def page(capsys: Capture, tmp_path: Path, browser: Any) -> dict[str, Any]:
-    """Two pipeline ranks × two that share experts, open in the browser; the second of these posts exchanges late.
-
-    Returns the report's JSON.
-    """
+    """The JSON of two pipeline ranks × two that share experts, open in the browser; the last posts exchanges late."""
     run = write_run(tmp_path / "run", simulated("combined_1f1b", 3), steps=2, experts=2)
     for path in run.iterdir():
         record = json.loads(path.read_text())

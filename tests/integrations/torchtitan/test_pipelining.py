@@ -125,10 +125,7 @@ def test_our_exchange_in_its_layers(titan: Kept, folder: str, plain: Plain, pp: 
 @pytest.mark.wide
 @installed
 def test_resume(titan: Kept, folder: str, plain: Plain) -> None:
-    """From torchtitan's full checkpoint of the second step: weights, optimizer, rate and data go on as unbroken.
-
-    The unbroken run validates after each step, and gives what one rank does.
-    """
+    """From torchtitan's checkpoint of the second step everything goes on as in a run that validates after each."""
     unbroken: dict[str, Any] = {"run": "unbroken", "by": "pipelining_fn", "pp": 2, "saves": True, "validates": True}
     again = {**unbroken, "run": "again", "resumes": "unbroken"}
     for rank, (expected, found) in enumerate(

@@ -117,14 +117,10 @@ def config_of(
 ) -> Any:
     """Return a config of torchtitan's trainer over packed documents, from the weights that a seed checkpoint has.
 
-    Args:
-        folder: Folder of the checkpoints; ``run`` is this run's folder in it.
-        seed: Whether to write the first weights instead.
-        batch: Sequences of a rank and call; ``micro`` of a microbatch; ``total`` of a step, -1 for one call.
-        chunked: Whether the loss calls the head by parts.
-        saves: Whether each step writes a checkpoint of everything, the last one included.
-        resumes: Name of a run with such checkpoints, to go on after its second step.
-        schedule: torchtitan's name; ``backend`` is its ``spmd_backend``.
+    A ``run`` is a folder in ``folder``. ``seed`` writes the first weights instead; ``chunked``, the loss calls the head
+    by parts; it ``saves`` everything after each step, and ``resumes`` another run after its second. ``batch`` are
+    sequences of a rank and call, ``micro`` of a microbatch, ``total`` of a step, -1 for one call; ``backend`` is the
+    ``spmd_backend``.
     """
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss

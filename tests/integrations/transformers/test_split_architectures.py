@@ -188,11 +188,7 @@ def test_a_language_model_inside() -> None:
 
 
 class Experts(nn.Module):
-    """Experts that compute every expert for every token, which equal parts are not.
-
-    Args:
-        hidden: H.
-    """
+    """Experts that compute every expert for every token, which equal parts are not."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -193,10 +193,7 @@ def weights_are_written_once(folder: Path) -> None:
 
 
 def test_callbacks_that_stop_and_checkpoints_that_stay(ranks2: Ranks, tmp_path: Path) -> None:
-    """Patience goes on where it was, over stages in place of one rank; the best checkpoint and the last one stay.
-
-    The best weights are loaded at the end.
-    """
+    """Patience goes on over stages in place of one rank; best and last checkpoint stay; the best is loaded."""
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     arguments |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "load_best_model_at_end": True}
     arguments |= {"metric_for_best_model": "loss", "greater_is_better": False}

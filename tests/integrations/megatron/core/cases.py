@@ -8,48 +8,27 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how it is spread over ranks, and how it is trained.
+    """A model, how it is spread over ranks, and how it is trained."""
 
-    Args:
-        fields: Fields of the model's config.
-        layers: Number of layers of the whole model.
-        ep: Ranks that share the experts; ``tp``, ``pp`` the same for layers and stages.
-        etp: Ranks that share each expert.
-        vp: Chunks of a rank; None without interleaving.
-        microbatches: Number of microbatches in a step.
-        tied: Whether the embedding and the output layer share a weight.
-        fused: Whether backwards add weight gradients to ``main_grad`` (``gradient_accumulation_fusion``).
-        by_tokens: Whether ``calculate_per_token_loss``.
-        ddp: Options of Megatron-Core's ``DistributedDataParallel`` around the chunks; None without it.
-        linears: "own" for Megatron-Core's linear layers, "te" for stand-ins of TransformerEngine's, which delay their
-            weight gradients in this project's steps, "te grouped" for experts in one layer, too.
-        aligned: Whether ``grad_sync_func`` is set, as with ``align_grad_reduce``.
-        frozen: How names of parameters begin that are not trained.
-        measures: Whether steps measure the costs of nodes, in place of costs that are given.
-        forked: Whether MoE layers and dispatchers are of a fork, see ``models.fork``.
-        program: Name of a program to play in place of a function of Megatron-Core's; ``in_v`` if its chunks are in a V.
-        chosen: Whether the function is the one that Megatron-Core would choose, in place of the combined one.
-    """
-
-    fields: Fields = field(default_factory=dict)
-    layers: int = 2
-    ep: int = 2
+    fields: Fields = field(default_factory=dict)  # fields of the model's config
+    layers: int = 2  # number of layers of the whole model
+    ep: int = 2  # ranks that share the experts; ``tp``, ``pp`` the same for layers and stages
     tp: int = 1
-    etp: int = 1
+    etp: int = 1  # ranks that share each expert
     pp: int = 1
-    vp: int | None = None
-    microbatches: int = 3
-    tied: bool = False
-    fused: bool = False
-    by_tokens: bool = False
-    ddp: Fields | None = None
-    linears: str = "own"
-    aligned: bool = False
-    frozen: tuple[str, ...] = ()
-    measures: bool = False
-    forked: bool = False
-    chosen: bool = False
-    program: str | None = None
+    vp: int | None = None  # chunks of a rank; None without interleaving
+    microbatches: int = 3  # number of microbatches in a step
+    tied: bool = False  # whether the embedding and the output layer share a weight
+    fused: bool = False  # whether backwards add weight gradients to ``main_grad`` (``gradient_accumulation_fusion``)
+    by_tokens: bool = False  # whether ``calculate_per_token_loss``
+    ddp: Fields | None = None  # options of Megatron-Core's ``DistributedDataParallel`` around chunks; None without it
+    linears: str = "own"  # "own", Megatron-Core's; "te", stand-ins of TransformerEngine's, delayed here; "te grouped"
+    aligned: bool = False  # whether ``grad_sync_func`` is set, as with ``align_grad_reduce``
+    frozen: tuple[str, ...] = ()  # how names of parameters begin that are not trained
+    measures: bool = False  # whether steps measure the costs of nodes, in place of costs that are given
+    forked: bool = False  # whether MoE layers and dispatchers are of a fork, see ``models.fork``
+    chosen: bool = False  # whether the function is the one that Megatron-Core would choose, not the combined one
+    program: str | None = None  # name of a program to play in place of a function of Megatron-Core's
     in_v: bool = False
 
     @property

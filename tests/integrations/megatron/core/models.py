@@ -121,11 +121,8 @@ class Mirrored(NamedTuple):
 def build(config: Any, *, tied: bool = False, linears: str = "own", in_v: bool = False) -> list[nn.Module]:
     """Return the chunks of this rank. A weight depends on its place in the whole model, and not on the ranks.
 
-    Args:
-        config: Of the model.
-        tied: Whether the embedding and the output layer share a weight.
-        linears: See :class:`~tests.integrations.megatron.core.cases.Case`.
-        in_v: Whether the second chunk of each rank has the layers that a loop has on the rank opposite.
+    ``linears`` are as in :class:`~tests.integrations.megatron.core.cases.Case`; ``in_v``, each rank's second chunk has
+    the layers that a loop has on the rank opposite.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

@@ -39,10 +39,7 @@ def serial_step(case: Case) -> list[Step]:
 
 
 def our_step(case: Case, overlap: Overlap, *, verify: bool = True, rows: bool = False, **options: Any) -> list[Step]:
-    """Train for the same steps by this project's function, with its schedule that opens several forwards at once.
-
-    With ``rows`` our exchange is in the place of the dispatchers.
-    """
+    """Train for the same steps by our function, with several forwards open; with ``rows`` by our exchange."""
     schedule = (
         case.program or None
         if case.chosen or case.program

@@ -38,10 +38,7 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-
 )
 @over(lambda name, _: (CASES | PROGRAMS)[name].ranks)
 def test_steps(rank: int, size: int, case: str, overlap: Overlap) -> None:
-    """By Megatron-Core's own schedule and by this project's: two of three cases by the default overlap.
-
-    Of a program what all ranks of a pipeline have is compared, by its place.
-    """
+    """By Megatron-Core's own schedule and by ours, two of three by the default overlap; a program's by place."""
     of = (CASES | PROGRAMS)[case]
     shim.apply()
     flex.apply(delay_ms=2.0)  # anew: a buffer belongs to groups
