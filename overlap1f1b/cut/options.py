@@ -27,6 +27,7 @@ MOST_S = 1e9
 """Longest limit of a wait, in seconds: longer ones do not fit torch's."""
 Parts = int | Literal["auto"]
 Finite = Literal["warn", "raise"] | None
+Offload = Literal[False, True, "auto"]
 AUTO_PARTS = (1, 2, 4)
 """Numbers of parts whose costs ``auto`` measures."""
 TRIES = 3
@@ -67,6 +68,11 @@ class UserOptions:
             and 4 parts, two steps each (five with a single microbatch), and keeps the number whose plan is the fastest.
         capacity: Room for rows in exchanges of equal sizes, as a multiple of an even share, such as 1.25: no host waits
             for sizes. Ranks along "ep" must have equally many tokens. By default sizes are exact.
+        offload: Whether what blocks' forwards leave for their backwards goes to host memory in between, and comes back
+            behind compute: of every block, or with auto, under a limit of memory, what has to. With recompute both are
+            chosen together.
+        offload_threshold: Bytes below which a saved tensor's storage stays.
+        host_link: On CPUs the rate of an imitated link to host memory, in gigabytes (1e9 bytes) per second each way.
         memory: Most bytes of tensors that this rank may hold in a step, parameters and optimizer included: a number, a
             text such as 70GB or 64GiB, or on a GPU auto, what it has free less a reserve. A step counts what each node
             holds, on a CPU one more. Only plans that keep within it are played; they may have fewer open actions and
@@ -90,6 +96,9 @@ class UserOptions:
     overlap: Overlap = 3
     recompute: Literal[Recompute, "auto"] = "none"
     parts: Parts = 1
+    offload: Offload = False
+    offload_threshold: int = 65536
+    host_link: float | None = None
     capacity: float | None = None
     memory: int | str | None = None
     tries: int = TRIES
@@ -114,6 +123,13 @@ class UserOptions:
             beside = "without memory" if self.memory is None else f"with parts={self.parts}"
             allowed = f"with memory and parts=1, or one of {', '.join(get_args(Recompute))}"
             raise ValueError(f"recompute='auto' {beside}; allowed: {allowed}")
+        if not any(self.offload is one for one in (False, True)) and self.offload != "auto":
+            raise ValueError(f"offload={quoted(self.offload)}; allowed: False, True, auto")
+        if self.offload == "auto" and self.memory is None:
+            raise ValueError("offload='auto' without memory; allowed: with memory, or True, False")
+        check_size("offload_threshold", self.offload_threshold, 0)
+        if self.host_link is not None:
+            check_number("host_link", self.host_link, above=True)
         if self.capacity is not None:
             check_number("capacity", self.capacity, above=True)
         check_size("tries", self.tries, 0)

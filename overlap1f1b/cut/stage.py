@@ -233,7 +233,7 @@ class Stage:
 
     def uses_of(self, block: int, shape: BlockShape, autocast: Hashable = None) -> ParameterUses:
         """Return where a block of this shape uses its parameters, as its forwards under this autocast show."""
-        key = block, shape._replace(recompute="none", gathered=False), autocast
+        key = block, shape._replace(recompute="none", gathered=False, offload=False), autocast
         if key not in self._uses:
             shares = any(self.tied.get(p, block) != block for p in self.dense_parameters[block])
             self._uses[key] = ParameterUses(set(self._apart[block]), shares=shares)

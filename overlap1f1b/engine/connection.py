@@ -20,19 +20,21 @@ from overlap1f1b.engine.agreement import described, structure
 from overlap1f1b.engine.capacity import CapacityOverflowError
 from overlap1f1b.engine.stages import Model, stages_of, tensor_mesh_of
 from overlap1f1b.moe.router import Router
+from overlap1f1b.plan import Op
 from overlap1f1b.reduce.fsdp import Gathers, ShardedReducer
 from overlap1f1b.reduce.links import Links, lanes_of
 from overlap1f1b.reduce.reduction import Reduction
 from overlap1f1b.reduce.sums import Reducer
 from overlap1f1b.reduce.tensor import TensorGradients
 from overlap1f1b.reduce.ties import TiedReduction, ties_in
-from overlap1f1b.schedule import Program
+from overlap1f1b.schedule import Kind, Program
 from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.communicators import Communicators
 from overlap1f1b.transport.devices import watch_of
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import DifferentCallsError, LostRankError
 from overlap1f1b.transport.groups import Group
+from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.lanes import Lane
 from overlap1f1b.transport.limits import CLOSE_S, LATE_CALL_S
 from overlap1f1b.transport.mesh import DATA, DIMENSIONS, Comparison, Mesh
@@ -123,7 +125,11 @@ class Connection:
             shards = Lane("shards", failures, background=watch is None, stamp=stamp, abort=self.sharding.abort)
             tied = model.items() if options.reduce and isinstance(model, Mapping) else ()
             self.tied = TiedReduction({number: ties_in(stage) for number, stage in tied}, placement, mesh_)
-            lanes = lanes_of(self.exchange, failures, watch)
+            lanes, host = lanes_of(self.exchange, failures, watch), None
+            if options.offload:
+                host = HostMemory(self.device, options.host_link, options.offload_threshold)
+                for op, kind in ((Op.OFFLOAD, Kind.F), (Op.FETCH, Kind.I)):
+                    lanes[op, kind] = Lane(op.value, failures, background=False, stamp=stamp)
             # Weight gradients keep the places that a program, or the search of an order, has given them. Ranks of a
             # tensor or context group run collectives inside blocks, so they keep one order.
             self.links = Links(
@@ -135,6 +141,7 @@ class Connection:
                 boundary=self.boundary,
                 reductions=self._reductions(dense, experts, reduces, shards, replicas),
                 gathers=Gathers(self.sharding, shards, self.device) if self.sharding.of_block else None,
+                host=host,
                 watch=watch,
                 settle=self._communicators.settle,
                 fills=not (program.splits(rank) or program.search_seconds > 0 or mesh_.inner),

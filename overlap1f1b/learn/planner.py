@@ -112,16 +112,28 @@ class Planner:
                     timed=self.timed,
                     progress=self.progress,
                 )
+                kept = [plan if plan.fits(spared) else self._offloaded(plan, costs, spared) for plan in kept]
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
         others = lighter(program) if rooms else warmups(program) if self.sparing else (program,)
         for number, other in enumerate(others):
             self.progress(0.0)
             room = spared if number else rooms  # the lightest holds one microbatch at a time
-            found = planning.fastest(other, shapes, costs, self.overlap, counts_block=blocks, rooms=room)
+            found = planning.fastest(
+                other, shapes, costs, self.overlap, counts_block=blocks, rooms=room, every=self._every
+            )
             if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept
+
+    @property
+    def _every(self) -> bool:
+        """Whether all activations leave to host memory where they may."""
+        return self.options.offload is True
+
+    def _offloaded(self, plan: Plan, costs: NodeCosts, rooms: Sequence[float]) -> Plan:
+        every, blocks = self._every, self.counts_block
+        return planning.offloaded(plan, costs, rooms, every=every, counts_block=blocks)
 
     def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:
         """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""

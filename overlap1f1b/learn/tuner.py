@@ -43,7 +43,7 @@ from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
 from overlap1f1b.learn.planner import Choice, Planner, megabytes, worth_trying
 from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
-from overlap1f1b.plan import CostKey, Held, NodeCosts, Plan, Span, StageShape
+from overlap1f1b.plan import MOVES, CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.schedule import Program, forwards_of, one_by_one
 from overlap1f1b.schedule.values import check_size
@@ -376,7 +376,8 @@ class Tuner:
     def _serial(self, program: Program, like: Plan) -> Plan:
         key, others = (program.name, like.fingerprint), self._numbers[program.microbatches].others
         if key not in others:
-            others[key] = self.planner.serial(program, like.shapes)
+            shapes = tuple(tuple(block._replace(offload=False) for block in stage) for stage in like.shapes)
+            others[key] = self.planner.serial(program, shapes)
         return others[key]
 
     def note_verified(self, plan: Plan) -> None:
@@ -466,6 +467,12 @@ class Tuner:
             launches=result.times.launches,
             transfers=transfers(),
         )
+        if self.options.offload is True and not any(costs.by_node.get(key) for key in costs.by_node if key[0] in MOVES):
+            least = self.options.offload_threshold
+            raise ValueError(
+                f"offload=True where no block saves {least} bytes or more that nothing else holds; allowed: "
+                "offload=False, or a smaller offload_threshold"
+            )
         self._measured[self.setting] = replace(self.peers.agreed(costs), bytes=self.counted.held), self.shapes
         if self._coming:
             self._use(self._coming[0].setting)
@@ -487,7 +494,13 @@ class Tuner:
 
     def _shaped(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
         """Return the shapes of all stages under the setting, given this rank's."""
-        return self._gathered({n: stage.shaped(mine[n], *self.setting) for n, stage in self.stages.items()})
+        leaves = bool(self.options.offload)
+        return self._gathered(
+            {
+                n: tuple(block._replace(offload=leaves) for block in stage.shaped(mine[n], *self.setting))
+                for n, stage in self.stages.items()
+            }
+        )
 
     def _reshape(self, shapes: tuple[StageShape, ...]) -> None:
         if shapes != self.shapes:

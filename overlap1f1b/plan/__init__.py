@@ -7,6 +7,7 @@ from overlap1f1b.plan.compiler import compile, fastest
 from overlap1f1b.plan.costs import CostKey, Held, NodeCosts, cost_key
 from overlap1f1b.plan.node import (
     EXCHANGED,
+    MOVES,
     OF_PARAMETERS,
     RECOMPUTES,
     RESOURCE_OF,
@@ -23,6 +24,7 @@ from overlap1f1b.plan.node import (
     peer_of,
     segments_of,
 )
+from overlap1f1b.plan.offload import offloaded
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import About, ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import balanced, choices
@@ -32,6 +34,7 @@ from overlap1f1b.plan.search import found_orders
 
 __all__ = [
     "EXCHANGED",
+    "MOVES",
     "OF_PARAMETERS",
     "RECOMPUTES",
     "RESOURCE_OF",
@@ -63,6 +66,7 @@ __all__ = [
     "exchanged_bytes",
     "fastest",
     "found_orders",
+    "offloaded",
     "parse_node",
     "parse_overlap",
     "parse_parts",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.intervals import Interval, common, difference, length, union
-from overlap1f1b.plan.node import RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, awaited_by
+from overlap1f1b.plan.node import MOVES, RECOMPUTES, RESOURCE_OF, Node, Op, Place, Resource, awaited_by
 from overlap1f1b.schedule import Kind, Placement
 from overlap1f1b.schedule.placement import SINGLE
 
@@ -22,12 +22,17 @@ _F, _I, _W = Kind.F, Kind.I, Kind.W
 _SEND, _RECEIVE, _GATHER, _RELEASE = Op.SEND, Op.RECEIVE, Op.GATHER, Op.RELEASE
 _COUNTS, _DISPATCH, _EXPERTS, _COMBINE = Op.COUNTS, Op.DISPATCH, Op.EXPERTS, Op.COMBINE
 _COMPUTE, _PEER = Resource.COMPUTE, Resource.PEER
+_ALONE = RECOMPUTES | MOVES  # they need nothing of their chain
 
 
 def destination(node: Node) -> Key:
     """Return the chain that receives the message of a SEND node."""
     _, kind, microbatch, _, _, _, stage, pipe = node
     return pipe, stage + (1 if kind is _F else -1), microbatch, kind
+
+
+def _place(node: Node) -> tuple[int, ...]:
+    return node.microbatch, node.block, node.stage, node.pipe
 
 
 class Span(NamedTuple):
@@ -68,7 +73,8 @@ class Clock:
     starts at once, since its rows were there before their counts. If a transfer
     between stages and an exchange share links, at either end of the transfer, each gets half of the rate while both
     run. So an exchange may delay the arrival of a transfer that was sent before: play the ranks in the order of time.
-    Gathers of parameters have other ranks and a lane of their own: they follow each other, and delay no exchange.
+    Gathers of parameters have other ranks and a lane of their own: they follow each other, and delay no exchange. So
+    do copies of activations to host memory, and those back; a block's backward waits for the latter.
 
     Args:
         costs: Cost of each node.
@@ -106,13 +112,15 @@ class Clock:
         self.ready: dict[Key, float] = {}
         self.arrived: dict[Key, dict[Place, float]] = {}  # ends of exchanges that no compute has taken yet
         self.gathered: dict[tuple[int, int], float] = {}  # ends of the gathers, by stage and block
+        self.moved: dict[tuple[int, ...], float] = {}  # ends of the copies of activations, by stage, block and the like
+        self.copied = {Op.OFFLOAD: 0.0, Op.FETCH: 0.0}  # times at which each way of the link to host memory is free
         self.known: dict[tuple[object, ...], tuple[float, tuple[float, ...]]] = {}  # costs, by node without microbatch
 
     def needed(self, node: Node) -> float:
         """Return the time at which all inputs of a node have arrived; infinite while one has not been sent."""
         op, kind, microbatch, _, call, part, stage, pipe = node
         # These may start as soon as they are issued; rows of an exchange were computed before.
-        if kind is _W or op is _RECEIVE or op in RECOMPUTES or op is _COMBINE or (op is _DISPATCH and kind is _I):
+        if kind is _W or op is _RECEIVE or op in _ALONE or op is _COMBINE or (op is _DISPATCH and kind is _I):
             return 0.0
         key = (pipe, stage, microbatch, kind)
         ready = self.ready.get(key)
@@ -143,8 +151,8 @@ class Clock:
         if op is _RECEIVE:
             self.awaited.add((pipe, stage, microbatch, kind))
             return Span(node, self.now, self.now)
-        if op is _RELEASE:
-            return Span(node, self.now, self.now)
+        if op is _RELEASE or op in MOVES:
+            return self._move(node)
         start = self.start(node) if needed is None else max(self.now, needed)
         if (
             self.counts_block
@@ -154,8 +162,8 @@ class Clock:
             start = self.host  # which has waited for the counts
         lane = RESOURCE_OF[op]
         if lane is _COMPUTE:
-            if self.gathered and kind is not _W:
-                start = max(start, self.gathered.get((stage, block), 0.0))
+            if kind is not _W and (self.gathered or self.moved):
+                start = max(start, self._brought(node))
             end = self.now = self.computed = start + self.cost(node)[0]
             if kind is not _W and op not in RECOMPUTES:
                 self._take(node)
@@ -171,6 +179,21 @@ class Clock:
                 self.arrived.setdefault((pipe, stage, microbatch, kind), {})[op, call, part] = end
         if kind is not _W and op not in RECOMPUTES:  # no later node of the chain needs their result
             self.ready[pipe, stage, microbatch, kind] = end
+        return Span(node, start, end)
+
+    def _brought(self, node: Node) -> float:
+        """Return when the parameters of a compute node are gathered, and its activations back from the host."""
+        back = node.kind is _I and node.op not in RECOMPUTES
+        return max(self.gathered.get((node.stage, node.block), 0.0), self.moved.pop(_place(node), 0.0) if back else 0.0)
+
+    def _move(self, node: Node) -> Span:
+        """Copy activations to host memory or back, or wait until they have left; or free parameters."""
+        op, place = node.op, _place(node)
+        if op not in self.copied:
+            self.now = self.now if op is _RELEASE else max(self.now, self.moved[place])
+            return Span(node, self.now, self.now)
+        start = max(self.now, self.copied[op])
+        end = self.copied[op] = self.moved[place] = start + self.cost(node)[0]
         return Span(node, start, end)
 
     def _take(self, node: Node) -> None:

@@ -11,6 +11,7 @@ from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node
+from overlap1f1b.plan.offload import offloaded
 from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
@@ -71,15 +72,18 @@ def fastest(
     *,
     counts_block: bool = False,
     rooms: Sequence[float] = (),
+    every: bool = True,
 ) -> list[Plan]:
     """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first.
 
     ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
-    are left out.
+    are left out. Where blocks' activations may leave to host memory, ``every`` says whether all of them do, or those
+    that have to.
     """
     overlap = parse_overlap(overlap)
     program.check()
     chains = Chains(program.placement, shape)
+    leaves = any(block.offload for blocks in chains.shapes for block in blocks)
     gathers = any(block.gathered for blocks in chains.shapes for block in blocks)
 
     def played(order: str, candidate: Sequence[list[Node]]) -> Iterator[Plan]:
@@ -90,7 +94,9 @@ def fastest(
                 nodes = receiving_in_order(nodes, chains)
             spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
             end = max((span.end for rank in spans for span in rank), default=0.0)
-            yield Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
+            plan = Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
+            keeps = not leaves or (not every and plan.fits(rooms))
+            yield plan if keeps else offloaded(plan, costs, rooms, every=every, counts_block=counts_block)
 
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []

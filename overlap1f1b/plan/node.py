@@ -13,7 +13,8 @@ class Op(StrEnum):
 
     ``SEND`` and ``RECEIVE`` pass activations and gradients between stages of different ranks. ``RECOMPUTE_…`` runs the
     forward of its sub-op again, as a part of the backward, because the activations were dropped. ``GATHER`` brings the
-    sharded parameters of a block, ``RELEASE`` frees them.
+    sharded parameters of a block, ``RELEASE`` frees them. ``OFFLOAD`` copies what a block's forward has left for its
+    backward to host memory, ``FREE`` waits for that and frees it, and ``FETCH`` brings it back.
     """
 
     DENSE = "dense"
@@ -31,17 +32,24 @@ class Op(StrEnum):
     RECOMPUTE_DENSE = "recompute_dense"
     RECOMPUTE_ATTENTION = "recompute_attention"
     RECOMPUTE_EXPERTS = "recompute_experts"
+    OFFLOAD = "offload"
+    FREE = "free"
+    FETCH = "fetch"
 
     __hash__ = str.__hash__  # see Kind
 
 
 class Resource(StrEnum):
-    """Resources that work side by side. Each is first in, first out; ``PEER`` is so for each neighbour."""
+    """Resources that work side by side.
+
+    Each is first in, first out; ``PEER`` is so for each neighbour, ``HOST``, the link to host memory, for each way.
+    """
 
     COMPUTE = "compute"
     EXCHANGE = "exchange"
     CONTROL = "control"
     PEER = "peer"
+    HOST = "host"
 
     __hash__ = str.__hash__
 
@@ -55,6 +63,9 @@ RESOURCE_OF = dict.fromkeys(Op, Resource.COMPUTE) | {
     Op.RELEASE: Resource.CONTROL,
     Op.SEND: Resource.PEER,
     Op.RECEIVE: Resource.PEER,
+    Op.OFFLOAD: Resource.HOST,
+    Op.FREE: Resource.HOST,
+    Op.FETCH: Resource.HOST,
 }
 
 RECOMPUTE_OF = {
@@ -67,6 +78,9 @@ SEGMENT_BEHIND = {Op.DISPATCH: Op.EXPERTS, Op.COMBINE: Op.AGGREGATE}
 CONTRIBUTING = frozenset((Op.DENSE, Op.ATTENTION, Op.EXPERTS, Op.AGGREGATE))
 """Sub-ops whose backward may contribute to gradients of parameters."""
 RECOMPUTES = frozenset(RECOMPUTE_OF.values())
+MOVES = frozenset((Op.OFFLOAD, Op.FREE, Op.FETCH))
+"""Sub-ops of a block's activations that go to host memory and come back. They belong to no action: any order may get
+them, see :func:`overlap1f1b.plan.offload.offloaded`."""
 EXCHANGED = frozenset((Op.COUNTS, Op.DISPATCH, Op.COMBINE))
 """Sub-ops that exchange rows, or say how many."""
 OF_PARAMETERS = frozenset((Op.REDUCE, Op.GATHER, Op.RELEASE))
@@ -152,6 +166,7 @@ class BlockShape(NamedTuple):
             travels behind the experts of another.
         experts_split: Whether weight gradients of the experts can be computed apart; frozen experts have none.
         gathered: Whether its parameters are sharded, and gathered and released inside a step.
+        offload: Whether its activations may leave to host memory.
     """
 
     expert_calls: int
@@ -162,6 +177,7 @@ class BlockShape(NamedTuple):
     parts: int = 1
     experts_split: bool = True
     gathered: bool = False
+    offload: bool = False
 
     def cut(self, exchanges: tuple[Op, ...]) -> BlockShape:
         """Return the shape of the block if it is cut at exchanges that it makes by itself."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Literal, cast
 
 from overlap1f1b.plan.node import Node, Op, Resource, StageShape
@@ -72,6 +72,15 @@ class Plan:
     @cached_property
     def _turns(self) -> dict[Hashable, Sequence[Turn]]:
         return {}
+
+    @cached_property
+    def leaving(self) -> Mapping[int, frozenset[tuple[int, int]]]:
+        """Microbatch and block of the activations of each stage that leave to host memory."""
+        found: dict[int, set[tuple[int, int]]] = {}
+        for node in chain.from_iterable(self.ranks):
+            if node.op is Op.OFFLOAD:
+                found.setdefault(node.stage, set()).add((node.microbatch, node.block))
+        return {stage: frozenset(places) for stage, places in found.items()}
 
     def without_reductions(self) -> Plan:
         """Return the same order without reductions over ranks."""

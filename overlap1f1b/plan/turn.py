@@ -31,6 +31,7 @@ class Way(IntEnum):
     EXCHANGE = 3
     PEER = 4
     PARAMETERS = 5
+    MOVE = 6
 
 
 class Stretch(NamedTuple):
@@ -124,6 +125,8 @@ def _way_of(node: Node) -> Way:
         return Way.PARAMETERS
     if node.resource is Resource.PEER:
         return Way.PEER
+    if node.resource is Resource.HOST:
+        return Way.MOVE
     if node.resource is not Resource.COMPUTE:
         return Way.EXCHANGE
     if node.kind is Kind.W:

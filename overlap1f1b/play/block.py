@@ -39,6 +39,7 @@ from overlap1f1b.play.crossing import CrossingMode, Lookout, eager
 from overlap1f1b.play.gradients import Gradients, Root, WeightQueue, accumulate
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import ExpertCall
+from overlap1f1b.play.offload import Leaving
 from overlap1f1b.play.passage import Passage, Phase, Tensors, absent, check_call, is_absent, name_call
 from overlap1f1b.play.recompute import DroppedPart, Recomputation
 from overlap1f1b.play.segment import Crossing, Layout, LibraryExchange, Segment, Sent, Use
@@ -84,6 +85,8 @@ class BlockRun:
         """What the forward takes along while it is suspended."""
         self.recomputation: Recomputation | None = None
         """Parts of the forward that are computed again, once there is one."""
+        self.leaving: Leaving | None = None
+        """What the forward leaves for the backward, if it goes to host memory meanwhile."""
         self.segments: list[Segment] = []
         """Segments whose backward has not ended."""
         self.outs: list[Root | None] = []
@@ -135,13 +138,16 @@ class BlockRun:
         mode = grad and (lookout is not None or bool(self.own.every) or self.uses.watched)
         if mode or suspends:
             self.mode = CrossingMode(self.entered, self.used_apart, lookout)
-        call = partial(call_block, microbatch, self.block)
+        call: Callable[..., Tensors] = partial(call_block, microbatch, self.block)
+        if grad and (microbatch.index, self.block) in installed.leaving:
+            self.leaving = installed.leaves(self.block)
         with eager(mode, self._drawing()):
             if suspends:
                 self.forward = self._suspendable(call, lookout)
                 if self.carried is not None:
                     self.carried.begin(microbatch.random.seed)
                 return self._carry(self.forward.start(tuple(given), installed.thread, grad=grad, mode=mode))
+            call = call if self.leaving is None else self.leaving.around(call)
             with torch.set_grad_enabled(grad):
                 if not mode or self.mode is None:  # nothing will suspend it, and nothing else can enter
                     return call(*given)
@@ -185,6 +191,7 @@ class BlockRun:
                 call = parts.function(call) if shape.drops(shape.own) else call
             hides = self.own.hides if lookout is None else partial(self._look, lookout)
             handlers = Handlers(part, self._checkpoint, hides=hides)
+            call = call if self.leaving is None else self.leaving.around(call)
         return Forward(call, stage.names[self.block], stage.device, self.installed.stacks, self.mode, handlers)
 
     def _look(self, lookout: Lookout, tensors: Sequence[Tensor], splits: Splits, group: ProcessGroup) -> bool:
@@ -483,6 +490,8 @@ class BlockRun:
             ) from error
 
     def _begin_backward(self) -> None:
+        if self.leaving is not None:
+            self.leaving.come_back()
         grads = self.microbatch.take_gradients()
         outs, self.outs = self.outs, []
         name = self.installed.stage.names[self.last]
@@ -564,7 +573,7 @@ class BlockRun:
             self.mode.end()
         if self.forward is not None:
             self.forward.stop()
-        self.segments, self.outs, self.sent, self.recomputation = [], [], {}, None
+        self.segments, self.outs, self.sent, self.recomputation, self.leaving = [], [], {}, None, None
 
 
 def call_block(microbatch: Passage, block: int, *x: Tensor) -> Tensors:

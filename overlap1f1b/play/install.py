@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from operator import itemgetter
@@ -26,8 +26,10 @@ from overlap1f1b.plan.turn import Plain
 from overlap1f1b.play.crossing import functions_cross
 from overlap1f1b.play.gradients import WeightQueue
 from overlap1f1b.play.observers import Observers
+from overlap1f1b.play.offload import Leaving
 from overlap1f1b.transport import devices
 from overlap1f1b.transport.exchange import Exchange, LocalExchange
+from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.streams import InlineStream, SideStream, side_stream
 from overlap1f1b.transport.suspension import Stack, ThreadState, uncompiled
 
@@ -43,6 +45,8 @@ class Installation:
         adds_to_main: Whether experts' weight gradients may go to ``main_grad``: not if ``.grad`` is reduced, or a step
             that lost rows takes its gradients back.
         observers: Who looks on.
+        leaving: Microbatch and block of activations that leave to host memory.
+        host: Carries them.
 
     Attributes:
         cut: The stage as it is cut in the step.
@@ -65,7 +69,10 @@ class Installation:
         capacity: float | None = None,
         adds_to_main: bool = True,
         observers: Observers | None = None,
+        leaving: Set[tuple[int, int]] = frozenset(),
+        host: HostMemory | None = None,
     ) -> None:
+        self.leaving, self._host = leaving, host
         self.stage, self.cut = stage, stage.cut(stage.shape if shape is None else shape)
         self.exchange = exchange or stage.exchange
         self.observers = observers or Observers()
@@ -103,6 +110,10 @@ class Installation:
                 while self.stacks:
                     self.stacks.pop().end()
 
+    def leaves(self, block: int) -> Leaving | None:
+        """Return what takes the saved tensors of a block; None where hooks of the caller's own take them."""
+        return None if self._host is None or self.thread.hooks else Leaving(self._host, self.stage.names[block])
+
     @cached_property
     def library_stream(self) -> SideStream:
         """The stream of exchanges that a library carries out."""
@@ -124,7 +135,9 @@ class Installation:
         blocks = set()
         for block, (shape, uses) in enumerate(zip(self.cut.shape, self.uses, strict=True)):
             options = options_of(stage.blocks[block])
-            if shape.recompute != "none" or shape.gathered or shape.exchanges or options.apart or options.delays:
+            if shape.recompute != "none" or shape.gathered or shape.offload or shape.exchanges:
+                continue
+            if options.apart or options.delays:
                 continue
             if shape.expert_calls and not (at_once and options.state is None):
                 continue

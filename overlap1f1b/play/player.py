@@ -230,6 +230,19 @@ class Player:
         self._sends.append(send)
         self.times.flights.append(send)
 
+    def _move(self, turn: Turn) -> None:
+        """Start to copy activations to host memory or back, or free what has left."""
+        node = turn.node
+        leaving = self._microbatches[turn.key].runs[node.block].leaving
+        if leaving is None:
+            return
+        if node.op is Op.FREE:
+            leaving.free()
+            return
+        post = leaving.leave if node.op is Op.OFFLOAD else leaving.fetch
+        leaving.flight = self.links.lanes[node.op, node.kind].launch(node, post)
+        self.times.flights.append(leaving.flight)
+
     def _launch_exchange(self, turn: Turn) -> None:
         node, microbatch, times = turn.node, self._microbatches[turn.key], self.times
         flying = microbatch.transfers.exchanges[node.kind]
@@ -243,7 +256,13 @@ class Player:
             times.since = max(times.since, counts.read)
 
 
-_WAYS = (*[Player._compute] * 3, Player._launch_exchange, Player._send_or_receive, Player._start_for_parameters)
+_WAYS = (
+    *[Player._compute] * 3,
+    Player._launch_exchange,
+    Player._send_or_receive,
+    Player._start_for_parameters,
+    Player._move,
+)
 """What plays a turn, by its :class:`~overlap1f1b.plan.turn.Way`; not of a player, which would refer to itself."""
 
 

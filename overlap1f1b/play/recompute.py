@@ -35,6 +35,7 @@ from overlap1f1b.cut.replacement import Replacement, replaced
 from overlap1f1b.plan import Op
 from overlap1f1b.play.crossing import CrossingMode, eager
 from overlap1f1b.play.install import Installation
+from overlap1f1b.play.offload import Leaving
 from overlap1f1b.play.random import RandomStream
 from overlap1f1b.play.segment import Entry
 from overlap1f1b.play.values import PlaceValues
@@ -244,7 +245,11 @@ def _part_of_another(function: Any, args: Any, inside: AbstractContextManager[An
 
 def users_hooks(state: ThreadState) -> tuple[tuple[Any, Any], ...]:
     """Return the model's own hooks of saved tensors, outermost first."""
-    return tuple([hooks for hooks in state.hooks if not isinstance(getattr(hooks[0], "__self__", None), DroppedPart)])
+    return tuple([hooks for hooks in state.hooks if not isinstance(_owner(hooks), DroppedPart | Leaving)])
+
+
+def _owner(hooks: tuple[Any, Any]) -> object:
+    return getattr(hooks[0], "__self__", None)
 
 
 def _answered(_: Exchanged, *, own: bool = False) -> Any:
@@ -321,7 +326,8 @@ class Recomputation:
         """Run experts that keep their activations, inside a block that drops its own."""
         device = self.installed.stage.device
         state = ThreadState.capture(device)
-        with state._replace(hooks=users_hooks(state)).applied(self.name, device):
+        outer = tuple([hooks for hooks in state.hooks if not isinstance(_owner(hooks), DroppedPart)])
+        with state._replace(hooks=outer).applied(self.name, device):
             return function(*args)
 
     def compute(self, op: Op, stacks: list[Stack]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from overlap1f1b.plan import Node, NodeCosts
+from overlap1f1b.plan import Node, NodeCosts, Op
 from overlap1f1b.play.microbatch import Microbatch
 from overlap1f1b.play.passage import OptionalTensors, unwrapped
 from overlap1f1b.play.player import Alive
@@ -91,7 +91,8 @@ class StepResult:
         what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``, and by cause, as
         ``exposed_by_cause_ms/link``, which add up to ``exposed_ms``; of each block with experts, as
         ``rows_over_mean/s0.b3``, the rows of the rank with most of them over the mean of ranks, both of the steps of
-        which ranks tell each other; ``peak_bytes`` if they were counted.
+        which ranks tell each other; ``offloaded_bytes`` where activations go to host memory; ``peak_bytes`` if they
+        were counted.
         The first two are NaN, with a warning that says why, where exchanges run where they stand.
         """
         if tokens is not None:
@@ -110,6 +111,8 @@ class StepResult:
             found |= {f"exposed_by_cause_ms/{cause}": 1e3 * time for cause, time in overlap.by_cause.items()}
             crowding = overlap.causes.crowding.items()
             found |= {f"rows_over_mean/s{stage}.b{block}": ratio for (stage, block), ratio in crowding}
+        if leaving := [flight.sent for flight in self.times.flights if flight.node.op is Op.OFFLOAD]:
+            found["offloaded_bytes"] = sum(leaving)
         return found if self.peak_bytes is None else found | {"peak_bytes": self.peak_bytes}
 
 

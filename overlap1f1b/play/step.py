@@ -130,6 +130,8 @@ class Step:
                     capacity=links.capacity,
                     adds_to_main=links.adds_to_main,
                     observers=observers,
+                    leaving=self.plan.leaving.get(number, frozenset()) if self.grad else frozenset(),
+                    host=links.host,
                 )
             turns = self._turns(made, by_node=self.by_node or observers.by_node)
             whole = undivided(turns)

@@ -14,6 +14,7 @@ from overlap1f1b.transport.boundary import Boundary
 from overlap1f1b.transport.devices import Watch
 from overlap1f1b.transport.exchange import Exchange
 from overlap1f1b.transport.failures import Failures
+from overlap1f1b.transport.host import HostMemory
 from overlap1f1b.transport.lanes import Lane
 
 Lanes = dict[tuple[Op, Kind], Lane]
@@ -32,6 +33,7 @@ class Links:
     boundary: Boundary | None = None
     reductions: Sequence[Reduction] = ()
     gathers: Gathers | None = None
+    host: HostMemory | None = None  # carries activations to host memory and back, on lanes of its own
     watch: Watch | None = None  # clock of a device that computes while the thread goes on
     settle: Callable[[Callable[[], str]], object] = lambda pending: None  # waits for a device; told what has not ended
     fills: bool = True  # whether weight gradients may run early while a thread waits

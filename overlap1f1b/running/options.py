@@ -59,6 +59,8 @@ class RunOptions(UserOptions):
 
     capacity: Annotated[float | None, by_default("FLOAT", "exact sizes"), Range(1)] = None
     memory: Annotated[int | str | None, by_default("BYTES", "no limit")] = None
+    offload_threshold: Annotated[int, Range()] = 65536
+    host_link: Annotated[float | None, by_default("GB/S"), ABOVE_0] = None
     # train ends at a loss that is not finite, and timed compute of bench has no values
     finite: Annotated[Finite, by_default("{warn,raise}")] = None
     gate: Annotated[float | str | None, by_default("GATE")] = None

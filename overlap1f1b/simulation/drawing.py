@@ -22,12 +22,12 @@ class Timed(Protocol):
 
 T = TypeVar("T", bound=Timed)
 
-LETTERS = dict(zip(Op, "MANDECGRPXSVMAE", strict=True))
+LETTERS = dict(zip(Op, "MANDECGRPXSVMAEOLF", strict=True))
 """The letter of each sub-op in a drawing."""
 
-LANES = {Resource.COMPUTE: "compute", Resource.EXCHANGE: "exchange", Resource.CONTROL: "counts", Resource.PEER: "peers"}
+LANES = dict(zip(Resource, ("compute", "exchange", "counts", "peers", "host"), strict=True))
 """The name of each resource in a drawing."""
-_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer"}
+_STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer", Resource.HOST: "peer"}
 
 
 def style_of(node: Node) -> str:

@@ -63,6 +63,7 @@ def shapes() -> st.SearchStrategy[StageShape]:
         "split": st.booleans(),
         "reduced": st.booleans(),
         "recompute": st.sampled_from(["none", "none", "experts", "attention", "block"]),
+        "offload": st.booleans(),
     }
     exchanges = st.lists(st.sampled_from([Op.DISPATCH, Op.COMBINE]), min_size=1, max_size=4).map(tuple)
     calls, parts = st.sampled_from([1, 1, 1, 2, 3]), st.sampled_from([1, 1, 2, 3])

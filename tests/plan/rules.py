@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from overlap1f1b.schedule import Action, Kind
 
 RECOMPUTE_OWN = (Op.RECOMPUTE_ATTENTION, Op.RECOMPUTE_DENSE)
 GATHERS = (Op.GATHER, Op.RELEASE)
+MOVES = (Op.OFFLOAD, Op.FREE, Op.FETCH)
 EXCHANGES = (Op.COUNTS, Op.DISPATCH, Op.COMBINE)
 Positions = dict[Node, int]
 Message = tuple[int, int, int, Kind]
@@ -110,6 +112,7 @@ def broken_rules(plan: Plan) -> Iterator[str]:
     """What is wrong with a plan; nothing if it may be played."""
     for rank, nodes in enumerate(plan.ranks):
         yield from _broken_gathers(plan, rank, nodes)
+        yield from _broken_moves(plan, nodes)
     plan = replace(plan, ranks=tuple(map(without_gathers, plan.ranks)))
     if any(Counter(nodes) != expected_nodes(plan, rank) for rank, nodes in enumerate(plan.ranks)):
         yield "the nodes are not those of the step"
@@ -131,8 +134,24 @@ def broken_rules(plan: Plan) -> Iterator[str]:
 
 
 def without_gathers(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """The nodes but those that gather parameters and release them."""
-    return tuple(node for node in nodes if node.op not in GATHERS)
+    """The nodes but those that gather parameters and release them, or move activations to host memory and back."""
+    return tuple(node for node in nodes if node.op not in (*GATHERS, *MOVES))
+
+
+def _broken_moves(plan: Plan, nodes: Iterable[Node]) -> Iterator[str]:
+    """Activations leave behind their block's forward, and are freed and back before its backward, or stay."""
+    stays: dict[tuple[int, ...], str] = defaultdict(str)
+    for node in nodes:
+        place = node.pipe, node.stage, node.microbatch, node.block
+        if node.op in MOVES:
+            stays[place] += node.op[:2]
+            if not plan.shapes[node.stage][node.block].offload or (node.kind is Kind.I) is not (node.op is Op.FETCH):
+                yield f"{node} where it is no use"
+        elif node.kind is not Kind.W and node.op not in (*GATHERS, *EXCHANGES, *RECOMPUTES, Op.SEND, Op.RECEIVE):
+            stays[place] += node.kind.value
+    for place, stay in stays.items():
+        if not re.fullmatch("F*(offrfe)?I*", stay):
+            yield f"activations of {place} move in the order {stay}"
 
 
 def _broken_gathers(plan: Plan, rank: int, nodes: Iterable[Node]) -> Iterator[str]:
@@ -147,7 +166,10 @@ def _broken_gathers(plan: Plan, rank: int, nodes: Iterable[Node]) -> Iterator[st
                 yield f"{node} where it is no use"
             here ^= {place}
         elif (
-            known and node.op not in (*EXCHANGES, Op.SEND, Op.RECEIVE) and node.kind is not Kind.W and place not in here
+            known
+            and node.op not in (*EXCHANGES, *MOVES, Op.SEND, Op.RECEIVE)
+            and node.kind is not Kind.W
+            and place not in here
         ):
             yield f"{node} without parameters"
 

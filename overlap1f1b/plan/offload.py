@@ -1,0 +1,221 @@
+"""Which activations leave to host memory, and when: what a block's forward has left for one microbatch is one stay.
+
+A stay's copy starts right behind the block's forward. Where the activations are freed, and where they are fetched, are
+places in the order of nodes, so that what a rank holds depends on the order alone, and on no clock::
+
+    dense.f[0] m0, offload.f[0] m0, …, free.f[0] m0, …, fetch.b[0] m0, …, dense.b[0] m0
+
+By the times of the order without copies they are freed as soon as the copy has ended, and fetched as late as the
+backward does not wait. Where that is not enough for a limit of memory, it waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+
+from overlap1f1b.plan.clock import Span, play_ranks
+from overlap1f1b.plan.costs import Held, NodeCosts, cost_key
+from overlap1f1b.plan.intervals import Interval
+from overlap1f1b.plan.node import RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan.plan import Plan
+from overlap1f1b.schedule import Kind
+
+
+def offloaded(
+    plan: Plan, costs: NodeCosts, rooms: Sequence[float] = (), *, every: bool = True, counts_block: bool = False
+) -> Plan:
+    """Return a plan in which activations leave to host memory, of blocks whose shapes allow it.
+
+    Args:
+        plan: Any order; its nodes keep theirs.
+        costs: Of its nodes, with the copies, and what they move as bytes of ``FREE``.
+        rooms: Bytes that each pipeline rank may hold beyond those before the step.
+        every: Whether all leave; else those that have to, for the rooms.
+        counts_block: Whether the host waits for counts.
+    """
+    if not any(block.offload for shape in plan.shapes for block in shape) or plan.program.forward_only:
+        return plan
+    placement = plan.program.placement
+    played = play_ranks(plan.ranks, placement, costs, counts_block=counts_block)
+    ranks = []
+    for rank, spans in enumerate(played):
+        line = _Line(spans, plan, costs)
+        if every:
+            line.leave_all()
+        elif rank < len(rooms):
+            line.keep_within(rooms[rank])
+        ranks.append(tuple(line.nodes()))
+    if tuple(ranks) == plan.ranks:
+        return plan
+    played = play_ranks(ranks, placement, costs, counts_block=counts_block)
+    end = max((span.end for spans in played for span in spans), default=0.0)
+    return replace(plan, ranks=tuple(ranks), predicted=end, peak_bytes=costs.peak_bytes(ranks))
+
+
+@dataclass(eq=False)
+class _Stay:
+    """The activations of a block for one microbatch, between two positions in the order.
+
+    Args:
+        node: Of the block and microbatch.
+        begin: Position behind the block's forward.
+        end: Position of its backward.
+        bytes: What leaves.
+        out, back: Times of the copies.
+        free, fetch: Positions before which they are freed and fetched, once they leave.
+    """
+
+    node: Node
+    begin: int
+    end: int
+    bytes: float
+    out: float
+    back: float
+    free: int = -1
+    fetch: int = -1
+
+    @property
+    def leaves(self) -> bool:
+        return self.free >= 0
+
+    def of(self, op: Op) -> Node:
+        kind = Kind.I if op is Op.FETCH else Kind.F
+        return self.node._replace(op=op, kind=kind, call=0, part=0)
+
+
+@dataclass(eq=False)
+class _Link:
+    """Times in which one way of the link to host memory is taken."""
+
+    taken: list[Interval] = field(default_factory=list)
+
+    def first(self, since: float, length: float) -> Interval:
+        """Return the first free time of a length that begins at a time or later."""
+        for begin, end in self.taken:
+            if begin - since >= length:
+                break
+            since = max(since, end)
+        return since, since + length
+
+    def last(self, until: float, length: float) -> Interval:
+        """Return the last free time of a length that ends at a time or earlier."""
+        for begin, end in reversed(self.taken):
+            if until - end >= length:
+                break
+            until = min(until, begin)
+        return until - length, until
+
+
+class _Line:
+    """The nodes of a rank in their order, with the times at which they are issued, and the stays between them."""
+
+    def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts) -> None:
+        self.order, self.costs = [span.node for span in spans], costs
+        self.issued: list[float] = []  # when all compute before a position has ended
+        self.starts: list[float] = []  # when the first compute at a position or behind it starts
+        now = 0.0
+        for node, _, end in spans:
+            self.issued.append(now)
+            now = max(now, end) if node.resource is Resource.COMPUTE else now
+        following = now
+        for node, start, _ in reversed(spans):
+            following = start if node.resource is Resource.COMPUTE else following
+            self.starts.append(following)
+        self.starts.reverse()
+        self.starts.append(now)
+        self.issued.append(now)
+        self.out, self.back = _Link(), _Link()
+        self.stays = self._stays(plan)
+
+    def _stays(self, plan: Plan) -> list[_Stay]:
+        begins, ends = dict[tuple[int, int, int, int], int](), dict[tuple[int, int, int, int], int]()
+        for at, node in enumerate(self.order):
+            place = (node.microbatch, node.block, node.stage, node.pipe)
+            if node.resource is not Resource.COMPUTE or not plan.shapes[node.stage][node.block].offload:
+                continue
+            if node.kind is Kind.F:
+                begins[place] = at + 1
+            elif node.kind is Kind.I and node.op not in RECOMPUTES:
+                ends.setdefault(place, at)
+        found = []
+        for place, begin in begins.items():
+            if place in ends:
+                stay = _Stay(self.order[begin - 1], begin, ends[place], 0.0, 0.0, 0.0)
+                free, out, back = (stay.of(op) for op in (Op.FREE, Op.OFFLOAD, Op.FETCH))
+                stay.bytes = -self.costs.bytes.get(cost_key(free), Held()).kept
+                stay.out, stay.back = self.costs(out), self.costs(back)
+                found.append(stay)
+        return found
+
+    def _window(self, stay: _Stay) -> tuple[int, int]:
+        """Return where a stay would be freed and fetched if nothing shall wait; the second may come first."""
+        _, left = self.out.first(self.issued[stay.begin], stay.out)
+        needed, _ = self.back.last(self.starts[stay.end], stay.back)
+        free = bisect_left(self.starts, left, stay.begin, stay.end)
+        return free, bisect_right(self.issued, needed, stay.begin, stay.end + 1) - 1
+
+    def _let_leave(self, stay: _Stay, free: int, fetch: int) -> None:
+        if not stay.leaves:
+            insort(self.out.taken, self.out.first(self.issued[stay.begin], stay.out))
+            insort(self.back.taken, self.back.last(self.starts[stay.end], stay.back))
+        stay.free, stay.fetch = free, fetch
+
+    def leave_all(self) -> None:
+        """Let all stays leave that can come back in time."""
+        for stay in self.stays:
+            free, fetch = self._window(stay)
+            some = stay.bytes > 0 if self.costs.bytes else stay.out > 0 or not self.costs.by_node
+            if some and free <= fetch:
+                self._let_leave(stay, free, fetch)
+
+    def keep_within(self, room: float) -> None:
+        """Let stays leave, until no node needs more than the room, or none is left that could."""
+        needs = self._needs()
+        for at in range(len(needs)):
+            while needs[at] > room:
+                here = [one for one in self.stays if one.bytes > 0 and one.begin <= at < one.end]
+                prices = [(self._price(one, at), one) for one in here if not one.free <= at < one.fetch]
+                _, stay = min(prices, key=itemgetter(0), default=(None, None))
+                if stay is None:
+                    return
+                free, fetch = (stay.free, stay.fetch) if stay.leaves else self._window(stay)
+                before = range(stay.free, stay.fetch) if stay.leaves else range(0)
+                self._let_leave(stay, min(free, at), max(fetch, at + 1))
+                for position in range(stay.free, stay.fetch):
+                    needs[position] -= stay.bytes * (position not in before)
+
+    def _price(self, stay: _Stay, at: int) -> tuple[float, float]:
+        """Return the time that it costs for each byte if a stay is away at a position; then how soon it is back."""
+        waits = 0.0
+        if stay.leaves:
+            waits += max(0.0, self.issued[stay.free] - self.starts[at]) if at < stay.free else 0.0
+            waits += max(0.0, self.issued[at + 1] - self.issued[stay.fetch]) if at >= stay.fetch else 0.0
+        else:
+            _, left = self.out.first(self.issued[stay.begin], stay.out)
+            needed, _ = self.back.last(self.starts[stay.end], stay.back)
+            waits += max(0.0, left - self.starts[at]) + max(0.0, self.issued[at + 1] - needed)
+        return waits / stay.bytes, -self.starts[stay.end]
+
+    def _needs(self) -> list[float]:
+        """Return the bytes that the rank needs at each node, if nothing leaves."""
+        level, begun, needs = 0.0, set[object](), list[float]()
+        for node in self.order:
+            kept, most, first = self.costs.bytes.get(key := cost_key(node), Held())
+            level += 0.0 if key in begun else first
+            begun.add(key)
+            needs.append(level + most)
+            level += kept
+        return needs
+
+    def nodes(self) -> list[Node]:
+        """Return the order with the copies."""
+        added: dict[int, list[Node]] = {}
+        away = [stay for stay in self.stays if stay.leaves]
+        for op in (Op.OFFLOAD, Op.FREE, Op.FETCH):
+            for stay in sorted(away, key=lambda one: one.end if op is Op.FETCH else one.begin):
+                at = {Op.OFFLOAD: stay.begin, Op.FREE: stay.free, Op.FETCH: stay.fetch}[op]
+                added.setdefault(at, []).append(stay.of(op))
+        return [node for at in range(len(self.order) + 1) for node in (*added.get(at, ()), *self.order[at : at + 1])]

@@ -1,0 +1,87 @@
+"""Activations that leave in an order: where they are freed and fetched, and what that holds and costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap1f1b.plan import BlockShape, Held, NodeCosts, Op, Plan, fastest, offloaded
+from overlap1f1b.schedule import Kind, build_schedule
+from tests.plan.cases import costs_of, makespan, programs, shapes
+from tests.plan.rules import broken_rules
+
+LEAVES = BlockShape(expert_calls=1, offload=True)
+TIMES = NodeCosts.uniform(attention=3, experts=4, dispatch=5.25)
+
+
+def costs_with(bytes_of: dict[int, float], copy: float, times: NodeCosts = TIMES) -> NodeCosts:
+    """Blocks that keep so many bytes for their backward, all of which can leave, in copies that take so long."""
+    held = {}
+    for block, size in bytes_of.items():
+        at = (0, block, 0, 0)
+        held[Op.ATTENTION, Kind.F, *at] = Held(size, size)
+        held[Op.FREE, Kind.F, *at] = Held(-size)
+        held[Op.FETCH, Kind.I, *at] = Held(size, size)
+        held[Op.ATTENTION, Kind.I, *at] = Held(-size)
+    by_op = {**times.by_op, (Op.OFFLOAD, Kind.F): copy, (Op.FETCH, Kind.I): copy}
+    return replace(times, by_op=by_op, bytes=held)
+
+
+def plain(microbatches: int, blocks: int, costs: NodeCosts) -> Plan:
+    """A plan of three open actions from which nothing leaves."""
+    program = build_schedule("combined_1f1b", microbatches=microbatches, extra_warmup=1)
+    return fastest(program, (LEAVES,) * blocks, costs, 3, rooms=(1e9,), every=False)[0]
+
+
+def test_a_copy_that_compute_covers_costs_nothing() -> None:
+    costs = costs_with(dict.fromkeys(range(4), 1.0), copy=5.0)
+    plan = plain(6, 4, costs)
+    (most,) = plan.peak_bytes
+    assert not plan.leaving
+    less = offloaded(plan, costs, (0.7 * most,), every=False)
+    assert less.peak_bytes[0] <= 0.7 * most
+    assert less.predicted <= 1.01 * plan.predicted
+    away = sum(map(len, less.leaving.values()))
+    assert 0 < away < 24
+    every = offloaded(plan, costs)
+    assert sum(map(len, every.leaving.values())) > away
+    assert every.predicted <= 1.1 * plan.predicted
+    for one in (less, every):
+        assert not list(broken_rules(one))
+
+
+def test_a_slow_link_costs_its_time() -> None:
+    """One microbatch's copy takes as long as its compute: a limit is kept, and the step waits."""
+    costs = costs_with(dict.fromkeys(range(4), 1.0), copy=21.0)
+    plan = plain(6, 4, costs)
+    room = 0.5 * plan.peak_bytes[0]
+    less = offloaded(plan, costs, (room,), every=False)
+    assert less.peak_bytes[0] <= room
+    assert less.predicted > 1.05 * plan.predicted
+    assert less.predicted == makespan(less.nodes, costs)
+
+
+def test_what_holds_nothing_stays() -> None:
+    costs = costs_with({0: 1.0, 1: 0.0}, copy=1.0)
+    plan = offloaded(plain(3, 2, costs), costs)
+    assert {block for places in plan.leaving.values() for _, block in places} == {0}
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=30)
+def test_every_order_may_leave_and_come_back(data: st.DataObject) -> None:
+    """Rules, the times of the clock, and a peak that is never larger."""
+    program, shape = data.draw(programs()), data.draw(shapes())
+    costs, random = data.draw(costs_of(shape)), Random(data.draw(st.integers(0, 99)))
+    sizes = {block: random.choice((0.0, 1.0, 3.0)) for block in range(len(shape))}
+    costs = costs_with(sizes, costs.by_op[Op.OFFLOAD, Kind.F], costs)
+    kept = fastest(program, shape, costs, 3, rooms=(1e9,), every=False)[0]
+    room = data.draw(st.floats(0, 1)) * kept.peak_bytes[0]
+    plan = offloaded(kept, costs, (room,), every=data.draw(st.booleans()))
+    assert not list(broken_rules(plan))
+    assert plan.peak_bytes[0] <= kept.peak_bytes[0]
+    assert plan.predicted >= kept.predicted
+    assert plan.predicted == makespan(plan.nodes, costs)

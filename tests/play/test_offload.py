@@ -1,0 +1,262 @@
+"""Activations that go to host memory and come back: the same gradients, and fewer bytes meanwhile."""
+
+from __future__ import annotations
+
+import gc
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from overlap1f1b.engine import Engine, StepResult
+from overlap1f1b.learn.memory import peak_bytes
+from overlap1f1b.plan import MOVES, Op, Overlap, Recompute
+from overlap1f1b.schedule import build_schedule
+from overlap1f1b.transport.exchange import build_exchange
+from overlap1f1b.transport.host import HostMemory, bytes_of
+from tests import models
+from tests.engine.test_engine import Delayed, step
+from tests.engines import COSTS, make, said_of
+from tests.pauses import pauses
+from tests.ranks import Ranks, over
+from tests.tiers import wide
+
+MODES: list[Recompute] = ["none", "experts", "attention", "block"]
+PROGRAMS = ["sequential", "combined_1f1b", "zb_h1", "afab"]
+OVERLAPS: list[Overlap] = ["serial", "pairs", 1, 3]
+ALL: dict[str, Any] = {"offload": True, "offload_threshold": 0, "verify": False}
+
+
+def moved(result: StepResult, op: Op = Op.OFFLOAD) -> int:
+    """Bytes that have gone to host memory in a step, or come back."""
+    return sum(flight.sent for flight in result.times.flights if flight.node.op is op)
+
+
+def gradients(
+    name: str, overlap: Overlap, microbatches: int, given: dict[str, Any], **options: Any
+) -> tuple[dict[str, Tensor], StepResult]:
+    model = models.build(**options)
+    torch.manual_seed(2)
+    program = build_schedule(name, microbatches=microbatches)  # type: ignore[arg-type]
+    _, result = step(model, program, overlap, models.batch(microbatches), **{"verify": False} | given)
+    return models.gradients(model), result
+
+
+@pytest.mark.parametrize(("expert_calls", "microbatches"), [(1, 3), (2, 2), *wide((1, 1), (2, 5))])
+def test_gradients_and_dropout_are_those_without(expert_calls: int, microbatches: int) -> None:
+    """Uneven routing, an expert without tokens, a dense block and tied weights are in every case.
+
+    Programs meet overlaps, both meet the modes of recompute, and numbers of parts.
+    """
+    options: dict[str, Any] = {"expert_calls": expert_calls, "dropout": 0.3, "tied": True}
+    expected = {
+        parts: gradients("sequential", "serial", microbatches, {"parts": parts}, **options)[0] for parts in (1, 2)
+    }
+    for (first, name), (second, overlap) in product(enumerate(PROGRAMS), enumerate(OVERLAPS)):
+        given = {"recompute": MODES[(first + second) % 4], "parts": 1 + first % 2} | ALL
+        found, result = gradients(name, overlap, microbatches, given, **options)
+        assert not models.equal(found, expected[given["parts"]]), (name, overlap, given)
+        assert moved(result) == moved(result, Op.FETCH)
+        assert (moved(result) > 0) is (given["recompute"] != "block")
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_measured_steps_and_an_evaluation_in_between(cast: bool) -> None:
+    """Costs of the copies are measured; plans are compared with a plain loop that keeps everything."""
+    data, found = models.batch(3), []
+    for given in ({}, ALL | {"verify": True}):
+        model = models.build()
+        engine = make(model, build_schedule("combined_1f1b", microbatches=3), tries=1, **given)
+        for _ in range(5):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+                engine.evaluate(data[0], target=data[1])
+                result = engine.step(data[0], target=data[1])
+        found.append(models.gradients(model))
+    assert not models.equal(*found)
+    assert engine.costs is not None
+    assert {key[0] for key, cost in engine.costs.by_node.items() if key[0] in MOVES and cost} == {Op.OFFLOAD, Op.FETCH}
+    assert moved(result)
+    assert result.metrics()["offloaded_bytes"] == moved(result)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "seeds"), [(2, 3, 3), *wide((4, 4, 4), (2, 3, 200))])
+@over(lambda ranks, *_: ranks, timeout=500)
+def test_ranks_of_random_delays(rank: int, size: int, ranks: int, microbatches: int, seeds: int) -> None:
+    """Threads pause where they meet, exchanges and copies take as long as they like."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    group, data, expected = mesh.get_group("ep"), models.batch(microbatches, seed=rank), dict[str, Tensor]()
+    exchange, problems = Delayed(build_exchange(group), seed=rank), []
+    for seed in range(seeds + 1):
+        model = models.build(group, dropout=0.2)
+        torch.manual_seed(7)
+        given = ALL | {"recompute": MODES[seed % 4], "host_link": 0.05 + seed % 3} if seed else {"verify": False}
+        program = build_schedule(PROGRAMS[seed % 3], microbatches=microbatches)  # type: ignore[arg-type]
+        with pauses(seed):
+            step(model, program, 3, data, mesh=mesh, exchange=exchange, timeout=20, **given)
+        found = models.gradients(model)
+        expected = expected or found
+        problems += [f"{seed}: {name}" for name in models.equal(found, expected)]
+    assert not problems, problems
+
+
+@over(2)
+def test_sharded_parameters_stay(rank: int, size: int) -> None:
+    """FSDP2 gathers and frees them itself, and they are saved for the backward."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("pp", "dp", "ep"))
+    data, found = models.batch(2, seed=rank), []
+    for given in ({"verify": False}, ALL):
+        model = models.build(layers=1)
+        for block in model:
+            fully_shard(block, mesh=mesh["dp"])
+        program = build_schedule("combined_1f1b", microbatches=2)
+        _, result = step(model, program, 2, data, mesh=mesh, timeout=20, **given)
+        found.append({n: p.grad.to_local().clone() for n, p in model.named_parameters() if p.grad is not None})  # type: ignore[attr-defined]
+    assert moved(result)
+    problems = models.equal(*found)
+    assert not problems, problems
+
+
+# ------------------------------------------------------------------------------------------------------ what is moved
+
+
+class Saves(nn.Module):
+    """Saves tensors of 4 · [8, 16] bytes, as ``what`` says."""
+
+    def __init__(self, what: str = "") -> None:
+        super().__init__()
+        self.weight, self.what = nn.Parameter(torch.ones(16)), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (x * self.weight).exp()  # its output is saved, as is the input, which is another block's or the batch
+        if self.what == "again":
+            return y.sin() + y.cos() + y.view(-1).tanh().view(8, 16)  # y, twice more and as a view, and tanh's output
+        if self.what == "held":
+            self.held = y
+        if self.what == "in place":
+            z = y.sin()
+            y.mul_(2)
+            return z
+        if self.what == "hooks":
+            with saved_tensors_hooks(lambda t: (t, "the model's own"), lambda kept: kept[0]):
+                return y.sin() + y.cos()
+        return y * 1.0
+
+
+def engine_of(*blocks: nn.Module, **given: Any) -> Engine:
+    program = build_schedule("afab", microbatches=2)
+    options = {"loss_fn": lambda y, _: y.sum(), "costs": COSTS, "overlap": "serial"} | ALL | given
+    return make(list(blocks), program, **options)
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "tensors"),
+    [
+        ("", {}, 1),
+        ("again", {}, 2),
+        ("held", {}, 0),
+        ("hooks", {}, 0),
+        ("again", {"offload_threshold": 513}, 0),
+        ("again", {"offload_threshold": 512}, 2),
+        ("again", {"recompute": "block"}, 0),
+    ],
+)
+def test_what_the_graph_alone_holds_travels_once(what: str, given: dict[str, Any], tensors: int) -> None:
+    """Weights, the batch, outputs, what the model's own hooks took, and what somebody holds stay."""
+    x = torch.randn(16, 16)
+    engine = engine_of(Saves(what), **given)
+    result = engine.step(x, target=x)
+    assert moved(result) == 2 * tensors * 512
+
+
+def test_hooks_around_a_step_take_everything() -> None:
+    packed, x = [], torch.randn(16, 16)
+    with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        result = engine_of(Saves()).step(x, target=x)
+    assert packed
+    assert not moved(result)
+
+
+def test_a_change_of_what_was_saved_is_refused_as_torch_refuses_it() -> None:
+    x = torch.randn(16, 16)
+    with pytest.raises(
+        RuntimeError, match=r"block 0 \(Saves\) changes in place a tensor of \[8, 16\] that its backward needs; allowed"
+    ):
+        engine_of(Saves("in place")).step(x, target=x)
+
+
+def test_a_step_holds_less() -> None:
+    """Of five microbatches that are open at once one is there at a time."""
+
+    def peak(**given: Any) -> int:
+        model = models.build(layers=2)
+        given = {"overlap": "serial", "costs": COSTS, "verify": False} | given
+        engine = make(model, build_schedule("afab", microbatches=5), **given)
+        data = models.batch(5)
+        engine.step(data[0], target=data[1])
+        return peak_bytes(torch.device("cpu"), lambda: engine.step(data[0], target=data[1]))
+
+    assert peak(**ALL) < 0.5 * peak()
+
+
+def test_buffers_are_used_again() -> None:
+    """As many as are away at once, also if sizes differ from step to step."""
+    host, made = HostMemory(torch.device("cpu")), []
+    with patch.object(HostMemory, "_made", autospec=True, side_effect=HostMemory._made) as make_one:
+        for size in (1000, 990, 960, 5000, 4990, 100):
+            tensors = [torch.randint(256, (size,), dtype=torch.uint8), torch.randint(256, (7,), dtype=torch.uint8)]
+            parcel = host.leave(tensors).finish()
+            back = [torch.zeros_like(tensor) for tensor in tensors]
+            host.fetch(parcel, back).finish()
+            assert all(map(torch.equal, back, tensors))
+            host.keep(parcel)
+            made.append(make_one.call_count)
+    assert made == [1, 1, 1, 2, 2, 2]
+    assert bytes_of(torch.ones(2).untyped_storage()).tolist() == [0, 0, 128, 63] * 2
+
+
+# ------------------------------------------------------------------------------------------------------ failures
+
+
+def test_nothing_to_save_and_a_gpu_without_pinned_memory() -> None:
+    x = torch.randn(16, 16)
+    engine = engine_of(Saves("held"), costs=None)
+    engine.step(x, target=x)
+    with pytest.raises(ValueError, match=r"^offload=True where no block saves 0 bytes or more .*; allowed: "):
+        engine.step(x, target=x)
+    with (
+        patch.object(HostMemory, "_made", side_effect=RuntimeError("no pinned memory")),
+        pytest.raises(ValueError, match=r"^offload on cpu without pinned host memory; allowed: offload=False"),
+    ):
+        engine_of(Saves())
+
+
+def _failing(rank: int, size: int, where: str) -> list[str]:
+    mesh, told = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",)), list[str]()
+    model, data = models.build(mesh.get_group("ep")), models.batch(3, seed=rank)
+    engine = make(model, build_schedule("combined_1f1b", microbatches=3), mesh=mesh, costs=COSTS, timeout=10, **ALL)
+    error = MemoryError("no host memory") if where == "_taken" else OSError("the link is down")
+    with (
+        patch.object(HostMemory, where, side_effect=error) if rank else patch.object(HostMemory, "unused", create=True)
+    ):
+        try:
+            engine.step(data[0], target=data[1])
+        except RuntimeError as failed:
+            told.append(said_of(failed))
+    gc.collect()
+    return told
+
+
+@pytest.mark.parametrize("where", ["_taken", "_carry"])
+def test_a_host_without_memory_or_a_link_ends_the_step_on_all_ranks(ranks2: Ranks, where: str) -> None:
+    one, other = ranks2.run(_failing, where)
+    assert len(one) == len(other) == 1
+    assert one[0].startswith("the first to fail: rank ep 1 failed at free.f[")
+    assert "offload.f[" in other[0]
+    assert ("no host memory" if where == "_taken" else "the link is down") in other[0]
