@@ -19,7 +19,7 @@ from overlap1f1b.learn.memory import peak_bytes
 from overlap1f1b.plan import MOVES, Op, Overlap, Recompute
 from overlap1f1b.schedule import build_schedule
 from overlap1f1b.transport.exchange import build_exchange
-from overlap1f1b.transport.host import HostMemory, bytes_of
+from overlap1f1b.transport.host import HostMemory
 from tests import models
 from tests.engine.test_engine import Delayed, step
 from tests.engines import COSTS, make, said_of
@@ -203,22 +203,6 @@ def test_a_step_holds_less() -> None:
         return peak_bytes(torch.device("cpu"), lambda: engine.step(data[0], target=data[1]))
 
     assert peak(**ALL) < 0.5 * peak()
-
-
-def test_buffers_are_used_again() -> None:
-    """As many as are away at once, also if sizes differ from step to step."""
-    host, made = HostMemory(torch.device("cpu")), []
-    with patch.object(HostMemory, "_made", autospec=True, side_effect=HostMemory._made) as make_one:
-        for size in (1000, 990, 960, 5000, 4990, 100):
-            tensors = [torch.randint(256, (size,), dtype=torch.uint8), torch.randint(256, (7,), dtype=torch.uint8)]
-            parcel = host.leave(tensors).finish()
-            back = [torch.zeros_like(tensor) for tensor in tensors]
-            host.fetch(parcel, back).finish()
-            assert all(map(torch.equal, back, tensors))
-            host.keep(parcel)
-            made.append(make_one.call_count)
-    assert made == [1, 1, 1, 2, 2, 2]
-    assert bytes_of(torch.ones(2).untyped_storage()).tolist() == [0, 0, 128, 63] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ failures
