@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from typing import Literal, cast
 
 from overlap1f1b.plan.node import Node, Op, Resource, StageShape
-from overlap1f1b.plan.turn import Plain, Turn, turns_of
+from overlap1f1b.plan.turn import Plain, Turns, turns_of
 from overlap1f1b.schedule import Action, Kind, Program
 
 MOST_TURNS = 8
@@ -60,7 +60,7 @@ class Plan:
         lines = (" ".join(map(str, nodes)) for nodes in self.ranks)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
-    def turns(self, rank: int, plain: Mapping[int, Plain]) -> Sequence[Turn]:
+    def turns(self, rank: int, plain: Mapping[int, Plain]) -> Turns:
         """Return what a rank plays in turn, made once; ``plain`` has the blocks of each stage that may be one call."""
         key = rank, tuple(plain.items())
         if key not in self._turns:
@@ -70,7 +70,7 @@ class Plan:
         return self._turns[key]
 
     @cached_property
-    def _turns(self) -> dict[Hashable, Sequence[Turn]]:
+    def _turns(self) -> dict[Hashable, Turns]:
         return {}
 
     @cached_property

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from overlap1f1b.plan.node import OF_PARAMETERS, RECOMPUTES, Node, Op, Place, Resource, awaited_by
@@ -80,7 +81,23 @@ class Turn(NamedTuple):
     tag: int = 0
 
 
-def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) -> list[Turn]:
+class Turns(tuple[Turn, ...]):
+    """The turns of a rank's nodes, in order."""
+
+    @cached_property
+    def late(self) -> tuple[int, ...]:
+        """Positions of weight gradients, which a thread that waits may play before their turn."""
+        return tuple(at for at, turn in enumerate(self) if turn.way is Way.WEIGHTS)
+
+    @cached_property
+    def undivided(self) -> frozenset[int]:
+        """The stages all of whose turns are stretches that leave no weight gradients."""
+        computing = [turn for turn in self if turn.way <= Way.RECOMPUTE]
+        divided = {turn.node.stage for turn in computing if turn.stretch is None or turn.stretch.deferred}
+        return frozenset({turn.node.stage for turn in computing} - divided)
+
+
+def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) -> Turns:
     """Return the turns of a rank's nodes; ``plain`` has the blocks of each stage that may be in a stretch."""
     stretches = _stretches(nodes, plain) if plain else {}
     flying: dict[tuple[MicrobatchKey, Kind], dict[Place, None]] = defaultdict(dict)
@@ -110,14 +127,7 @@ def turns_of(nodes: Sequence[Node], plain: Mapping[int, Plain] | None = None) ->
             received.add(action)
         tag = node.tag if way is Way.EXCHANGE else 0
         turns.append(Turn(node, way, key, place, awaits, receives, stretch, tag))
-    return turns
-
-
-def undivided(turns: Sequence[Turn]) -> frozenset[int]:
-    """Return the stages all of whose turns are stretches that leave no weight gradients."""
-    computing = [turn for turn in turns if turn.way <= Way.RECOMPUTE]
-    divided = {turn.node.stage for turn in computing if turn.stretch is None or turn.stretch.deferred}
-    return frozenset({turn.node.stage for turn in computing} - divided)
+    return Turns(turns)
 
 
 def _way_of(node: Node) -> Way:

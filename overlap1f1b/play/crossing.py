@@ -268,7 +268,6 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
 
     Torch's own would run the function again in the backward of each of its segments, and exchange its rows each time.
     """
-    parameters = signature(plain)
 
     @wraps(plain)
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -277,7 +276,7 @@ def _repeating(plain: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         if part is None or not torch.is_grad_enabled():
             yield from plain(*args, **kwargs)
             return
-        given = parameters.bind(*args, **kwargs).arguments
+        given = signature(plain).bind(*args, **kwargs).arguments
         function = partial(given["fn"], **given.get("kwargs", {}))
         with part(function, given.get("args", ()), *given.get("context_fn", noop_context_fn)()):
             yield

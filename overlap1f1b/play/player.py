@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from overlap1f1b.plan import Node, Op, Place
-from overlap1f1b.plan.turn import MicrobatchKey, Turn, Way
+from overlap1f1b.plan.turn import MicrobatchKey, Turn, Turns, Way
 from overlap1f1b.play import posting
 from overlap1f1b.play.block import BlockRun
 from overlap1f1b.play.gradients import accumulate
@@ -75,7 +75,7 @@ class Player:
         self.observers = observers or Observers()
         self.alive = Alive()
         self._microbatches: Mapping[MicrobatchKey, Microbatch] = {}
-        self._turns: Sequence[Turn] = ()
+        self._turns = Turns()
         self._looked_at = bool(self.observers.ready) or links.gathers is not None
         self._position: int | None = None  # of the current turn in the list
         self._sends: deque[Flight[None]] = deque()
@@ -96,7 +96,7 @@ class Player:
         node = self._turns[at].node
         return f"at {node}, position {self.times.nodes.index(node)} of its plan"
 
-    def play(self, turns: Sequence[Turn], microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
+    def play(self, turns: Turns, microbatches: Mapping[MicrobatchKey, Microbatch]) -> None:
         """Play all turns, then wait for the sends that nobody here waited for.
 
         ``microbatches`` are given by the numbers of stage and microbatch.
@@ -106,7 +106,7 @@ class Player:
         failures, self._turns, self._microbatches = self.links.failures, turns, microbatches
         self.times.untimed = len(self.times.nodes) - len(turns)
         if self.links.fills and self.times.watch is None and not self.observers.keep_order:
-            self._late.extend(at for at, turn in enumerate(turns) if turn.way is Way.WEIGHTS)
+            self._late.extend(turns.late)
         each, early = self._each, self._early
         try:
             for self._position, turn in enumerate(turns):

@@ -20,7 +20,7 @@ import torch
 
 from overlap1f1b.cut.stage import Stage
 from overlap1f1b.plan import Plan
-from overlap1f1b.plan.turn import Turn, undivided
+from overlap1f1b.plan.turn import Turns
 from overlap1f1b.play.feed import Feed, Microbatches
 from overlap1f1b.play.install import Installation
 from overlap1f1b.play.observers import Observer, Observers, WithoutAutocast
@@ -114,7 +114,7 @@ class Step:
     @contextmanager
     def _install(
         self, aux_scale: float | None, observers: Observers
-    ) -> Iterator[tuple[Sequence[Turn], dict[int, Installation]]]:
+    ) -> Iterator[tuple[Turns, dict[int, Installation]]]:
         """Replace calls of modules. Backwards run on this thread: to hand each to another costs more than a launch."""
         links, made = self.links, dict[int, Installation]()
         with ExitStack() as inside:
@@ -134,12 +134,11 @@ class Step:
                     host=links.host,
                 )
             turns = self._turns(made, by_node=self.by_node or observers.by_node)
-            whole = undivided(turns)
             for number, one in made.items():
-                inside.enter_context(one.on_modules(aux_scale, divided=number not in whole))
+                inside.enter_context(one.on_modules(aux_scale, divided=number not in turns.undivided))
             yield turns, made
 
-    def _turns(self, made: Mapping[int, Installation], *, by_node: bool) -> Sequence[Turn]:
+    def _turns(self, made: Mapping[int, Installation], *, by_node: bool) -> Turns:
         """Return the turns of the plan, by what is known of the blocks."""
         by_node = by_node or self.links.gathers is not None
         return self.plan.turns(self.links.rank, {} if by_node else {number: one.plain for number, one in made.items()})

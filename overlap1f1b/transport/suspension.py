@@ -9,6 +9,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import call
 from typing import Any, NamedTuple
 
 import torch
@@ -300,7 +301,7 @@ class ThreadState(NamedTuple):
             () if _autograd._top_saved_tensors_default_hooks(True) is None else _saved_tensor_hooks(),
             tuple(_get_current_function_mode_stack()) if _C._len_torch_function_stack() else (),
             tuple(_get_current_dispatch_mode_stack()) if _C._len_torch_dispatch_stack() else (),
-            [show() for show in _SHOWN],
+            [*map(call, _SHOWN)],
             (
                 torch.is_inference_mode_enabled(),
                 _C._functorch.peek_interpreter_stack() is not None,

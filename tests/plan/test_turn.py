@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from overlap1f1b.plan import BlockShape, NodeCosts, Overlap, Plan, StageShape, compile
-from overlap1f1b.plan.turn import Plain, Turn, Way, turns_of, undivided
+from overlap1f1b.plan.turn import Plain, Turn, Way, turns_of
 from overlap1f1b.schedule import Kind, build_schedule
 
 DENSE, MOE = BlockShape(expert_calls=0), BlockShape(expert_calls=1)
@@ -29,7 +29,7 @@ def test_neighbours_are_one_turn_each_way() -> None:
     plan = planned("sequential", (DENSE, DENSE, MOE))
     turns = turns_of(plan.nodes, {0: Plain(frozenset((0, 1, 2)), whole=frozenset((2,)))})
     assert said(turns) == ["dense.f[0, 2]", "aggregate.b[0, 2]"]
-    assert undivided(turns) == {0}
+    assert turns.undivided == {0}
 
 
 def test_a_block_that_is_not_plain_is_played_by_its_nodes() -> None:
@@ -38,7 +38,7 @@ def test_a_block_that_is_not_plain_is_played_by_its_nodes() -> None:
     by_nodes = [f"{node.name}" for node in plan.nodes if node.microbatch == 0 and node.block == 2]
     forward, backward = ([name for name in by_nodes if name.endswith(".f") is f] for f in (True, False))
     assert said(turns) == ["dense.f[0, 1]", *forward, "dense.f[3, 3]", "dense.b[3, 3]", *backward, "dense.b[0, 1]"]
-    assert not undivided(turns)
+    assert not turns.undivided
 
 
 def test_without_plain_blocks_each_node_is_a_turn() -> None:
@@ -51,7 +51,7 @@ def test_weight_gradients_that_the_schedule_puts_elsewhere_are_deferred() -> Non
     stretches = [turn.stretch for turn in turns if turn.stretch is not None and turn.node.name == "dense.f"]
     weights = [turn for turn in turns if turn.way is Way.WEIGHTS]
     assert sum(last - first + 1 for first, last, deferred in stretches if deferred) == len(weights) > 0
-    assert not undivided(turns)
+    assert not turns.undivided
 
 
 def test_experts_whose_weight_gradients_are_elsewhere_are_no_stretch() -> None:
@@ -76,7 +76,7 @@ def test_blocks_that_share_parameters_are_in_one_stretch_or_in_none() -> None:
     apart = turns_of(plan.nodes, {0: Plain(frozenset((0, 2)), sharing=frozenset((0, 2)))})
     assert all(turn.stretch is None for turn in apart)
     together = turns_of(plan.nodes, {0: Plain(frozenset((0, 1, 2)), sharing=frozenset((0, 2)))})
-    assert undivided(together) == {0}
+    assert together.undivided == {0}
 
 
 def test_a_reduction_ends_a_stretch() -> None:

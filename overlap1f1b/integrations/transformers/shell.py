@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
     def filled(self, values: Mapping[Returned, Tensor | None]) -> Call:
         """Return the arguments with the values that earlier layers have returned."""
-        if not any(isinstance(leaf, Returned) for leaf in self.leaves):
+        if not values:
             return self
         return Call(*tree_map(lambda leaf: values[leaf] if isinstance(leaf, Returned) else leaf, tuple(self)))
 
@@ -61,6 +61,10 @@ class Shell:
         self.model, self.owner, self.attribute, self.layers = model, found.owner, found.attribute, found.layers
         self.prefix, self.owner_name = found.prefix, type(found.owner).__name__
         self.config = model.config.get_text_config()
+        self._stands = _StandIns()
+        self._stands.extend(_StandIn(layer, number, self._stands) for number, layer in enumerate(self.layers))
+        path = self.prefix.split(".")
+        self._around = [model.get_submodule(".".join(path[:length])) for length in range(len(path))]
         self._check_outputs({})
         for self.returned in range(1, MOST_RETURNED + 1):
             try:
@@ -219,12 +223,11 @@ class Shell:
                 raise ValueError(f"{name}={value!r} of a model in stages; allowed: False")
 
     def _stand_ins(self, walk: _Walk) -> Iterator[Replacement]:
-        stands = nn.ModuleList(_StandIn(layer, number, walk) for number, layer in enumerate(self.layers))
-        yield self.owner._modules, self.attribute, stands
+        yield vars(self._stands), "walk", walk
+        yield self.owner._modules, self.attribute, self._stands
         # transformers hooks the layers at a model's first call, once: at these it would hook the stand-ins.
-        path = self.prefix.split(".")
-        for length in range(len(path)):
-            yield vars(self.model.get_submodule(".".join(path[:length]))), "_output_capturing_hooks_installed", True
+        for module in self._around:
+            yield vars(module), "_output_capturing_hooks_installed", True
 
     def _without_embedding(self, like: Tensor) -> Iterator[Replacement]:
         """Yield forwards of the modules before the layers that compute nothing; an embedding's has the right shape."""
@@ -297,18 +300,25 @@ class _Walk:
         return self.result if self.ended and self.result is not None else hidden
 
 
+class _StandIns(nn.ModuleList):
+    """Stand-ins for all layers; ``walk`` is the run of the model's forward that they are called in."""
+
+    walk: _Walk
+
+
 class _StandIn(nn.Module):
     """A stand-in for a layer, with the layer's attributes."""
 
-    def __init__(self, layer: nn.Module, number: int, walk: _Walk) -> None:
+    def __init__(self, layer: nn.Module, number: int, stands: _StandIns) -> None:
         super().__init__()
-        self.__dict__["_stood_for"] = (layer, number, walk)
+        vars(self)["_stood_for"] = layer, number, stands
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_stood_for"][0], name)
+        return getattr(vars(self)["_stood_for"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _, number, walk = self.__dict__["_stood_for"]
+        _, number, stands = vars(self)["_stood_for"]
+        walk = stands.walk
         hidden = walk.visit(number, args, dict(kwargs))
         more = [Returned(number, index) for index in range(1, walk.shell.returned)]
         return (hidden, *more) if more else hidden
