@@ -108,7 +108,6 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove unfinished checkpoints, and those that were replaced."""
     for unfinished in directory.glob(".step-*.unfinished"):
         shutil.rmtree(unfinished)
     for replaced in directory.glob(".replaced-step-*"):

@@ -145,7 +145,6 @@ def _prepared(shards: Shards, checkpoint: Path, facts: Mapping[str, Any], states
 
 
 def _compare(checkpoint: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ValueError for the first difference between a checkpoint and this run."""
     if (key := first_difference(here, there)) is not None:
         stored, own = (quoted(one[key], plain=True) if key in one else "none" for one in (there, here))
         key = quoted(key, plain=True)

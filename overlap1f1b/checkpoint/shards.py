@@ -46,15 +46,10 @@ Stored = Literal["all", "trained", "none"]
 
 
 class Part(NamedTuple):
-    """What all ranks need to know of a stage that was given, to name parameters as the whole model does.
+    """What all ranks need to know of a stage that was given, to name parameters as the whole model does."""
 
-    Args:
-        blocks: Number of its blocks.
-        ties: Names of its tied parameters among these blocks, such as ``1.weight``, by the names that all stages use.
-    """
-
-    blocks: int
-    ties: dict[str, str]
+    blocks: int  # number of its blocks
+    ties: dict[str, str]  # names of its tied parameters among these blocks (``1.weight``) by names that all stages use
 
 
 def parts_of(engine: Engine) -> dict[int, Part]:

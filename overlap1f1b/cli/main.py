@@ -52,7 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str]) -> Any:
-    """Return the options of the verb, or of the verb that ``profile`` profiles."""
     if argv == ["profile"]:
         raise ValueError(f"profile without a verb; allowed: {', '.join(PROFILED)}; see overlap1f1b profile --help")
     if argv[0] == "profile":

@@ -183,7 +183,6 @@ def _exchanged(tensor: Tensor, send: list[int], receive: list[int], group: dist.
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two tensors have the same values; NaN is equal to NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor) or one.shape != other.shape:
         return False
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)

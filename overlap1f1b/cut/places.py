@@ -201,7 +201,6 @@ class _Attributes(MutableMapping[str, Any]):
 
 
 def _add_attributes(held: Any, path: str, found: dict[int, Table], *, shared: bool = False) -> list[Mapping[str, Any]]:
-    """Add the attributes of an object; return the tables."""
     owned, tables = getattr(held, "__dict__", None), list[Mapping[str, Any]]()
     around = "attribute '", f"' of {type(held).__name__} in {path}"
     if isinstance(owned, dict):

@@ -236,7 +236,6 @@ def entries_of(tensor: Tensor) -> Tensor:
 
 
 def _longest(vectors: Tensor) -> float:
-    """Return the largest norm of ``[ranks, entries]``."""
     return float(vectors.norm(dim=1).max())
 
 

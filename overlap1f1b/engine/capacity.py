@@ -71,7 +71,6 @@ class Capacity(Observer):
             raise CapacityOverflowError(lost)
 
     def _lost(self) -> str | None:
-        """Return a text about the first call of experts on any rank that lost rows, or None."""
         mine = self._lost_here()
         return next(filter(None, self._mesh.every(mine).values())) if self._mesh.sums(mine is not None)[0] else None
 

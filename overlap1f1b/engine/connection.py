@@ -260,7 +260,6 @@ class Connection:
             late.cancel()
 
     def _check(self, comparison: Comparison) -> None:
-        """Check that all ranks of this one's lines have made the same call."""
         least, most = (divmod(int(number), _RANKS) for number in comparison.extremes(0))
         if least[0] != most[0]:
             one, other = (f"{_CALLS[call]} on {self.mesh.labels[rank]}" for call, rank in (least, most))

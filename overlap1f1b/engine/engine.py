@@ -383,7 +383,6 @@ class Engine:
         return played._replace(result=replace(played.result, standing=self.tuner.standing_uncut))
 
     def _compared(self, step: Step, loop: Plan) -> PlayedStep:
-        """Play a step that is compared with a plain loop."""
         played = self.verification.play(step, loop)
         self.tuner.note_verified(step.plan)
         return played
@@ -404,7 +403,6 @@ class Engine:
         self.tuner.agree(plan)
 
     def _facts(self, step: Step) -> dict[str, float]:
-        """Return what must be the same on all ranks in every step."""
         return {
             "microbatches": step.plan.program.microbatches,
             "loss_scale": step.loss_scale,

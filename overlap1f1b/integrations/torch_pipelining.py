@@ -116,7 +116,6 @@ def _program_of(schedule: Any, stages: Sequence[PipelineStage]) -> Program:
 
 
 def _rebuilt(kind: type[Any], count: int, chunks: int, microbatches: int) -> Program:
-    """Return the program of one of torch's schedules with ``count`` stages for a number of microbatches."""
     stage = SimpleNamespace(num_stages=count, group_size=count // chunks, group_rank=0, submod=None)
     stages: list[Any] = [stage] * chunks
     return _program_of(kind(stages, microbatches), stages)

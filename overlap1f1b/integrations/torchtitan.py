@@ -121,7 +121,6 @@ _OF_PARALLELIZE = ("parallel_dims", "training", "parallelism", "compile_config",
 
 
 def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
-    """Raise ValueError for settings that the engine would ignore or break."""
     cp, tp, ep, backend = parallel_dims.cp, parallel_dims.tp, parallel_dims.ep, parallelism.spmd_backend
     compiled = list(compile_config.components) if compile_config.enable else []
     batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size

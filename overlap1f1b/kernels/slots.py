@@ -25,19 +25,14 @@ class Places(NamedTuple):
 
 
 def place_rows(indices: Tensor, experts: int, ranks: int, room: int | None = None, choices: int = 0) -> Places:
-    """Return the places of rows to send.
+    """Return the places of rows to send, of ``indices [T, K]`` int64; an index that names no expert is not counted.
 
     >>> order, spots, inverse, counts = place_rows(torch.tensor([[2, 3], [0, 3]]), 4, 2)
     >>> order.tolist(), spots.tolist(), inverse.tolist(), counts.tolist()
     ([1, 0, 1, -1], [[2, 3], [0, 4]], [1, -1, 0, 2], [[1, 1, 0], [2, 1, 2]])
 
-    Args:
-        indices: ``[T, K]`` int64, expert of each slot. A slot whose index names no expert is not counted.
-        experts: E.
-        ranks: Divides E.
-        room: Rows for each rank, of which the last may be without a token; None for as many as there are. Then R is
-            ``T·min(K, ranks)``, and rows without a token are the last.
-        choices: Most choices for each rank, with ``room``. Later tokens are left out first.
+    With a ``room`` each rank gets so many rows, of which the last may be without a token, and at most ``choices``:
+    later tokens are left out first. Without one R is ``T·min(K, ranks)``, and rows without a token are the last.
     """
     indices = indices.contiguous()  # any strides, as of a transposed top-k
     (tokens, top_k), local = indices.shape, experts // ranks

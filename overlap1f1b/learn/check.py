@@ -74,17 +74,11 @@ class Verification:
         self._tables.append(tables)
 
     def play(self, step: Step, twin: Plan) -> PlayedStep:
-        """Play a step for the first time; return it if it leaves what the loop leaves.
+        """Play a step for the first time; return it if it leaves what the loop ``twin`` does; or VerificationError.
 
         Side effects are those of one step. Where something outside the engine sums gradients while a step lasts, the
-        step is played once more, since it can be compared only without these sums.
-
-        Args:
-            step: The step.
-            twin: Plan of one microbatch after another.
-
-        Raises:
-            VerificationError: It differs from the loop, or changes a parameter.
+        step is played once more, since it can be compared only without these sums. A parameter that changes is an
+        error, too.
         """
         places = ((owner, attribute) for _, owner, attribute in self._gradients())
         tables = chain.from_iterable(tables() for tables in self._tables)
@@ -183,7 +177,6 @@ class Verification:
             yield f"loss {at}", loss
 
     def _weights(self) -> dict[str, int]:
-        """Return the bits of all parameters, by name."""
         held = ((f"{name} of {where}", parameter) for name, where, parameter, _ in parameters_of(self._stages))
         return _bits((name, parameter) for name, parameter in held if is_plain(local_part(parameter)))
 

@@ -75,13 +75,9 @@ class Drift:
 
 
 class Search:
-    """A search of plans on the first rank, beside its steps.
+    """A search of plans on the first rank, beside its steps, for costs that have left those of the plan ``before``.
 
-    Args:
-        make: Returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory.
-        costs: Those that they are for.
-        before: The plan that has been played.
-        peers: The ranks that go over to one of them.
+    ``make`` returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory.
     """
 
     def __init__(self, make: Callable[[], list[Plan]], costs: NodeCosts, before: Plan, peers: Peers) -> None:

@@ -41,27 +41,16 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Planner:
-    """Compiles plans.
+    """Compiles plans."""
 
-    Args:
-        program: Schedule of the first step.
-        options: ``overlap``; ``memory`` and ``recompute`` for messages.
-        rendezvous: Whether both ends of a transfer start it at one place in an order of all ranks, for a device.
-        counts_block: Whether the host waits for counts.
-        progress: Called while plans are searched.
-        sparing: Whether another forward warms up only if that gains; else the schedule is as it was given.
-        rooms: Bytes that each pipeline rank may hold beyond those before a step; without them any number.
-        timed: Whether the clock ends a search: only where one rank searches for all.
-    """
-
-    program: Program
-    options: EngineOptions
-    rendezvous: bool
-    counts_block: bool
-    progress: Callable[[float], None] = lambda _: None
-    sparing: bool = False
-    rooms: tuple[float, ...] = ()
-    timed: bool = False
+    program: Program  # schedule of the first step
+    options: EngineOptions  # ``overlap``; ``memory`` and ``recompute`` for messages
+    rendezvous: bool  # whether both ends of a transfer start it at one place in an order of all ranks, for a device
+    counts_block: bool  # whether the host waits for counts
+    progress: Callable[[float], None] = lambda _: None  # called while plans are searched
+    sparing: bool = False  # whether another forward warms up only if that gains; else the schedule is as it was given
+    rooms: tuple[float, ...] = ()  # bytes that each pipeline rank may hold beyond those before a step; empty: any
+    timed: bool = False  # whether the clock ends a search: only where one rank searches for all
 
     @property
     def overlap(self) -> Overlap:
@@ -88,7 +77,7 @@ class Planner:
     # ---------------------------------------------------------------------------------------------- of several
 
     def fastest(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
-        """Return plans of a step, the predicted fastest first; ValueError if none keeps within the limit."""
+        """Return plans of a step, the predicted fastest first; ValueError if none fits, or costs have no bytes."""
         return self._fitting(program, shapes, costs) or self._refuse(program, shapes, costs)
 
     def _fitting(self, program: Program, shapes: Shapes, costs: NodeCosts) -> list[Plan]:
@@ -136,7 +125,6 @@ class Planner:
         return planning.offloaded(plan, costs, rooms, every=every, counts_block=blocks)
 
     def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:
-        """Raise ``ValueError``: even the plan that holds the least does not keep within the limit."""
         program = one_by_one(program.microbatches, program.placement)
         # Where nothing takes time, the first plan is kept, and it gathers the fewest blocks at once.
         plan = planning.compile(program, shapes, NodeCosts(bytes=costs.bytes), "serial")

@@ -183,7 +183,6 @@ class Tuner:
 
     @property
     def _steps(self) -> deque[Coming]:
-        """The list in force."""
         return self._now.coming if self._now.given or not self._coming else self._coming
 
     @property
@@ -261,7 +260,6 @@ class Tuner:
         return found
 
     def _forget(self) -> None:
-        """Forget all plans: they were for other costs or shapes."""
         count = self.microbatches
         self._numbers = {}
         self._now = self._numbered(count)
@@ -554,7 +552,6 @@ class Tuner:
 
     @property
     def _given(self) -> bool:
-        """Whether a plan was set, which stays."""
         return any(of.given for of in self._numbers.values())
 
     def _left(self, drift: Drift) -> bool:

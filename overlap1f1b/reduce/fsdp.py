@@ -281,7 +281,6 @@ class Sharding:
 
 
 def _ranks_of(group: ParameterGroup | None) -> list[int]:
-    """Return the ranks that hold shards or copies of a group's parameters; none without a group."""
     return [] if group is None else list(group.mesh_info.mesh.mesh.flatten().tolist())
 
 
@@ -550,6 +549,5 @@ def _accumulate(held: Any, _: Tensor) -> None:
 
 
 def _set(changes: ExitStack, target: Any, name: str, value: object) -> None:
-    """Set an attribute until ``changes`` end."""
     changes.callback(setattr, target, name, getattr(target, name))
     setattr(target, name, value)

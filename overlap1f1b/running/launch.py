@@ -196,7 +196,6 @@ class _Group:
                 self.first_failure = event, code
 
     def _suspended(self) -> list[int]:
-        """Return the ranks that a signal has stopped."""
         found = []
         for rank in sorted(self.running) if hasattr(os, "waitid") else ():  # not on macOS before Python 3.13
             with suppress(ChildProcessError):  # it has ended

@@ -202,7 +202,6 @@ def _remove(namespace: str) -> None:
 
 
 def _remove_stale() -> None:
-    """Remove the namespaces of processes that ended without removing them."""
     for line in _run("ip", "netns", "list").splitlines():
         name = line.split()[0]
         match = re.match(rf"{PREFIX}(\d+)-", name)

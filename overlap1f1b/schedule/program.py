@@ -202,10 +202,7 @@ def flow(program: Program) -> Iterator[tuple[int, Slot]]:
     """Yield every slot once, with its rank, after everything that it needs; slots of one rank keep their order.
 
     A send never blocks its rank. A pair needs the inputs of both members, and both end together. Time is linear in the
-    number of actions.
-
-    Raises:
-        ValueError: Some ranks wait for each other; the message names the first slot that waits.
+    number of actions. ValueError, with the first slot that waits, if some ranks wait for each other.
     """
     stages, count = program.placement.stages, program.microbatches
     size = len(program.placement.pipes) * stages * count

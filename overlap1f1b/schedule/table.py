@@ -33,10 +33,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """Return the fields of a program from a file of ``write``, or from a table of torch's pipeline schedules.
 
     Blank cells and torch's communication cells are skipped. Without a header, placement, microbatches and declared
-    peaks follow from the rows.
-
-    Raises:
-        ValueError: The file cannot be read, or is malformed; the message names line, column and text.
+    peaks follow from the rows. ValueError, with line, column and text, for a file that cannot be read, or is malformed.
     """
     path = Path(path)
     said: dict[str, Any] = {}
@@ -77,7 +74,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _header(key: str, value: str, where: str) -> Any:
-    """Return the value of a header line."""
     try:
         if key == "pipes":
             return Placement(tuple(map(_numbers, value.split(";"))))

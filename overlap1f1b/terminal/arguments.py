@@ -151,7 +151,6 @@ def _in_order(text: str, options: type) -> str:
 
 
 def _overview(verbs: Mapping[str, type], prog: str, description: str) -> str:
-    """Return the help of a command: what each of its verbs does, a line each."""
     width = max(map(len, verbs))
     does = [f"  {verb:{width}}  {(kind.__doc__ or '').splitlines()[0]}" for verb, kind in verbs.items()]
     return "\n".join(

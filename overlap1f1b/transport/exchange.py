@@ -28,29 +28,17 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(slots=True)
 class Transfer(Generic[T_co]):
-    """Tensors under way between ranks.
+    """Tensors under way between ranks."""
 
-    Args:
-        result: Received tensors; valid after :meth:`receive`.
-        receives: Works that fill ``result``.
-        sends: Works that read ``source``.
-        source: Sent tensors; kept until the transfer is dropped.
-        ahead: Earlier transfer on the same links, which is waited for first, so that this one can be timed alone.
-        mark: End of the transfer on a stream, if it has no works.
-        host: Copies of the sent and the received counts on their way to the host, for a transfer of counts.
-        led: Works that have ended when one of ``sends`` has; gloo's need a wait all the same.
-        sent: Bytes that leave this rank; 0 if nobody has said.
-    """
-
-    result: T_co
-    receives: Sequence[dist.Work] = ()
-    sends: Sequence[dist.Work] = ()
-    source: Tensor | Sequence[Tensor] | None = None
-    ahead: Transfer[T_co] | None = None
-    mark: Mark | None = None
-    host: HostCopy | None = None
-    led: Sequence[dist.Work] = ()
-    sent: int = 0
+    result: T_co  # received tensors; valid after :meth:`receive`
+    receives: Sequence[dist.Work] = ()  # works that fill ``result``
+    sends: Sequence[dist.Work] = ()  # works that read ``source``
+    source: Tensor | Sequence[Tensor] | None = None  # sent tensors; kept until the transfer is dropped
+    ahead: Transfer[T_co] | None = None  # earlier on the same links, waited for first, so that this is timed alone
+    mark: Mark | None = None  # end of the transfer on a stream, if it has no works
+    host: HostCopy | None = None  # copies of sent and received counts on the way to the host, for a transfer of counts
+    led: Sequence[dist.Work] = ()  # works that have ended when one of ``sends`` has; gloo's need a wait all the same
+    sent: int = 0  # bytes that leave this rank; 0 if nobody has said
 
     def receive(self, timeout: timedelta | None = None) -> T_co:
         """Wait for the result and return it; on a GPU the current stream waits.
@@ -342,15 +330,10 @@ def _all_to_all(result: Tensor, source: Tensor, group: dist.ProcessGroup, splits
 
 
 def build_exchange(group: dist.ProcessGroup | None, *, device: str | None = None) -> Exchange:
-    """Return the exchange that suits a group: local for one rank, peer to peer on gloo, a collective on NCCL.
+    """Return the exchange that suits a group: local for one rank, None; peer to peer on gloo; a collective on NCCL.
 
-    Args:
-        group: Ranks that share the experts; None for one rank. All transfers share it.
-        device: Type of the device whose tensors travel; by default a GPU if there is one and the group has a backend
-            for it.
-
-    Raises:
-        ValueError: ``group`` is no process group.
+    All transfers share the group. ``device`` is the type whose tensors travel, by default a GPU's if there is one and
+    the group has a backend for it. ValueError if it is no process group.
     """
     check_kind("group", group, dist.ProcessGroup, None)
     if group is None or group.size() == 1:

@@ -211,7 +211,6 @@ def close(group: Group) -> None:
 
 
 def _registered(group: Group) -> bool:
-    """Return whether torch knows a group, which is then the user's."""
     return group in dist.distributed_c10d._world.pg_map
 
 

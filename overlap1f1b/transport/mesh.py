@@ -233,12 +233,9 @@ class Mesh:
             return gather_objects(group, self.along(dimension), value)
 
     def leads(self, replicas: Sequence[int], *, expert: bool, parts: Collection[int] = ()) -> bool:
-        """Return whether this rank is the first that holds a parameter.
+        """Return whether this rank is the first of the pipeline ranks ``replicas`` that hold a parameter.
 
-        Args:
-            replicas: Pipeline ranks that hold the parameter's stage.
-            expert: Whether it is a parameter of experts.
-            parts: Ranks that hold a DTensor's parts, each of which counts.
+        Each of the ranks that hold ``parts`` of a DTensor counts.
         """
         pipeline = self.along("pp")
         lines = [[pipeline[pp] for pp in replicas]]

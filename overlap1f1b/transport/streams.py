@@ -244,10 +244,8 @@ class HostCopy(NamedTuple):
     def on(cls, stream: SideStream, *tensors: Tensor, by_kernel: bool = False, behind: Job | None = None) -> HostCopy:
         """Copy ``tensors`` after the stream's earlier jobs; the caller keeps them until :meth:`read`.
 
-        Args:
-            by_kernel: Whether kernels copy int64 tensors, see :func:`copy_by_kernel`. Torch does not know that these
-                write to the host memory: the caller also keeps the copy until it has ended.
-            behind: ``behind(*tensors)`` fills the tensors, in the same job.
+        A job ``behind(*tensors)`` may fill them first. ``by_kernel`` kernels copy int64 tensors, see
+        :func:`copy_by_kernel`: torch does not know that, so the caller keeps the copy, too, until it has ended.
         """
         host = targets = [devices.in_host_memory(t) for t in tensors]
         if by_kernel and not tensors[0].is_cpu:

@@ -179,7 +179,6 @@ class PlanOptions:
 
 
 def _refuse(options: object, names: Iterable[str], why: str) -> None:
-    """Raise ``ValueError`` for the first of these options that is given."""
     for name in names:
         if (value := getattr(options, name)) is not None and value is not False and value != ():  # 0 is given
             text = f"{value:g}" if isinstance(value, float) else " ".join(value) if name == "compare" else value

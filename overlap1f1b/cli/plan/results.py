@@ -37,7 +37,6 @@ def row_of(program: Program, timeline: Played, candidate: Candidate | None = Non
 
 
 def _overlap(timeline: Played) -> dict[str, Any]:
-    """Return the keys of a plan of sub-ops: the overlap, its fastest order, and the hidden share of the exchange."""
     if isinstance(timeline, ProgramTimeline):
         return {}
     plan, hidden = timeline.plan, timeline.hidden_fraction
@@ -59,7 +58,6 @@ def found(ranking: Ranking) -> dict[str, Any]:
 
 
 def _asked(candidate: Candidate) -> dict[str, Any]:
-    """Return the schedule and its options, None where the default holds."""
     return {"schedule": candidate.schedule, **dict.fromkeys(OPTIONS), **candidate.options}
 
 

@@ -180,7 +180,6 @@ def leaving(layer: Any, stage: Callable[[], Installation]) -> Replacement:
 
 
 def _adding(weight: Any) -> Callable[[Tensor, Tensor], Tensor | None]:
-    """Return what adds a weight's gradient to its ``main_grad``, by the kernel of Megatron-Core."""
     main = weight.main_grad
 
     def add(grad: Tensor, rows: Tensor) -> Tensor | None:

@@ -267,7 +267,6 @@ def _parts(sources: Sequence[_Source], slot: _Slot) -> list[_Source] | None:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor of a folder."""
     from safetensors import safe_open
 
     if (folder / INDEX).exists():

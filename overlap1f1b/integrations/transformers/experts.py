@@ -99,7 +99,6 @@ def routing_names(module: nn.Module) -> tuple[str, ...] | None:
 
 
 def _count(module: nn.Module) -> int:
-    """Return the number of experts in an experts module; 0 for another module."""
     sizes = {p.shape[0] for p in module.parameters() if p.dim()}
     if not sizes or routing_names(module) is None:
         return 0
@@ -111,7 +110,6 @@ def _count(module: nn.Module) -> int:
 
 
 def _counters(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield a module's integer attributes that count experts, with their names."""
     for name, value in vars(module).items():
         if type(value) is int and "expert" in name:
             yield name, value

@@ -150,7 +150,6 @@ class Shell:
         return before, after, carried
 
     def _failure(self, error: Exception, device: torch.device) -> Exception:
-        """Return what an error in the model's own forward means."""
         if isinstance(error, TypeError | ValueError):
             return _UnpackedError(error)
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -117,7 +117,6 @@ class Overlapped(Trainer):
         self.accelerator.share(self._mesh)
 
     def _mixed(self) -> type[Trainer]:
-        """Return the trainer that this class makes an overlapped one."""
         kinds = type(self).__mro__
         found: type[Trainer] = kinds[kinds.index(Overlapped) + 1]
         return found
@@ -427,7 +426,6 @@ class Overlapped(Trainer):
         save_checkpoint(self.engine, folder, self.state.global_step, **kept, keep=1, model="none")
 
     def _kept(self) -> dict[str, Any]:
-        """Return what the engine's checkpoint holds."""
         # Trainer keeps random numbers itself: it restores them when it has skipped the batches that were read before.
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's
         return {"optimizer": optimizer, "state": {"scheduler": self.lr_scheduler, "random": None}}

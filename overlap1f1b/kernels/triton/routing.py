@@ -17,7 +17,6 @@ COUNTED_CELLS = 16_384  # choices times experts of a program
 
 @cache
 def _tile(experts: int) -> tuple[int, int]:
-    """Return tokens and experts of a program."""
     return 1024 if interpreted() else max(CELLS // wide(experts), 1), wide(experts)
 
 

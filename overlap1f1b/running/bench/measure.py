@@ -94,7 +94,6 @@ class Bench:
         return ()
 
     def _loss(self, model: Any, x: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of a microbatch by the model's own forward."""
         return loss_fn(model(x), y)
 
     def _bounds(self, default: Engine) -> Bounds:
@@ -218,7 +217,6 @@ class Bench:
         return engine.costs
 
     def _record(self, default: Engine) -> None:
-        """Play a step and keep its exchanges of rows, and what the rows carried."""
         self.recording.keeps = True
         self.step(default)
         self._carried = self.recording.carried()
