@@ -101,7 +101,8 @@ class Planner:
                     timed=self.timed,
                     progress=self.progress,
                 )
-                kept = [plan if plan.fits(spared) else self._offloaded(plan, costs, spared) for plan in kept]
+                if any(block.offload for stage in shapes for block in stage):
+                    kept = planning.leaving(kept, costs, spared, every=self._every, counts_block=blocks)
                 if kept := [plan for plan in kept if plan.fits(spared)]:
                     return kept
         others = lighter(program) if rooms else warmups(program) if self.sparing else (program,)
@@ -111,7 +112,8 @@ class Planner:
             found = planning.fastest(
                 other, shapes, costs, self.overlap, counts_block=blocks, rooms=room, every=self._every
             )
-            if found and (not kept or found[0].predicted < (1 - LEAST_WARMUP_GAIN) * kept[0].predicted):
+            gain = 0.0 if self.options.offload else LEAST_WARMUP_GAIN  # memory is there for other plans
+            if found and (not kept or found[0].predicted < (1 - gain) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)
         return kept
 
@@ -119,10 +121,6 @@ class Planner:
     def _every(self) -> bool:
         """Whether all activations leave to host memory where they may."""
         return self.options.offload is True
-
-    def _offloaded(self, plan: Plan, costs: NodeCosts, rooms: Sequence[float]) -> Plan:
-        every, blocks = self._every, self.counts_block
-        return planning.offloaded(plan, costs, rooms, every=every, counts_block=blocks)
 
     def _refuse(self, program: Program, shapes: Shapes, costs: NodeCosts) -> NoReturn:
         program = one_by_one(program.microbatches, program.placement)

@@ -24,7 +24,7 @@ from overlap1f1b.plan.node import (
     peer_of,
     segments_of,
 )
-from overlap1f1b.plan.offload import offloaded
+from overlap1f1b.plan.offload import leaving, offloaded
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.ranges import About, ActionRange, Label, NodeRange, StepRange, parse_node, parse_range
 from overlap1f1b.plan.recompute import balanced, choices
@@ -66,6 +66,7 @@ __all__ = [
     "exchanged_bytes",
     "fastest",
     "found_orders",
+    "leaving",
     "offloaded",
     "parse_node",
     "parse_overlap",

@@ -11,7 +11,7 @@ from overlap1f1b.plan.chains import Chains, Shapes
 from overlap1f1b.plan.clock import play_ranks
 from overlap1f1b.plan.costs import NodeCosts
 from overlap1f1b.plan.node import Node
-from overlap1f1b.plan.offload import offloaded
+from overlap1f1b.plan.offload import leaving
 from overlap1f1b.plan.orders import pairs, receiving_in_order, serial, with_gathers, with_reductions
 from overlap1f1b.plan.plan import Overlap, Plan, parse_overlap
 from overlap1f1b.plan.scheduler import Policy, schedule_ranks
@@ -94,9 +94,7 @@ def fastest(
                 nodes = receiving_in_order(nodes, chains)
             spans = play_ranks(nodes, program.placement, costs, counts_block=counts_block)
             end = max((span.end for rank in spans for span in rank), default=0.0)
-            plan = Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
-            keeps = not leaves or (not every and plan.fits(rooms))
-            yield plan if keeps else offloaded(plan, costs, rooms, every=every, counts_block=counts_block)
+            yield Plan(program, overlap, order, chains.shapes, nodes, end, costs.peak_bytes(nodes))
 
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []
@@ -109,8 +107,10 @@ def fastest(
             for _, policy in sorted(ends)[: -(-len(ends) // RETRIED)]:
                 yield from played(f"k={policy.open_actions}", schedule_ranks(program, chains, costs, policy))
 
-    best: dict[str, Plan] = {}
-    for plan in filter(lambda plan: plan.fits(rooms), plans()):
+    best, found = dict[str, Plan](), plans()
+    if leaves:
+        found = iter(leaving(found, costs, rooms, every=every, counts_block=counts_block))
+    for plan in filter(lambda plan: plan.fits(rooms), found):
         if plan.order not in best or plan.predicted < best[plan.order].predicted:
             best[plan.order] = plan
     ordered = sorted(best.values(), key=lambda plan: plan.predicted)

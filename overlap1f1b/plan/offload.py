@@ -12,47 +12,115 @@ backward does not wait. Where that is not enough for a limit of memory, it waits
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import itemgetter
 
 from overlap1f1b.plan.clock import Span, play_ranks
 from overlap1f1b.plan.costs import Held, NodeCosts, cost_key
 from overlap1f1b.plan.intervals import Interval
-from overlap1f1b.plan.node import RECOMPUTES, Node, Op, Resource
+from overlap1f1b.plan.node import MOVES, RECOMPUTES, Node, Op, Resource
 from overlap1f1b.plan.plan import Plan
 from overlap1f1b.schedule import Kind
 
+ROUNDS, TRIED = 8, 6
+"""How often an order is improved by a stay that does not leave, and of how many the best is chosen."""
+
+Place = tuple[int, int, int, int]
+"""Microbatch, block, stage and pipe of a stay."""
+
+
+def leaving(
+    plans: Iterable[Plan], costs: NodeCosts, rooms: Sequence[float] = (), *, every: bool, counts_block: bool = False
+) -> list[Plan]:
+    """Return plans of several orders within the rooms, in which activations leave to host memory.
+
+    With ``every`` all do that can be back in time; else those that have to, in the orders that could be the fastest.
+    ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step.
+    """
+    if every:
+        return [offloaded(plan, costs, counts_block=counts_block) for plan in plans]
+    found = list({plan.ranks: plan for plan in plans}.values())
+    kept = [plan for plan in found if plan.fits(rooms)]
+    best = min((plan.predicted for plan in kept), default=inf)
+    for plan in sorted((plan for plan in found if not plan.fits(rooms)), key=lambda plan: plan.predicted):
+        if plan.predicted >= best:  # with copies it is no faster
+            break
+        less = _improved(plan, costs, rooms, counts_block=counts_block)
+        if less.fits(rooms):
+            kept.append(less)
+            best = min(best, less.predicted)
+    return kept
+
+
+def _improved(plan: Plan, costs: NodeCosts, rooms: Sequence[float], *, counts_block: bool) -> Plan:
+    """Return what leaves for the rooms; where compute waits for a copy, perhaps another stay leaves in its place."""
+    best, stays = offloaded(plan, costs, rooms, counts_block=counts_block), frozenset[Place]()
+    for _ in range(ROUNDS):
+        tries = [stays | {place} for place in _awaited(best, costs, counts_block=counts_block)[:TRIED]]
+        others = [(offloaded(plan, costs, rooms, stays=one, counts_block=counts_block), one) for one in tries]
+        other, stays = min(others, key=lambda one: (not one[0].fits(rooms), one[0].predicted), default=(best, stays))
+        if not other.fits(rooms) or other.predicted >= best.predicted:
+            break
+        best = other
+    return best
+
+
+def _awaited(plan: Plan, costs: NodeCosts, *, counts_block: bool) -> list[Place]:
+    """Return the stays whose copies compute waits for, the longest wait first."""
+    waits: dict[Place, float] = {}
+    for spans in play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block):
+        now, back = 0.0, dict[Place, float]()
+        for node, start, end in spans:
+            place = _place(node)
+            if node.op is Op.FETCH:
+                back[place] = end
+            computes = node.resource is Resource.COMPUTE
+            fetched = computes and node.kind is Kind.I and back.pop(place, None) == start
+            if (fetched or node.op is Op.FREE) and start > now:
+                waits[place] = waits.get(place, 0.0) + start - now
+            now = max(now, end) if computes or node.op is Op.FREE else now
+    return sorted(waits, key=lambda place: -waits[place])
+
 
 def offloaded(
-    plan: Plan, costs: NodeCosts, rooms: Sequence[float] = (), *, every: bool = True, counts_block: bool = False
+    plan: Plan,
+    costs: NodeCosts,
+    rooms: Sequence[float] = (),
+    *,
+    stays: Set[Place] = frozenset(),
+    counts_block: bool = False,
 ) -> Plan:
     """Return a plan in which activations leave to host memory, of blocks whose shapes allow it.
 
     Args:
-        plan: Any order; its nodes keep theirs.
+        plan: Any order; all its nodes but copies keep theirs.
         costs: Of its nodes, with the copies, and what they move as bytes of ``FREE``.
-        rooms: Bytes that each pipeline rank may hold beyond those before the step.
-        every: Whether all leave; else those that have to, for the rooms.
+        rooms: Bytes that each pipeline rank may hold beyond those before the step, for which activations leave; without
+            them all leave that can be back in time.
+        stays: Those that do not leave.
         counts_block: Whether the host waits for counts.
     """
-    if not any(block.offload for shape in plan.shapes for block in shape) or plan.program.forward_only:
+    if not any(block.offload for shape in plan.shapes for block in shape):
         return plan
     placement = plan.program.placement
-    played = play_ranks(plan.ranks, placement, costs, counts_block=counts_block)
+    kept = [[node for node in nodes if node.op not in MOVES] for nodes in plan.ranks]
     ranks = []
-    for rank, spans in enumerate(played):
-        line = _Line(spans, plan, costs)
-        if every:
-            line.leave_all()
-        elif rank < len(rooms):
+    for rank, spans in enumerate(play_ranks(kept, placement, costs, counts_block=counts_block)):
+        line = _Line(spans, plan, costs, stays)
+        if rooms:
             line.keep_within(rooms[rank])
+        else:
+            line.leave_all()
         ranks.append(tuple(line.nodes()))
-    if tuple(ranks) == plan.ranks:
-        return plan
     played = play_ranks(ranks, placement, costs, counts_block=counts_block)
     end = max((span.end for spans in played for span in spans), default=0.0)
     return replace(plan, ranks=tuple(ranks), predicted=end, peak_bytes=costs.peak_bytes(ranks))
+
+
+def _place(node: Node) -> Place:
+    return node.microbatch, node.block, node.stage, node.pipe
 
 
 @dataclass(eq=False)
@@ -112,7 +180,7 @@ class _Link:
 class _Line:
     """The nodes of a rank in their order, with the times at which they are issued, and the stays between them."""
 
-    def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts) -> None:
+    def __init__(self, spans: Sequence[Span], plan: Plan, costs: NodeCosts, stays: Set[Place]) -> None:
         self.order, self.costs = [span.node for span in spans], costs
         self.issued: list[float] = []  # when all compute before a position has ended
         self.starts: list[float] = []  # when the first compute at a position or behind it starts
@@ -128,12 +196,12 @@ class _Line:
         self.starts.append(now)
         self.issued.append(now)
         self.out, self.back = _Link(), _Link()
-        self.stays = self._stays(plan)
+        self.stays = [one for one in self._stays(plan) if _place(one.node) not in stays]
 
     def _stays(self, plan: Plan) -> list[_Stay]:
-        begins, ends = dict[tuple[int, int, int, int], int](), dict[tuple[int, int, int, int], int]()
+        begins, ends = dict[Place, int](), dict[Place, int]()
         for at, node in enumerate(self.order):
-            place = (node.microbatch, node.block, node.stage, node.pipe)
+            place = _place(node)
             if node.resource is not Resource.COMPUTE or not plan.shapes[node.stage][node.block].offload:
                 continue
             if node.kind is Kind.F:
