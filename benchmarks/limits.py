@@ -50,7 +50,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 def measured(blocks: nn.Module, program: Program, times: NodeCosts, link: float) -> tuple[Planner, Measured]:
     """Return an engine's planner, and the counted bytes of all modes of recompute; times are set.
 
-    With a ``link`` bytes are those with copies to host memory, which take such a part of compute, and nothing recomputes.
+    With a ``link`` there are copies to host memory, which take such a part of compute, and nothing recomputes.
     """
     given: dict[str, Any] = {"offload": "auto", "offload_threshold": 0} if link else {"recompute": "auto"}
     options = EngineOptions(memory="1TB", tries=0, verify=False, **given)
@@ -124,7 +124,8 @@ def main() -> None:
             left, plans = sum(map(len, other.leaving.values())) if other else 0, [one for one in (plan, other) if one]
             modes = Counter(b.recompute for b in plan.shapes[0]) if plan else Counter[str]()
             print(
-                f"  {limit:5.1f}  {shown(plan, plain, best)}  {alike(rooms):10.1f}    {shown(other, plain, best)}  {left:5}  "
+                f"  {limit:5.1f}  {shown(plan, plain, best)}  {alike(rooms):10.1f}    {shown(other, plain, best)}  "
+                f"{left:5}  "
                 f"{', '.join(f'{one.program.name} {one.order}' for one in plans)}; "
                 f"{', '.join(f'{count} {mode}' for mode, count in modes.items())}",
                 flush=True,
