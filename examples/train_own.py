@@ -18,6 +18,8 @@ from overlap1f1b.moe import GroupedExperts
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--pp", type=int, default=1, help="pipeline stages; the ranks of one stage share its experts")
+parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
 parser.add_argument("--save", default="", help="folder for checkpoints; a run of any number of ranks goes on from them")
 args = parser.parse_args()
 
@@ -62,7 +64,7 @@ program = o1.build_schedule("combined_1f1b", ranks=args.pp, microbatches=4)
 engine = o1.Engine(model, program, mesh=mesh, loss_fn=loss_fn)
 optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
 first = o1.load_checkpoint(engine, args.save, optimizer) if args.save else 0
-for step in range(first, 20):
+for step in range(first, args.steps):
     begin = time.perf_counter()
     tokens, target = batch(step)
     result = engine.step(tokens, target=target)  # adds gradients to .grad
@@ -76,8 +78,8 @@ for step in range(first, 20):
     if step % 10 == 9:
         tokens, target = batch(-1)
         line += f"\nheld out: loss {engine.mean_loss(engine.evaluate(tokens, target=target)):.3f}"
-        if args.save:
-            o1.save_checkpoint(engine, args.save, step + 1, optimizer)
+    if args.save and (step + 1) % args.every == 0:
+        o1.save_checkpoint(engine, args.save, step + 1, optimizer, keep=2)
     if rank == 0:
         print(line, flush=True)
 engine.close()  # all ranks end its communicators before the processes end
