@@ -150,8 +150,9 @@ class Engine:
                 self.mesh,
                 options,
                 counts_block=not connection.exchange.background and options.capacity is None,
+                travels=not isinstance(connection.exchange, LocalExchange),
             )
-        if options.gate is not None and not self._travels:
+        if options.gate is not None and not self.tuner.travels:
             raise ValueError(
                 f"gate={options.gate!r} where nothing is exchanged; allowed: ranks that share experts, or None"
             )
@@ -316,7 +317,7 @@ class Engine:
                 self._finite.note(self.tuner.steps, [one.index for one in ended], played.result.losses)
                 line = self._finite.found(self.tuner.steps)
                 settled = coming is not None and coming.purpose is Purpose.SETTLED
-                below = self._gate.found(self.tuner.steps, plan, self.costs, played.result) if settled else None
+                below = self._gate.found(self.tuner.steps, plan, played.result) if settled else None
         if grad:
             self._finite.say(line, played.result)
             self._gate.say(below, played.result)
@@ -340,13 +341,13 @@ class Engine:
         discovery = Discovery(self.mesh) if first or purpose is Purpose.SHOW else None
         extra += [] if discovery is None else [discovery]
         measuring = self.costs is None and purpose in (Purpose.SHOW, Purpose.WARM, Purpose.MEASURE)
-        if measuring and (self._travels or step.links.watch is not None):
+        if measuring and (tuner.travels or step.links.watch is not None):
             extra.append(OneByOne(self._barrier))
         count = NodeBytes(self.connection.device) if purpose is Purpose.COUNT else None
         if count is not None:
             extra.append(count)
         step = replace(step, observers=(*step.observers, *extra))
-        if measuring and self._travels:
+        if measuring and tuner.travels:
             step = replace(step, links=replace(step.links, exchange=BackToBack(step.links.exchange)))
         # 3. Forwards, backwards, exchanges, reductions.
         blocks = (block for stage in self.stages.values() for block in stage.blocks)
@@ -360,7 +361,7 @@ class Engine:
         found = None if discovery is None else discovery.found(self.stages)
         counted = None if count is None else count.count
         result = played.result
-        if self._travels and tuner.tells(coming, on_device=step.links.watch is not None):
+        if tuner.tells(coming, on_device=step.links.watch is not None):
             result = result.told(self.costs, self._seen_by_others(step.plan, result))
         tuner.learn(coming, result, self.connection.boundary.timed, counted, found)
         standing = tuner.standing_uncut if first else tuner.standing
@@ -417,10 +418,6 @@ class Engine:
         """Let all ranks come to the same place, with nothing in flight: nodes are measured."""
         self.connection.settle()
         self.mesh.barrier()
-
-    @property
-    def _travels(self) -> bool:
-        return not isinstance(self.connection.exchange, LocalExchange)
 
     def _check_parameters(self) -> None:
         """Check that parameters can be trained, and now and then that ranks hold the same, as do their routers."""
@@ -562,6 +559,7 @@ class Engine:
         On gloo the connections of the exchange end when the engine is dropped.
         """
         self._finite.end()
+        self.tuner.close()
         self.connection.close(before=self.wait_for_checkpoint)
 
     def wait_for_checkpoint(self) -> None:
@@ -598,6 +596,7 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.tuner.close()
         self.connection.close(failed=kind is not None, before=self.wait_for_checkpoint)
 
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
 from statistics import median
+from typing import NamedTuple
 
 from overlap1f1b.cut.options import parse_gate
-from overlap1f1b.plan import NodeCosts, Plan
+from overlap1f1b.learn.tuner import MOST_NUMBERS
+from overlap1f1b.plan import Plan
 from overlap1f1b.play.result import StepResult
 from overlap1f1b.simulation import play_nodes
 from overlap1f1b.transport.mesh import Mesh
 
 STEPS = 5
 """Steps whose median is compared: a single one may be slow for another reason."""
+
+
+class _Seen(NamedTuple):
+    """What the last steps of a plan hid."""
+
+    plan: Plan
+    predicted: float
+    hidden: deque[float]
 
 
 class NotHiddenError(RuntimeError):
@@ -27,31 +36,36 @@ class NotHiddenError(RuntimeError):
 
 
 class Gate:
-    """Compares what the last steps of a plan hid with its prediction; all ranks of the mesh raise together."""
+    """Compares what the last steps of a plan hid with its prediction; all ranks of the mesh raise together.
+
+    It judges steps of which ranks tell each other: their times are there, so nothing waits for them.
+    """
 
     def __init__(self, gate: float | str | None, mesh: Mesh, *, counts_block: bool) -> None:
         self.share, self.raises = parse_gate(gate)
         self._mesh, self._counts_block = mesh, counts_block
-        self._plan: Plan | None = None
-        self._predicted = math.nan
-        self._hidden: deque[float] = deque(maxlen=STEPS)
+        self._seen: dict[int, _Seen] = {}  # by number of microbatches, the last one comes last
         self._said = False
 
-    def found(self, step: int, plan: Plan, costs: NodeCosts | None, result: StepResult) -> str | None:
+    def found(self, step: int, plan: Plan, result: StepResult) -> str | None:
         """Return what is to be said of a step of a settled plan. All ranks must call this if it raises."""
-        if self.share is None or costs is None:
+        if self.share is None or result.costs is None:  # nobody has told
             return None
-        if plan is not self._plan:
-            self._plan, self._hidden = plan, deque(maxlen=STEPS)
-            ranks = play_nodes(plan, costs, counts_block=self._counts_block).ranks
-            self._predicted = ranks[self._mesh.rank("pp")].hidden_fraction
-        self._hidden.append(result.overlap.hidden_fraction)
-        line, hidden = None, median(self._hidden)
-        if len(self._hidden) == STEPS and hidden < self.share * self._predicted:  # neither is NaN
+        count = plan.program.microbatches
+        if (seen := self._seen.pop(count, None)) is None or seen.plan is not plan:
+            ranks = play_nodes(plan, result.costs, counts_block=self._counts_block).ranks
+            seen = _Seen(plan, ranks[self._mesh.rank("pp")].hidden_fraction, deque(maxlen=STEPS))
+        self._seen[count] = seen
+        if len(self._seen) > MOST_NUMBERS:
+            del self._seen[next(iter(self._seen))]
+        seen.hidden.append(result.overlap.hidden_fraction)
+        line, hidden = None, median(seen.hidden)
+        if len(seen.hidden) == STEPS and hidden < self.share * seen.predicted:  # neither is NaN
             where = f" on {self._mesh.label}" if self._mesh.several else ""
             line = (
-                f"{hidden:.1%} of the exchange is hidden{where} in {STEPS} steps until {step}, and the plan hides "
-                f"{self._predicted:.1%}; allowed: {self.share:g} of it, as by gate; result.metrics() has the causes"
+                f"{hidden:.1%} of the exchange is hidden{where} in {STEPS} steps of {count} microbatches until {step}, "
+                f"and the plan hides {seen.predicted:.1%}; allowed: {self.share:g} of it, as by gate; "
+                "result.metrics() has the causes"
             )
         if self.raises:
             line = self._mesh.combined(line, lambda _, every: next(filter(None, every), None))

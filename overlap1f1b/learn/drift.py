@@ -1,8 +1,11 @@
 """Whether node times leave what a plan was made for: an estimate from the steps that play it, which measure anyway.
 
-a table   of every fourth step, or fewer: by cost key the median over microbatches, of an exchange while it moved
+a table   of every second step, or fewer: by cost key the median over microbatches, of an exchange while it moved
 before    the first tables of a plan: what its costs are beside each other's work
 now       the last tables; when each of them has left the first ones, costs are scaled by the change
+
+Then a plan for these costs is searched beside the steps. It is tried if at each of the next tables it gains more than
+going over to it costs; the plan before is tried beside it.
 """
 
 from __future__ import annotations
@@ -16,16 +19,20 @@ from threading import Thread
 
 from overlap1f1b.learn.measure import Links, slowest
 from overlap1f1b.learn.peers import Peers
-from overlap1f1b.plan import EXCHANGED, CostKey, NodeCosts, Plan, Resource, cost_key
+from overlap1f1b.plan import EXCHANGED, CostKey, NodeCosts, Plan, Resource, cost_key, play_ranks
 from overlap1f1b.simulation import Timeline
 from overlap1f1b.transport.mesh import DIMENSIONS, Mesh
 
-EVERY = 4
+EVERY = 2
 """Steps between two tables, or more: ranks tell each other of fewer steps where these are short."""
 TABLES = 3
 """Tables whose median is an estimate."""
-LEAVES = 1.5
-"""Change of all exchanges, or of all compute, of a rank from which a plan is made anew: noise stays below."""
+LEAVES = 1.3
+"""Change of all exchanges, or of all compute, of a rank from which a plan is searched: noise stays below."""
+WINDOWS = 3
+"""Tables behind a search at each of which the plan that it found must gain."""
+PAYS = 100
+"""Steps within which a plan must gain what going over to it costs: a step more for each plan that is compared."""
 
 Table = Mapping[CostKey, float]
 
@@ -37,6 +44,7 @@ class Drift:
         self._noted: int | None = None
         self._before: list[Table] = []
         self._now: deque[Table] = deque(maxlen=TABLES)
+        self._kept = (1.0, 1.0)  # changes for which the plan was the best still
 
     def note(self, step: int, timeline: Timeline) -> bool:
         """Note a step; return whether ranks are to compare their changes now, alike on all that play the plan."""
@@ -59,6 +67,17 @@ class Drift:
         )
         return exchange, compute
 
+    @property
+    def left(self) -> bool:
+        """Whether the changes of this rank have left what its plan was made for, or was found good for."""
+        pairs = zip(self.changes, self._kept, strict=True)
+        return any(not 1 / LEAVES <= change / kept <= LEAVES for change, kept in pairs)
+
+    def keep(self) -> None:
+        """Note that the plan is the best for the present changes, too."""
+        if self._now:
+            self._kept = self.changes
+
     def scaled(self, costs: NodeCosts, mesh: Mesh) -> NodeCosts:
         """Return costs with the changes of all ranks, the same on all of them, which must call this."""
         before, now = _medians(self._before), _medians(self._now)
@@ -74,14 +93,24 @@ class Drift:
         return replace(costs, by_node=by_node)
 
 
+class _EndedError(Exception):
+    """Nobody wants the plans any more."""
+
+
 class Search:
     """A search of plans on the first rank, beside its steps, for costs that have left those of the plan ``before``.
 
-    ``make`` returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory.
+    ``make`` returns the plans, the fastest first, or raises ValueError where none keeps within the limit of memory. It
+    calls its argument now and then, which ends it by an error. ``plans`` are None until they are :meth:`found`;
+    ``windows`` counts the tables at which they have gained.
     """
 
-    def __init__(self, make: Callable[[], list[Plan]], costs: NodeCosts, before: Plan, peers: Peers) -> None:
+    def __init__(
+        self, make: Callable[[Callable[[float], None]], list[Plan]], costs: NodeCosts, before: Plan, peers: Peers
+    ) -> None:
         self.costs, self.before, self._peers = costs, before, peers
+        self.plans: list[Plan] | None = None
+        self.windows, self._wanted = 0, True
         self._made: list[Plan] | None = None
         self._make = make
         self._thread = Thread(target=self._run, name="overlap1f1b-search", daemon=True)
@@ -90,28 +119,38 @@ class Search:
 
     def _run(self) -> None:
         try:
-            self._made = self._make()
+            self._made = self._make(self._go_on)
         except Exception:  # whatever it is, the run goes on with its plan
             self._made = []
 
-    @property
-    def ended(self) -> bool:
-        """Whether the plans are there, the same on all ranks, which must call this."""
-        return self._peers.agreed(self._peers.first(self._made is not None))
+    def _go_on(self, _: float) -> None:
+        if not self._wanted:
+            raise _EndedError
 
-    @property
-    def plans(self) -> list[Plan]:
-        """The plans, the same on all ranks, which must call this."""
-        return self._peers.agreed(self._peers.first(self._made)) or []
+    def found(self) -> bool:
+        """Return whether plans are there. All ranks must call this; until then once a step."""
+        if self.plans is None and self._peers.agreed(self._peers.first(self._made is not None)):
+            self.plans = self._peers.agreed(self._peers.first(self._made)) or [self.before]
+        return self.plans is not None
 
+    def gains(self, costs: NodeCosts, *, tried: int, counts_block: bool) -> bool:
+        """Return whether the fastest plan gains more than it costs to try so many, by costs that all ranks have."""
+        assert self.plans is not None
+        before, after = (
+            max(
+                span.end
+                for rank in play_ranks(plan.ranks, plan.program.placement, costs, counts_block=counts_block)
+                for span in rank
+            )
+            for plan in (self.before, self.plans[0])
+        )
+        return PAYS * (before - after) > (1 + tried) * before
 
-def left(every: Mapping[int, tuple[float, float]]) -> bool:
-    """Return whether the changes of any rank have left what its plan was made for.
-
-    >>> left({0: (1.1, 0.95), 1: (1.3, 0.9)}), left({0: (2.0, 1.0)}), left({0: (1.0, 0.6)})
-    (False, True, True)
-    """
-    return any(not 1 / LEAVES <= change <= LEAVES for changes in every.values() for change in changes)
+    def end(self) -> None:
+        """End the thread, and wait for it, no longer than for another rank."""
+        self._wanted = False
+        if self._thread.is_alive():
+            self._thread.join(self._peers.mesh.failures.limit.total_seconds())
 
 
 def table_of(timeline: Timeline) -> Table:

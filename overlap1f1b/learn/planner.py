@@ -107,11 +107,9 @@ class Planner:
                     return kept
         others = lighter(program) if rooms else warmups(program) if self.sparing else (program,)
         for number, other in enumerate(others):
-            self.progress(0.0)
-            room = spared if number else rooms  # the lightest holds one microbatch at a time
-            found = planning.fastest(
-                other, shapes, costs, self.overlap, counts_block=blocks, rooms=room, every=self._every
-            )
+            given: Any = {"counts_block": blocks, "every": self._every, "progress": self.progress}
+            given["rooms"] = spared if number else rooms  # the lightest holds one microbatch at a time
+            found = planning.fastest(other, shapes, costs, self.overlap, **given)
             gain = 0.0 if self.options.offload else LEAST_WARMUP_GAIN  # memory is there for other plans
             if found and (not kept or found[0].predicted < (1 - gain) * kept[0].predicted):
                 kept = sorted((*found, *kept), key=lambda plan: plan.predicted)

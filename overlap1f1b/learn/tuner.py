@@ -11,7 +11,8 @@ hold for any number: the first step with another number has a plan for them, and
                                                  and a "try" for each turn of each plan
                 the last "try": the fastest plan stays
                 settled, and node times leave what the plan was made for: an "adapt" while a plan for the new ones is
-                                                 searched beside the step; then a "try" for each turn again
+                                                 searched beside the step, and until it has gained at some steps more;
+                                                 then a "try" for each turn, of the plan before as well
 
 Costs that are set, other numbers of microbatches and a plan that is set change the list, and nothing else. A plan that
 needs more memory than there is gets no entry.
@@ -37,11 +38,11 @@ from overlap1f1b.cut.exchanges import OwnExchanges
 from overlap1f1b.cut.options import EngineOptions, parse_memory
 from overlap1f1b.cut.stage import Stage, all_shapes, parameters_of
 from overlap1f1b.learn.discovery import Found
-from overlap1f1b.learn.drift import Drift, Search, left
+from overlap1f1b.learn.drift import WINDOWS, Drift, Search
 from overlap1f1b.learn.measure import measured_costs
 from overlap1f1b.learn.memory import ByteCount, Counted, counted
 from overlap1f1b.learn.peers import Peers
-from overlap1f1b.learn.planner import Choice, Planner, megabytes, worth_trying
+from overlap1f1b.learn.planner import LEAST_GAIN, Choice, Planner, megabytes, worth_trying
 from overlap1f1b.learn.purpose import Coming, Purpose, Setting, first_steps
 from overlap1f1b.plan import MOVES, CostKey, Held, NodeCosts, Plan, Span, StageShape
 from overlap1f1b.play.result import StepResult
@@ -88,13 +89,15 @@ class Numbered:
     tried: Sequence[Tried] = ()
     others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
     agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
+    steps: int = 0  # played: of so many one is told, whatever is played between them
     drift: Drift = field(default_factory=Drift)  # of the steps of the settled plan
 
 
 class Tuner:
     """Decides which plan a step plays.
 
-    ``program`` is the schedule of the first step; ``counts_block`` says whether the host waits for counts.
+    ``program`` is the schedule of the first step; ``counts_block`` says whether the host waits for counts, ``travels``
+    whether rows leave this rank.
 
     Attributes:
         steps: Number of steps so far.
@@ -115,7 +118,9 @@ class Tuner:
         options: EngineOptions,
         *,
         counts_block: bool,
+        travels: bool,
     ) -> None:
+        self.travels = travels
         self.stages, self.options, self.peers = stages, options, Peers(mesh)
         self.planner = Planner(
             program,
@@ -147,8 +152,9 @@ class Tuner:
             self._count(count)
         self._costs, self._rounds = options.costs, 0 if options.costs is not None else options.tries
         self._search: Search | None = None  # of a plan for node times that have changed
+        self._before: Plan | None = None  # the plan that was played until then, while others are tried
         self._said: str | None = None  # a line of another plan, until it is said
-        self._changes: Mapping[int, tuple[float, float]] = {}
+        self._changes: Mapping[int, tuple[float, float]] = {}  # of node times, by rank
         self._measured: dict[Setting, tuple[NodeCosts, tuple[StageShape, ...]]] = {}
         self._numbers: dict[int, Numbered] = {}  # the last one played comes last
         self._now = self._numbered(program.microbatches)
@@ -227,7 +233,7 @@ class Tuner:
     @costs.setter
     def costs(self, costs: NodeCosts | None) -> None:
         self._costs, self._rounds = costs, 0 if costs is not None else self.options.tries
-        self._search = None
+        self.close()
         if costs is not None:
             self._coming = deque(step for step in self._coming if step.purpose is Purpose.SHOW)
         elif not any(step.purpose is Purpose.MEASURE for step in self._coming):
@@ -416,6 +422,7 @@ class Tuner:
         """
         self.peers.end()
         self.steps, self._untimed = self.steps + 1, result.times.untimed
+        self._now.steps += 1
         plan, steps = step.plan, self._steps
         assert plan is not None
         if plan.peak_bytes:
@@ -434,10 +441,8 @@ class Tuner:
                 self._note_nodes(plan, result, transfers)
             case Purpose.TRY:
                 self._note_time(plan, result.overlap.makespan)
-            case Purpose.SETTLED:
+            case Purpose.SETTLED | Purpose.ADAPT:
                 self._watch(result)
-            case Purpose.ADAPT:
-                self._adapt()
 
     def _adopt_exchanges(self, cut: Plan | None, found: Mapping[tuple[int, int], OwnExchanges]) -> None:
         """Cut blocks at the exchanges that they have shown; play a plan for these blocks, if one was given."""
@@ -508,9 +513,9 @@ class Tuner:
     def _gathered(self, mine: Mapping[int, StageShape]) -> tuple[StageShape, ...]:
         return all_shapes(mine, self.planner.program.placement, self.peers.mesh)
 
-    def _play(self, plans: Sequence[Plan]) -> None:
+    def _play(self, plans: Sequence[Plan], *beside: Plan) -> None:
         """Play plans for the present costs from the next step on: in turns if costs were measured, else the first."""
-        chosen = worth_trying(plans, self.counted.rooms) if self._rounds else plans[:1]
+        chosen = [*worth_trying(plans, self.counted.rooms), *beside] if self._rounds else plans[:1]
         turns = [self.planner.with_rendezvous(plan, self._costs) for plan in chosen]
         rounds = self._rounds if len(turns) > 1 else 0
         self._now.plan = turns[0]
@@ -526,61 +531,93 @@ class Tuner:
         slowest = self.peers.slowest([seconds for _, seconds in now.times])
         times = [median(slowest[turn :: len(plans)]) for turn in range(len(plans))]
         now.tried = sorted(map(Tried, plans, times), key=lambda one: one.seconds)
-        now.plan = now.tried[0].plan
+        best, before = now.tried[0], None if self._before is None else self._before.fingerprint
+        kept = next((one for one in now.tried if one.plan.fingerprint == before), None)
+        if kept is not None:  # what gains less than this over the plan before may be noise
+            best, self._before = best if best.seconds < (1 - LEAST_GAIN) * kept.seconds else kept, None
+        now.plan = best.plan
+        if kept is not None and best is not kept:
+            self._say_of_other()
 
     def tells(self, coming: Coming, *, on_device: bool) -> bool:
         """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
-        alone = self.peers.mesh.exchanging is None
-        if alone or coming.purpose.looks or self.standing or coming.plan is None:
+        if not self.travels or coming.purpose.looks or self.standing or coming.plan is None:
             return False
         every, nodes = TOLD_ON_DEVICE if on_device else 1, max(map(len, coming.plan.ranks))
         if self._costs is not None and (seconds := coming.plan.predicted):
             every = max(every, math.ceil(TOLD_S * nodes / TOLD / seconds))
-        return self.steps % every == every - 1
+        return self._now.steps % every == every - 1
 
     def _watch(self, result: StepResult) -> None:
-        """Note the node times of a settled step, and search another plan when they leave what it was made for."""
-        now, costs = self._now, self._costs
-        if not self.options.drift or costs is None or now.plan is None or self._given or not result.others:
+        """Note the node times of a settled step. When they leave what its plan was made for, search another.
+
+        It is tried when it still gains at the tables behind the search.
+        """
+        now, costs, search = self._now, self._costs, self._search
+        if not self.options.drift or costs is None or now.plan is None or self._given:
             return
-        if not now.drift.note(self.steps, result.overlap) or not self._left(now.drift):
+        if search is not None and not search.found():
             return
-        scaled = replace(self.peers.agreed(now.drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
-        planner = replace(self._limited(), timed=True, progress=lambda _: None)
-        make = partial(planner.fastest, self.program, self.shapes, scaled)
-        self._search = Search(make, scaled, now.plan, self.peers)
+        if result.costs is None or not now.drift.note(self.steps, result.overlap):
+            return
+        if search is None:
+            if self._left(now.drift):
+                scaled = self._scaled(now.drift, costs)
+                self._search = Search(partial(self._searched, self.program, scaled), scaled, now.plan, self.peers)
+            return
+        assert search.plans is not None
+        tried, blocks = len(worth_trying(search.plans, self.counted.rooms)), self.planner.counts_block
+        if not search.gains(self._scaled(now.drift, costs), tried=tried, counts_block=blocks):
+            self._search = None
+            for of in self._numbers.values():
+                of.drift.keep()
+            return
+        search.windows += 1
+        if search.windows == WINDOWS:
+            self._changes = self.peers.mesh.every(now.drift.changes)
+            self._go_over(search)
+
+    def _scaled(self, drift: Drift, costs: NodeCosts) -> NodeCosts:
+        return replace(self.peers.agreed(drift.scaled(costs, self.peers.mesh)), bytes=costs.bytes)
+
+    def _searched(self, program: Program, costs: NodeCosts, progress: Callable[[float], None]) -> list[Plan]:
+        return replace(self._limited(), timed=True, progress=progress).fastest(program, self.shapes, costs)
 
     @property
     def _given(self) -> bool:
         return any(of.given for of in self._numbers.values())
 
     def _left(self, drift: Drift) -> bool:
-        self._changes = self.peers.mesh.every(drift.changes)
-        return self.peers.agreed(left(self._changes))
+        every = self.peers.mesh.every(drift.left)
+        return self.peers.agreed(any(every.values()))
 
-    def _adapt(self) -> None:
-        """Go over to the plans that were searched, once they are there; the step has played the one before."""
-        search = self._search
-        assert search is not None
-        if not search.ended:
-            return
-        self._search, plans = None, search.plans
-        for of in self._numbers.values():
-            of.drift = Drift()
-        if self._given or not plans or plans[0].fingerprint == search.before.fingerprint:
-            return  # the plan is still the best
+    def _go_over(self, search: Search) -> None:
+        """Try the plans that were searched in turns with the one before."""
+        assert search.plans is not None
+        self._search, self._before = None, search.before
         self._costs, self._rounds = search.costs, self.options.tries
         self._forget()
-        if plans[0].program.microbatches == self.microbatches:  # else another number of microbatches is played since
-            self._play(plans)
-        if not any(map(self.peers.mesh.rank, DIMENSIONS)):
-            exchange, compute = (
-                max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True)
-            )
-            self._said = (
-                f"node times have left what the plan was made for, exchanges take {exchange:.2f} and compute "
-                f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}"
-            )
+        if search.plans[0].program.microbatches != self.microbatches:
+            return  # another number of microbatches is played since
+        self._play(search.plans, search.before)
+        if not self._rounds:
+            self._say_of_other()
+
+    def _say_of_other(self) -> None:
+        """Say once, on the first rank, that another plan is played since node times have changed."""
+        if any(map(self.peers.mesh.rank, DIMENSIONS)):
+            return
+        exchange, compute = (max(of, key=lambda one: abs(one - 1)) for of in zip(*self._changes.values(), strict=True))
+        self._said = (
+            f"node times have left what the plan was made for, exchanges take {exchange:.2f} and compute "
+            f"{compute:.2f} times as long: from step {self.steps + 1} on {self.choice}"
+        )
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+        search, self._search, self._before = self._search, None, None
+        if search is not None:
+            search.end()
 
     def say(self) -> None:
         """Say of another plan, between calls of the engine: a filter may make an error of a warning."""

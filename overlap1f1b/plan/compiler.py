@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -73,12 +73,13 @@ def fastest(
     counts_block: bool = False,
     rooms: Sequence[float] = (),
     every: bool = True,
+    progress: Callable[[float], None] = lambda _: None,
 ) -> list[Plan]:
     """Return the fastest plan of each order that :func:`compile` tries, the fastest of all first.
 
     ``rooms`` are the bytes that each pipeline rank may hold beyond those before the step: plans that would hold more
     are left out. Where blocks' activations may leave to host memory, ``every`` says whether all of them do, or those
-    that have to.
+    that have to. ``progress`` is called between two tries, and may end them by an error.
     """
     overlap = parse_overlap(overlap)
     program.check()
@@ -99,6 +100,7 @@ def fastest(
     def plans() -> Iterator[Plan]:
         ends: list[tuple[float, Policy]] = []
         for order, policy, candidate in _candidates(program, chains, costs, overlap, counts_block):
+            progress(0.0)
             found = list(played(order, candidate))
             if policy is not None:
                 ends.append((min(plan.predicted for plan in found), policy))
