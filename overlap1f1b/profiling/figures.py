@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import nlargest
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,14 +14,13 @@ import numpy as np
 
 from overlap1f1b.plan import RECOMPUTES, Node, Op, Resource, Span
 from overlap1f1b.plan.intervals import Interval, Intervals, clipped, difference, intersection, length, union
-from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord, What
+from overlap1f1b.profiling.recording import Column, Recording, Spans, StepRecord
 from overlap1f1b.schedule import Kind
 from overlap1f1b.simulation import CAUSES, Causes, Flown, OverlapFigures
 
 PHASES = ("warm_up", "steady", "cool_down")
 _COMPUTE, _EXCHANGE = Node(Op.DENSE, Kind.W, 0, 0), Node(Op.REDUCE, Kind.W, 0, 0)
 """What kernels outside all ranges are to a cause: nothing that another node awaits."""
-IDLE = ("exposed_exchange", "pipeline_bubble", "host_late")
 
 
 @dataclass(frozen=True)
@@ -35,14 +34,10 @@ class Figures:
         overlap: The exchange.
         by_sub_op: The exchange by sub-op.
         by_phase: The exchange by phase; empty without ranges.
-        idle: Time without compute, by reason.
+        idle: Time without compute, by cause; empty if no file has ranges.
         open_actions: Largest number of actions under way at once on a rank; 0 without ranges.
-        queued: Time in which launched exchanges waited on the device behind compute.
-        starved: Time in which a device had nothing to compute but what the host was still launching, with and without
-            an exchange in flight; of a record, which knows whole nodes alone, an upper bound.
         device: Whether compute means the kernels of a device.
-        by_cause: What is exposed, by cause; empty if no file has ranges.
-        told: Whether files show what ranks that share experts saw of an exchange.
+        by_cause: What of it is exposed.
         measured: Whether every file shows what was exchanged.
     """
 
@@ -54,31 +49,24 @@ class Figures:
     by_phase: Mapping[str, OverlapFigures]
     idle: Mapping[str, float]
     open_actions: int
-    queued: float
-    starved: float
     device: bool
-    by_cause: Mapping[str, float] = field(default_factory=dict)
-    told: bool = False
+    by_cause: Mapping[str, float]
     measured: bool = True
 
     @classmethod
     def sum(cls, parts: Iterable[Figures]) -> Figures:
         """Return the sums over one part or more."""
         parts = list(parts)
-        sums = ("steps", "time", "compute", "queued", "starved")
+        sums = ("steps", "time", "compute")
         return cls(
             **{name: sum(getattr(part, name) for part in parts) for name in sums},
             overlap=OverlapFigures.sum(part.overlap for part in parts),
             by_sub_op=dict(sorted(_sums([part.by_sub_op for part in parts]).items())),
             by_phase=_sums([part.by_phase for part in parts]),
-            idle={name: sum(part.idle[name] for part in parts) for name in IDLE},
+            idle=_added([part.idle for part in parts]),
             open_actions=max(part.open_actions for part in parts),
             device=any(part.device for part in parts),
-            by_cause={
-                cause: sum(part.by_cause.get(cause, 0.0) for part in parts)
-                for cause in (CAUSES if any(part.by_cause for part in parts) else ())
-            },
-            told=any(part.told for part in parts),
+            by_cause=_added([part.by_cause for part in parts]),
             measured=all(part.measured for part in parts),
         )
 
@@ -94,6 +82,10 @@ class Figures:
 def _sums(parts: Sequence[Mapping[str, OverlapFigures]]) -> dict[str, OverlapFigures]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: OverlapFigures.sum(part[name] for part in parts if name in part) for name in names}
+
+
+def _added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {cause: sum(part.get(cause, 0.0) for part in parts) for cause in CAUSES if any(parts)}
 
 
 Others = Mapping[StepRecord, Sequence[Mapping[Node, Flown]]]
@@ -211,73 +203,18 @@ class Lanes:
         return Causes(spans, bytes, recording.costs, self.others, launched)
 
     @cached_property
-    def why(self) -> dict[str, Intervals]:
-        """The idle times of each cause, by the file's clock; empty without ranges."""
+    def idle(self) -> dict[str, Intervals]:
+        """The times without compute of each cause, by the file's clock; empty without ranges.
+
+        Behind all that is awaited it is the host.
+        """
         if self.recording.by != "range":
             return {}
         times: dict[str, Intervals] = {cause: [] for cause in CAUSES}
         for start, end, cause in self.causes.idle:
             times[cause].append((start + self.window[0], end + self.window[0]))
+        times["host"] += difference(self.gaps, union(chain.from_iterable(times.values())))
         return {cause: union(of) for cause, of in times.items()}
-
-    @property
-    def by_cause(self) -> dict[str, float]:
-        """What is exposed, by cause; the sum is what is exposed."""
-        return {cause: length(intersection(times, self.exposed)) for cause, times in self.why.items()}
-
-    @property
-    def idle(self) -> dict[str, float]:
-        """Time of the step without compute, by reason; every nanosecond counts for one reason.
-
-        The first reason is an exchange in flight. The second is the pipeline: the thread waits for another stage, or,
-        on a device, the next kernel has been launched and a transfer is under way. Otherwise the host has issued
-        nothing.
-        """
-        recording, step = self.recording, self.step
-        rest = difference(self.gaps, self.exposed)
-        waiting = recording.on(step.waits, Resource.PEER).covered
-        transfers = recording.on(step.flights, Resource.PEER).covered
-        if recording.device:
-            blocked = _blocked(self.gaps, step.compute)
-            waiting = union([*waiting, *intersection(transfers, blocked)])
-        elif not len(step.waits):  # the file has no waits
-            waiting = transfers
-        bubble = length(intersection(rest, waiting))
-        return dict(zip(IDLE, (length(self.gaps) - length(rest), bubble, length(rest) - bubble), strict=True))
-
-    @property
-    def starved(self) -> float:
-        """Time in which a device had nothing to compute but what the host was still launching."""
-        compute, issued = self.step.compute, self.step.issued
-        if not self.recording.device or not len(compute):
-            return 0
-        starved = length(self.gaps) - length(_blocked(self.gaps, compute))
-        if self.recording.source == "records":  # of whole nodes: one may be under way while the host still issues it
-            until = {what: end for what, _, end in issued}
-            for what, start, end in compute:
-                starved += max(0, min(end, until.get(what, start)) - start)
-        return starved
-
-    @property
-    def queued(self) -> float:
-        """Time in which an exchange could have started but another microbatch's compute was on the device.
-
-        It can start once it is launched and the earlier compute of its own chain has ended.
-        """
-        recording, step = self.recording, self.step
-        if not recording.device or recording.by != "range":
-            return 0
-        done: dict[object, list[int]] = {}
-        for what, _, end in step.compute.whole:
-            done.setdefault(_chain(recording.names[what]), []).append(end)
-        flights = recording.exchanges(step)
-        _, first = np.unique(flights.what, return_index=True)  # spans are sorted by start
-        flights = flights[first]
-        alone, queued = difference(self.compute, self.exchange), 0.0
-        for (what, start, _), launched in zip(flights, flights.launched.tolist(), strict=True):
-            before = [end for end in done.get(_chain(recording.names[what]), ()) if end <= start]
-            queued += length(clipped(alone, min(start, max([launched, *before])), start))
-        return queued
 
     @property
     def figures(self) -> Figures:
@@ -289,25 +226,11 @@ class Lanes:
             overlap=OverlapFigures.of(self.exchange, self.compute),
             by_sub_op=self.by_sub_op,
             by_phase=self.by_phase,
-            idle=self.idle,
+            idle={cause: length(times) for cause, times in self.idle.items()},
             open_actions=self.open_actions,
-            queued=self.queued,
-            starved=self.starved,
             device=self.recording.device,
-            by_cause=self.by_cause,
-            told=bool(self.others),
+            by_cause={cause: length(intersection(times, self.exposed)) for cause, times in self.idle.items()},
         )
-
-
-def _chain(what: What) -> object:
-    return what.chain if isinstance(what, Node) else None
-
-
-def _blocked(idle: Intervals, compute: Spans) -> Intervals:
-    """Return the idle time in which the next kernel has been launched already; all of it if there is no next."""
-    launches = sorted(zip(compute.start.tolist(), compute.launched.tolist(), strict=True))
-    launches.append((float("inf"), float("-inf")))
-    return union((max(since, launches[bisect_left(launches, (until,))][1]), until) for since, until in idle)
 
 
 class Exposed(NamedTuple):

@@ -11,22 +11,31 @@ WELL, NONE = 0.9, 0.05
 WORTH = 0.05
 """Least share of a step at which a loss gets an advice."""
 
+_TIPS = {
+    "imbalance": "ranks wait for a slower one for {:.0%} of a step: give all ranks equal work (a bias, a capacity, "
+    "balanced batches) and processors of their own; the rank that waits least is the slow one",
+    "link": "exchanges take longer than planned for {:.0%} of a step: overlap1f1b doctor looks at the link; if it "
+    "stays slow, measure again and plan anew",
+    "pipeline": "the pipeline bubble is {:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
+    "dualpipev, zb_v); overlap1f1b plan --search compares them",
+    "host": "the host issues late for {:.0%} of a step: larger microbatches, fewer and larger blocks, and on a GPU no "
+    "calls that synchronise in the model's forward",
+}
+"""Against every cause but the order, with the share of a step that it takes."""
+
 
 def verdict(sums: Figures) -> str:
     """Return one sentence: whether the exchange is hidden, and if not, where it is exposed.
 
-    More sentences follow: what causes that, and whether the host bounds the steps.
+    Others follow: what causes that, and whether the host bounds the steps.
     """
-    sentences, starved, exposed = [_of_exchange(sums)], sums.share(sums.starved), sums.overlap.exposed
+    sentences, exposed = [_of_exchange(sums)], sums.overlap.exposed
     if sums.by_cause and sums.share(exposed) >= WORTH:
         causes = sorted(sums.by_cause.items(), key=lambda one: -one[1])
         said = (f"{time / exposed:.0%} {cause}" for cause, time in causes if time >= WORTH * exposed)
         sentences.append(f"By cause: {', '.join(said)}.")
-    if starved >= WORTH:
-        sentences.append(
-            f"The host bounds the step: for {starved:.0%} of it the device had nothing to compute but what the host "
-            "was still launching."
-        )
+    if sums.device and (late := sums.share(sums.idle.get("host", 0.0))) >= WORTH:
+        sentences.append(f"The host bounds the step: for {late:.0%} of it the device waited for a launch.")
     return " ".join(sentences)
 
 
@@ -63,44 +72,16 @@ def advice(sums: Figures, about: About | None = None) -> list[str]:
 
     ``about`` says what was asked for, and what the engine chose and why.
     """
-    overlap, idle, causes = sums.overlap, sums.idle, sums.by_cause
-    order = sums.share(causes.get("order", overlap.exposed)) if overlap.hidden_fraction < WELL else 0
-    imbalance, link = (sums.share(causes.get(cause, 0.0)) for cause in ("imbalance", "link"))
-    bubble = sums.share(idle["pipeline_bubble"] + causes.get("pipeline", 0.0))
-    host = sums.share(max(idle["host_late"] + causes.get("host", 0.0), sums.starved) if causes else sums.starved)
-    held = sums.share(sums.queued) if overlap.exposed else 0
-    tips = (
-        (order, _against_exposure(sums, about or About())),
-        (
-            imbalance,
-            f"ranks wait for a slower one for {imbalance:.0%} of a step: give all ranks equal work (a bias, a "
-            "capacity, balanced batches) and processors of their own; the rank that waits least is the slow one",
-        ),
-        (
-            link,
-            f"exchanges take longer than planned for {link:.0%} of a step: overlap1f1b doctor looks at the link; if it "
-            "stays slow, measure again and plan anew",
-        ),
-        (
-            bubble,
-            f"the pipeline bubble is {bubble:.0%} of a step: more microbatches or more chunks (interleaved_1f1b, "
-            "dualpipev, zb_v); overlap1f1b plan --search compares them",
-        ),
-        (
-            host,
-            f"the host issues late for {host:.0%} of a step: larger microbatches, fewer and larger blocks, and on a "
-            "GPU no calls that synchronise in the model's forward",
-        ),
-        (
-            held,
-            f"exchanges wait on the device behind compute for {held:.0%} of a step: a higher priority for the "
-            "exchange stream",
-        ),
-    )
-    return [text for share, text in sorted(tips, key=lambda tip: -tip[0]) if share >= WORTH]
+    losses = dict(sums.by_cause)
+    losses |= {name: sums.idle[name] for name in ("pipeline", "host") if sums.idle}  # beside no exchange, too
+    losses["order"] = losses.get("order", sums.overlap.exposed) if sums.overlap.hidden_fraction < WELL else 0.0
+    shares = {name: sums.share(time) for name, time in losses.items()}
+    most = sorted((name for name, share in shares.items() if share >= WORTH), key=lambda name: -shares[name])
+    order = _against_order(sums, about or About())
+    return [_TIPS[name].format(shares[name]) if name in _TIPS else order for name in most]
 
 
-def _against_exposure(sums: Figures, about: About) -> str:
+def _against_order(sums: Figures, about: About) -> str:
     """Return advice that would hide more of the exchange."""
     overlap, opened = sums.overlap, sums.open_actions
     if opened == 1:
@@ -130,8 +111,4 @@ def _against_exposure(sums: Figures, about: About) -> str:
             if opens
             else "two actions were open at a time, though more were allowed: more microbatches or two chunks"
         )
-    phases = sums.by_phase
-    edges = sum(phases[name].exposed for name in ("warm_up", "cool_down") if name in phases)
-    if edges > overlap.exposed / 2:
-        return "most is exposed where a step begins and ends: more microbatches, or extra_warmup=1 if it is 0"
     return "more open actions (overlap=4), more microbatches or two chunks; overlap1f1b plan --search compares"

@@ -98,14 +98,16 @@ class Causes:
         launched: Mapping[tuple[Node, float], float] = MappingProxyType({}),
     ) -> None:
         self._costs, self._others = costs, others
-        transfers: dict[Node, Span] = {}
+        transfers: dict[Node, Span] = {}  # which may have several kernels, a reduction buffers
         for span in spans:
-            if span.node.resource is not Resource.COMPUTE:  # which may have several kernels, a reduction buffers
+            if span.node.resource is not Resource.COMPUTE:
                 other = transfers.get(span.node, span)
                 transfers[span.node] = Span(span.node, min(span.start, other.start), max(span.end, other.end))
         self._flights = {node: span for node, span in transfers.items() if node.resource in _LINKS}
         self._behind = _queued(transfers.values())
-        self._gaps = list(gaps(spans, launched))
+        alone = [one for one in spans if one.node.resource is Resource.COMPUTE or one.node.op in OF_PARAMETERS]
+        whole = [one for one in transfers.values() if one.node.op not in OF_PARAMETERS]
+        self._gaps = list(gaps([*alone, *whole], launched))
         self._computed: dict[object, list[float]] = {}  # ends of compute nodes, by their chain
         for span in sorted(spans, key=lambda span: span.end):
             if span.node.resource is Resource.COMPUTE and span.node.kind is not Kind.W:

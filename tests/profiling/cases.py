@@ -13,7 +13,7 @@ OTHER = 30
 
 
 def device(rank: int = 0) -> Events:
-    """A step on a GPU of 919 ns: 440 of compute, 220 of exchange with 120 exposed, 260 of bubble, 99 of a late host."""
+    """A step on a GPU of 919 ns: 440 of compute, 220 of exchange with 120 exposed, 260 of a bubble."""
     ranges = [
         Range(str(Label(rank, {"pp": (0, 1), "ep": (rank, 2)})), 0, 2000),
         *timed("step 4: 1–110, action 0F0: 10–70, attention.f[0] m0: 10–20, dispatch.f[0] m0: 20–40"),
@@ -39,11 +39,11 @@ def device(rank: int = 0) -> Events:
 
 
 DEVICE = {"time": 919, "compute": 440, "exchange": 220, "exposed": 120}
-DEVICE_IDLE = {"exposed_exchange": 120, "pipeline_bubble": 260, "host_late": 99}
+DEVICE_IDLE = {"order": 208, "imbalance": 0, "host": 11, "link": 0, "pipeline": 260}
 
 
 def host() -> Events:
-    """A step on a CPU of 100 ns: compute 50, exchanges 55 of which 32 are exposed, 6 of bubble, 12 of a late host."""
+    """A step on a CPU of 100 ns: compute 50, exchanges 55 of which 32 are exposed, 6 of a bubble."""
     ranges = [
         Range(str(Label(1, {"pp": (1, 2), "ep": (0, 1)})), 0, 200),
         *timed("step 1: 0–100, receive.f[0] m0 s1: 0–1, wait receive.f[0] m0 s1: 1–7, attention.f[0] m0 s1: 7–20"),
@@ -58,7 +58,7 @@ def host() -> Events:
 
 
 HOST = {"time": 100, "compute": 50, "exchange": 55, "exposed": 32}
-HOST_IDLE = {"exposed_exchange": 32, "pipeline_bubble": 6, "host_late": 12}
+HOST_IDLE = {"order": 7, "imbalance": 0, "host": 37, "link": 0, "pipeline": 6}
 
 
 def summed(recording: Recording) -> dict[str, int]:

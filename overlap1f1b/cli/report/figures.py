@@ -106,19 +106,14 @@ def _rank(recording: Recording, figures: Figures) -> dict[str, Any]:
 
 def _json_of(of: Figures) -> dict[str, Any]:
     ms = of.per_step_ms
-    unknown = [] if of.by_phase else ["pipeline_bubble", "host_late"]  # no ranges tell one from the other
-    unknown += [] if of.measured else ["exposed_exchange"]
-    known = of.measured and of.by_cause
     return {
         "step_ms": ms(of.time),
         "compute_ms": ms(of.compute),
         **_overlap(of.overlap, of),
         "by_sub_op": {name: _overlap(part, of) for name, part in of.by_sub_op.items()},
         "by_phase": {name: _overlap(part, of) for name, part in of.by_phase.items()},
-        "idle_ms": {name: None if name in unknown else ms(time) for name, time in of.idle.items()},
-        "exposed_by_cause_ms": {name: ms(of.by_cause[name]) if known else None for name in CAUSES},
-        "late_peer_ms": ms(of.by_cause.get("imbalance", 0.0)) if of.told else None,
-        "starved_ms": ms(of.starved),
+        "idle_by_cause_ms": {name: ms(of.idle[name]) if of.idle else None for name in CAUSES},
+        "exposed_by_cause_ms": {name: ms(of.by_cause[name]) if of.measured and of.idle else None for name in CAUSES},
     }
 
 

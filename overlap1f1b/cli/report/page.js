@@ -42,7 +42,7 @@ const PARTS = [ // of a step, in the order of a bar
   ["exposed exchange", LOOKS.order],
   ...CAUSES.map(cause => ["exposed by " + cause, LOOKS[cause]]),
   ["idle for the pipeline", data.styles.peer.colour],
-  ["idle for the host", data.styles.other.colour],
+  ["idle otherwise", data.styles.other.colour],
 ];
 
 function add(place, kind, text, look = "") {
@@ -63,9 +63,11 @@ function legend(place, entries) {
 function ranks() { // a bar of each rank's step
   const most = Math.max(...data.content.ranks.map(rank => rank.step_ms));
   for (const rank of data.content.ranks) {
-    const causes = rank.exposed_by_cause_ms, idle = rank.idle_ms, hidden = rank.hidden_ms;
-    const unknown = causes.order === null ? idle.exposed_exchange : null; // of a file without ranges
-    const sizes = [rank.compute_ms - hidden, hidden, unknown, ...CAUSES.map(cause => causes[cause]), idle.pipeline_bubble, idle.host_late];
+    const causes = rank.exposed_by_cause_ms, idle = rank.idle_by_cause_ms, hidden = rank.hidden_ms;
+    const unknown = causes.order === null ? rank.exposed_ms : null; // of a file without ranges
+    const pipeline = idle.pipeline === null ? null : idle.pipeline - causes.pipeline;
+    const rest = pipeline === null ? null : rank.step_ms - rank.compute_ms - rank.exposed_ms - pipeline;
+    const sizes = [rank.compute_ms - hidden, hidden, unknown, ...CAUSES.map(cause => causes[cause]), pipeline, rest];
     add(at("ranks"), "span", "rank " + rank.rank);
     const bar = add(at("ranks"), "div", "", "bar");
     sizes.forEach((size, number) => {

@@ -61,7 +61,7 @@ def _timelines(recordings: Recordings, predicted: Sequence[Bar], drawn: int) -> 
             marks[recording.rank] = {
                 "begin": _units(lanes.window[0] + by),
                 "exposed": _flat(lanes.exposed, by),
-                "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.why.items()},
+                "why": {cause: _flat(intersection(times, lanes.exposed), by) for cause, times in lanes.idle.items()},
                 "sent": {index: sent[what] for (what, _, _), index in names.items() if what in sent},
             }
         steps[number] = {"tracks": tracks, "ranks": marks}

@@ -18,12 +18,13 @@ from overlap1f1b.cli.report.figures import content_of, print_table, tables_of
 from overlap1f1b.profiling import bars_of, read
 from overlap1f1b.record import Profile
 from overlap1f1b.schedule import build_schedule
+from overlap1f1b.simulation import CAUSES
 from tests import models
 from tests.cli.inside import report
 from tests.cli.lasting import lasting
 from tests.engines import make
 from tests.observing import Last
-from tests.profiling.cases import device, host
+from tests.profiling.cases import DEVICE_IDLE, device, host
 from tests.profiling.simulated import simulated, write_run
 from tests.profiling.synthetic import Events, Kernel, write_chrome, write_nsys, write_record
 from tests.ranks import Ranks
@@ -53,9 +54,7 @@ def test_keys_and_figures(capsys: Capture, tmp_path: Path) -> None:
     assert rank["hidden_fraction"] == pytest.approx(100 / 220)
     assert set(rank["by_sub_op"]) == {"dispatch.f"}
     assert set(rank["by_phase"]) == {"warm_up", "steady", "cool_down"}
-    assert {name: round(1e6 * time) for name, time in rank["idle_ms"].items()} == {
-        "exposed_exchange": 120, "pipeline_bubble": 260, "host_late": 99,
-    }  # fmt: skip
+    assert {name: round(1e6 * time) for name, time in rank["idle_by_cause_ms"].items()} == DEVICE_IDLE
     assert (found["partial"], found["missing_ranks"]) == (True, [1])
     assert found["verdict"].startswith("Of some ranks only: In part: 45% of the exchange was hidden")
 
@@ -145,9 +144,9 @@ def test_what_no_file_shows_is_not_measured(capsys: Capture, tmp_path: Path) -> 
     alone = write_chrome(tmp_path / "alone.json", Events([], [gemm]))
     found = report.content(capsys, alone)
     (rank,) = found["ranks"]
-    keys = ("exchange_ms", "hidden_ms", "exposed_ms", "hidden_fraction", "late_peer_ms")
+    keys = ("exchange_ms", "hidden_ms", "exposed_ms", "hidden_fraction")
     assert {key: rank[key] for key in keys} == dict.fromkeys(keys)
-    assert rank["idle_ms"] == {"exposed_exchange": None, "pipeline_bubble": None, "host_late": None}
+    assert rank["idle_by_cause_ms"] == rank["exposed_by_cause_ms"] == dict.fromkeys(CAUSES)
     assert found["verdict"].startswith("Not measured: ")
     row = ["0", "0.000", "0.000", *["not", "measured"] * 3, "–", *["not", "measured"] * 5]
     assert row in [line.split() for line in report(capsys, alone).out.splitlines()]
