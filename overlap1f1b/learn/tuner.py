@@ -59,10 +59,10 @@ MOST_NUMBERS = 32
 """Numbers of microbatches whose plans are kept: those of the last steps."""
 
 
-TOLD_S, TOLD = 1.2e-5, 0.004
-"""Seconds a node that it costs to tell other ranks of a step (one core of 2026), and the part of steps that it may."""
+TOLD = 0.004
+"""The part of steps that ranks may spend on telling each other of them."""
 TOLD_ON_DEVICE = 16
-"""One of so many steps is told of on a device, since the thread waits for its end."""
+"""One of so many steps, or fewer, is told of on a device, since the thread waits for its end."""
 
 
 class Tried(NamedTuple):
@@ -89,7 +89,8 @@ class Numbered:
     tried: Sequence[Tried] = ()
     others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
     agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
-    steps: int = 0  # played: of so many one is told, whatever is played between them
+    steps: int = 0  # played
+    tells: int = 0  # ranks tell each other of the next of these that is as late, whatever is played between them
     drift: Drift = field(default_factory=Drift)  # of the steps of the settled plan
 
 
@@ -539,14 +540,19 @@ class Tuner:
         if kept is not None and best is not kept:
             self._say_of_other()
 
-    def tells(self, coming: Coming, *, on_device: bool) -> bool:
+    def tells(self, coming: Coming) -> bool:
         """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
         if not self.travels or coming.purpose.looks or self.standing or coming.plan is None:
             return False
-        every, nodes = TOLD_ON_DEVICE if on_device else 1, max(map(len, coming.plan.ranks))
-        if self._costs is not None and (seconds := coming.plan.predicted):
-            every = max(every, math.ceil(TOLD_S * nodes / TOLD / seconds))
-        return self._now.steps % every == every - 1
+        return self._now.steps >= self._now.tells
+
+    def note_told(self, share: float, *, on_device: bool) -> None:
+        """Note the share of a step that it took to tell of it, which says of which step ranks do so next.
+
+        All ranks must call this.
+        """
+        (most,) = self.peers.slowest([share])
+        self._now.tells = self._now.steps + max(TOLD_ON_DEVICE if on_device else 1, math.ceil(most / TOLD))
 
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step. When they leave what its plan was made for, search another.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -29,18 +30,18 @@ def told(
     overlap: Any,
     costs: NodeCosts,
     numbers: tuple[int, ...] = (4,) * 8,
-    seconds: float = tuner.TOLD_S,
+    share: float = math.inf,
 ) -> list[str]:
     """Return what is warned of, or raised, in steps; the first rank alone hides less than the others.
 
-    ``seconds`` a node cost it to tell others.
+    They may spend a ``share`` of steps on telling each other of them.
     """
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
     program = build_schedule("combined_1f1b", microbatches=4)
     options = {"mesh": mesh, "costs": costs, "overlap": overlap, "gate": gate, "timeout": 60}
     found = []
     with (
-        patch.object(tuner, "TOLD_S", seconds),
+        patch.object(tuner, "TOLD", share),
         make(models.build(mesh.get_group("ep")), program, **options) as engine,
         warnings.catch_warnings(record=True) as said,
     ):
@@ -83,7 +84,7 @@ def test_each_number_of_microbatches_is_judged_by_its_own_plan(ranks2: Ranks) ->
 
 def test_a_step_of_which_ranks_tell_nothing_is_not_judged(ranks2: Ranks) -> None:
     """Nobody waits for its times."""
-    assert ranks2.run(told, "error:1", 2, SLOW, (4,) * 8, 1e9) == [[], []]
+    assert ranks2.run(told, "error:1", 2, SLOW, (4,) * 8, 1e-9) == [[], []]
 
 
 def test_a_gate_on_one_rank_is_refused() -> None:
