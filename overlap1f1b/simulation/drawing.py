@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Timed)
 LETTERS = dict(zip(Op, "MANDECGRPXSVMAEOLF", strict=True))
 """The letter of each sub-op in a drawing."""
 
-LANES = dict(zip(Resource, ("compute", "exchange", "counts", "peers", "host"), strict=True))
+LANES = dict(zip(Resource, ("compute", "exchange", "counts", "peers", "memory"), strict=True))
 """The name of each resource in a drawing."""
 _STYLES = {Resource.EXCHANGE: "exchange", Resource.CONTROL: "exchange", Resource.PEER: "peer", Resource.HOST: "peer"}
 
