@@ -56,7 +56,9 @@ def run(folder: Path, *options: str, before: str = "") -> tuple[int, dict[str, A
 def test_every_section_runs(tmp_path: Path) -> None:
     status, found, text = run(tmp_path)
     sections = found["sections"]
-    names = "ceilings, contention, compiles, checks, kernels, layer, eight, steps, overhead, memory, trace, nccl"
+    names = (
+        "ceilings, contention, compiles, checks, kernels, layer, eight, steps, overhead, memory, offload, trace, nccl"
+    )
     assert set(sections) == set(names.split(", "))
     assert {entry["status"] for entry in sections.values()} == {"ok"}, sections
     assert len(sections["compiles"]["result"]["rows"]) == 5 * 12  # shapes, kernels
@@ -74,6 +76,8 @@ def test_every_section_runs(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(row["grads_equal"] and 0 <= row["hidden_fraction"] <= 1 for row in table["rows"])
     assert table["bound_ms"] == max(table["compute_only_ms"], table["exchange_only_ms"])
+    away = [row for row in sections["offload"]["result"]["rows"] if "offload" in row["name"]]
+    assert any(row["moved"] and row["gbps"] for row in away)
     names = [sections["trace"]["result"][name] for name in ("timeline", "trace")]
     assert all((tmp_path / name).stat().st_size > 1000 for name in names)
     assert "Did not fit" not in text

@@ -27,6 +27,7 @@ from gpu_bench import (
     layer,
     memory,
     nccl,
+    offload,
     overhead,
     steps,
     trace,
@@ -45,6 +46,7 @@ SECTIONS: dict[str, tuple[Callable[[Context], dict[str, Any]], float]] = {
     "steps": (steps.run, 210),
     "overhead": (overhead.run, 25),
     "memory": (memory.run, 40),
+    "offload": (offload.run, 40),
     "trace": (trace.run, 15),
     "nccl": (nccl.run, 20),
 }

@@ -171,10 +171,12 @@ def _overhead(result: dict[str, Any]) -> list[str]:
 
 def _memory(result: dict[str, Any]) -> list[str]:
     columns = {
-        "limit, recompute": lambda row: f"{row['limit']:g}, {row['recompute']}",
+        "limit": lambda row: row["name"],
         "predicted": lambda row: f"{row['predicted']:.2f}",
         "held": lambda row: f"{row['held']:.2f}",
         "step ms": lambda row: f"{row['step_ms']:.1f}",
+        "copies GB": lambda row: number(row.get("moved", 0) / 1e9, ".2f"),
+        "GB/s": lambda row: number(row.get("gbps"), ".1f"),
         "program": lambda row: f"`{row['program']} · {row['order']}`",
     }
     return [f"In plain loops, each {_gibibytes(result['plain_bytes'])} GiB:", table(result["rows"], columns)]
@@ -211,6 +213,7 @@ SHOWN: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "steps": _steps,
     "overhead": _overhead,
     "memory": _memory,
+    "offload": _memory,
     "trace": _trace,
     "nccl": _nccl,
 }

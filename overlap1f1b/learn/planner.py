@@ -128,6 +128,7 @@ class Planner:
         limit = parse_memory(self.options.memory)
         enough = f"{megabytes(limit + over)} or more, " if isinstance(limit, int) else ""
         other = "" if self.options.recompute in ("block", "auto") else "recompute='auto', "
+        other += "" if self.options.offload else "offload='auto', "
         raise ValueError(
             f"memory={self.options.memory!r}: one microbatch after another holds {over / 1e6:.1f} MB more on pipeline "
             f"rank {rank}; allowed: {enough}{other}smaller microbatches"

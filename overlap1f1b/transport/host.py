@@ -106,12 +106,10 @@ class HostMemory:
         return self._made(-(-size // step) * step)
 
     def _made(self, size: int) -> Any:
-        # No operator on a CPU: what these allocate is counted.
-        return (
-            torch.empty(size, dtype=torch.uint8, pin_memory=True).untyped_storage()
-            if self._pins
-            else (torch.UntypedStorage(size))
-        )
+        if self._pins:
+            like = torch.empty(1, dtype=torch.uint8, device=self.device).expand(size)
+            return devices.in_host_memory(like).untyped_storage()
+        return torch.UntypedStorage(size)  # no operator: what these allocate on a CPU is counted
 
 
 def bytes_of(storage: Any) -> Tensor:

@@ -90,6 +90,7 @@ class Layout(Drawn):
     planned: bool = False  # whether the plan is made outside and set
     measured: bool = False  # whether costs are measured instead of given
     split: bool = False  # of steps by hand, whether weight gradients are left for later
+    offload: bool = False
 
     def program(self, microbatches: int) -> Program:
         """Return the program that the engine plays."""
@@ -164,8 +165,10 @@ def draw(seed: int) -> Case | Hidden:
         return case
     masked, biased = random.random() < 0.4, not case.autocast and random.random() < 0.4
     differ = case.ranks > 1 and random.random() < 0.4
+    layouts = tuple(replace(layout, offload=random.random() < 0.3) for layout in case.layouts)
     return replace(
         case,
+        layouts=layouts,
         model=replace(case.model, masked=masked, biased=biased),
         calls=tuple(random.sample(CALLS, 2)) if differ else (),
         alone=random.randrange(case.ranks) if differ else 0,

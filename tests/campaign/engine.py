@@ -71,7 +71,7 @@ def serial(layout: Layout) -> Layout:
     """The same program without anything that hides or saves, whose sums have the same order."""
     # Under a capacity a step's gradients are summed apart from those before it.
     room = float(layout.ep) if layout.capacity else 0.0
-    return replace(layout, overlap="serial", recompute="none", capacity=room, planned=False)
+    return replace(layout, overlap="serial", recompute="none", offload=False, capacity=room, planned=False)
 
 
 def train(case: Case, expected: Sequence[plain.Expected]) -> tuple[Values, list[str]]:
@@ -126,6 +126,8 @@ class Training:
             options=EngineOptions(
                 overlap=layout.overlap,
                 recompute=layout.recompute,
+                offload=layout.offload,
+                offload_threshold=0,
                 capacity=layout.capacity or None,
                 costs=None if layout.measured else costs,
                 count_tokens=count_tokens if case.data.ignored else None,

@@ -70,11 +70,21 @@ def _loopback_step(rank: int, size: int) -> None:
     make(models.build(layers=1), program, exchange=exchange, costs=COSTS, overlap=3).step(inputs, target=target)
 
 
+def _offloading_step(rank: int, size: int) -> None:
+    """One rank, whose activations leave to host memory: twice, since buffers are used again."""
+    program, data = build_schedule("combined_1f1b", microbatches=3), models.batch(3, rows=1, sequence=5)
+    engine = make(models.build(layers=1), program, costs=COSTS, overlap=3, offload=True, offload_threshold=0)
+    for _ in range(2):
+        result = engine.step(data[0], target=data[1])
+    assert result.metrics()["offloaded_bytes"] > 0
+
+
 WORLDS: dict[str, tuple[Callable[[int, int], None], int]] = {
     "stages and experts": (_step, 4),
     "capacity": (_step_in_room, 2),
     "tied": (_tied_step, 2),
     "loopback": (_loopback_step, 1),
+    "host memory": (_offloading_step, 1),
 }
 
 # ------------------------------------------------------------------------------------------------ waits taken out
@@ -212,6 +222,8 @@ REMOVALS: dict[str, tuple[Any, ...]] = {
     "early rows have memory of their own": (BOTH, DeviceStream, "empty", _unready),
     "the way back waits for the way out": ("loopback", Event, "wait", lambda self, stream=None: None),
     "a place is filled when it is free": ("loopback", loopback, "_Buffer", _not_free),
+    "what leaves stays until its copy has ended": ("host memory", EventMark, "wait", _no_wait),
+    "a copy waits for what was computed before": ("host memory", Stream, "wait_stream", lambda self, other: None),
 }  # fmt: skip
 """The world in which a wait matters, and what is replaced: owner, name and value."""
 
