@@ -149,6 +149,7 @@ def measure(rank: int, address: str, rounds: int, link: float) -> None:
             try:
                 add(f"within {name}, offload={offload}", room, offload)  # type: ignore[arg-type]
             except ValueError as error:
+                del rows[f"within {name}, offload={offload}"]
                 if rank == 0:
                     print(f"within {name}, offload={offload}: {error}", flush=True)
     for _ in range(rounds):
