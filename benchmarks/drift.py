@@ -34,9 +34,9 @@ from overlap1f1b.running.workload import loss_fn
 from overlap1f1b.transport.exchange import Transfer, own_exchange
 
 CONFIG = MoEConfig(layers=2, hidden=64, intermediate=64, experts=4, top_k=2, sequence=64, heads=2)
-MICROBATCHES, SPEED, GBPS = 4, 0.75e9, 0.005
+MICROBATCHES, SPEED, GBPS = 4, 0.3e9, 0.0022
 """Exchanges take half as long as compute: with half the rate another order hides more, by prediction."""
-BEFORE, BEHIND, LAST = 60, 60, 15
+BEFORE, BEHIND, LAST = 20, 50, 11
 NOISE = 0.1
 
 
