@@ -99,6 +99,11 @@ class NodeCosts:
             cost = self.by_op.get((node.op, node.kind), 0.0)
         return cost if isinstance(cost, tuple) else (cost,)
 
+    @property
+    def moves(self) -> bool:
+        """Whether copies of activations to host memory take time, in every block."""
+        return self.by_op.get((Op.OFFLOAD, Kind.F), 0.0) > 0
+
     def peak_bytes(self, ranks: Iterable[Iterable[Node]]) -> tuple[float, ...]:
         """Return the most bytes that nodes of each rank hold at once in their order, beyond those before the first."""
         return tuple(map(self._peak, ranks)) if self.bytes else ()
@@ -141,10 +146,12 @@ class NodeCosts:
         send: float = 0.0,
         shared_links: bool = False,
         launch: float = 0.0,
+        copy: float = 0.0,
     ) -> NodeCosts:
         """Return equal costs for every block; input and weight gradients each cost as much as the forward.
 
-        Recomputation costs as much as the forward, too. Every node costs the host ``launch``.
+        Recomputation costs as much as the forward, too. Every node costs the host ``launch``. A ``copy`` carries a
+        block's activations to host memory, or back.
         """
         combine = dispatch if combine is None else combine
         weighted = {Op.ATTENTION: attention, Op.EXPERTS: experts, Op.DENSE: dense}
@@ -154,6 +161,7 @@ class NodeCosts:
         table |= {(RECOMPUTE_OF[op], Kind.I): _time(op, cost) for op, cost in weighted.items()}
         table |= {(Op.COUNTS, Kind.F): _time(Op.COUNTS, counts), (Op.REDUCE, Kind.W): _time(Op.REDUCE, reduce)}
         table[Op.GATHER, Kind.W] = _time(Op.GATHER, gather)
+        table |= {(Op.OFFLOAD, Kind.F): _time(Op.OFFLOAD, copy), (Op.FETCH, Kind.I): _time(Op.FETCH, copy)}
         check_number("launch", launch)
         launches = {(op, kind): float(launch) for op in Op for kind in Kind} if launch else {}
         return cls(table, shared_links=shared_links, launch=launches)

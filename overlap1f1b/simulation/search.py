@@ -106,7 +106,8 @@ class NodeModel:
     """A model that plays programs by sub-op nodes on resources for compute, exchange and peers.
 
     Args:
-        costs: Costs of the nodes. With launch costs the host waits for counts, as on a GPU with exact sizes.
+        costs: Costs of the nodes. With launch costs the host waits for counts, as on a GPU with exact sizes. Where a
+            copy to host memory takes time, all activations leave that can be back in time.
         layers: Blocks of a rank, divided evenly over its chunks; with two pipes, on each pipe.
         overlap: Overlap of candidates without one.
         parts: Parts of the tokens of each call of experts; ``costs`` are costs of whole calls.
@@ -170,7 +171,7 @@ class NodeModel:
         check_size("layers", self.layers)
         if self.layers % chunks:
             raise ValueError(f"layers={self.layers} over {counted(chunks, 'chunk')}; allowed: a multiple of {chunks}")
-        return (BlockShape(expert_calls=1, parts=self.parts),) * (self.layers // chunks)
+        return (BlockShape(expert_calls=1, parts=self.parts, offload=self.costs.moves),) * (self.layers // chunks)
 
 
 def _placements(ranks: int, chunks: int) -> list[Placement]:

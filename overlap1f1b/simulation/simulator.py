@@ -65,7 +65,7 @@ def simulate(
 
     Args:
         what: The program or plan to play; a program is checked first.
-        costs: Costs of actions, or of nodes.
+        costs: Costs of actions, or of nodes. Where a copy to host memory takes time, all activations leave.
         overlap: For a program with costs of nodes: ``"serial"``, ``"pairs"`` or k; by default 3.
         layers: For a program with costs of nodes: blocks of a stage, each with experts; by default 1.
         parts: For a program with costs of nodes: parts of the tokens of each call of experts, which share its costs; by
@@ -89,7 +89,7 @@ def simulate(
         layers, overlap = 1 if layers is None else layers, 3 if overlap is None else overlap
         check_size("layers", layers)
         parts = parse_parts(1 if parts is None else parts)
-        shape, costs = BlockShape(expert_calls=1, parts=parts), costs.in_parts(parts)
+        shape, costs = BlockShape(expert_calls=1, parts=parts, offload=costs.moves), costs.in_parts(parts)
         what = compile(what, (shape,) * layers, costs, overlap, counts_block=counts_block)
     if isinstance(what, Plan) and isinstance(costs, NodeCosts):
         return play_nodes(what, costs, counts_block=counts_block)

@@ -225,6 +225,8 @@ def model_of(options: PlanOptions) -> Model:
             given["weight"] = given["backward"] / 2
         return Costs(**given)
     costs: dict[str, Any] = {name: value for name in SUB_OPS if (value := getattr(sub_ops, name)) is not None}
+    if sub_ops.activations and sub_ops.host_link:
+        costs["copy"] = sub_ops.activations / sub_ops.host_link
     settings: dict[str, Any] = {"parts": sub_ops.parts or 1, "seconds": sub_ops.seconds or 10.0}
     if options.search and options.chunks is None:
         settings["seconds"] /= len(CHUNKS)

@@ -58,6 +58,11 @@ class SubOpCosts:
     """Time of the host to launch a sub-op on a device, in the unit of the other costs: 0.1 if these are milliseconds
     and a launch takes 100 µs. If it is above 0, the host also waits for the numbers of tokens before it launches a
     dispatch, as on a GPU, and is drawn, too."""
+    activations: Annotated[float | None, by_default("GB"), COST] = None
+    """What a block's forward leaves for its backward, for one microbatch."""
+    host_link: Annotated[float | None, by_default("GB/S"), COST] = None
+    """Rate of the link to host memory, each way, over which --activations leave and come back; with costs in
+    seconds."""
     overlap: Annotated[str | None, by_default("serial|pairs|INT", 3)] = None
     """serial, pairs, or the number of actions that may be open at once."""
     parts: Annotated[int | None, by_default("INT", 1), Range(1)] = None
@@ -154,6 +159,8 @@ class PlanOptions:
                 raise ValueError(f"{auto} without --layers; allowed: with --layers, which gives costs of sub-ops")
         else:
             _refuse(actions, vars(actions), f"with --layers {sub_ops.layers}; allowed: one of them")
+        _refuse(sub_ops, ("activations",) * (sub_ops.host_link is None), "alone; allowed: with --host-link")
+        _refuse(sub_ops, ("host_link",) * (sub_ops.activations is None), "alone; allowed: with --activations")
         if self.forward_only:
             backward = ("backward", "weight", "pair")
             _refuse(actions, backward, "with --forward-only, which has no backward; allowed: one of them")

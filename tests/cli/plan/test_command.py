@@ -288,6 +288,9 @@ def test_an_order_is_found_compared_and_searched(capsys: Capture, tmp_path: Path
         ("--schedule auto", "--schedule auto without --layers; allowed: with --layers, which gives costs of sub-ops"),
         ("--compare auto:chunks=2", "--compare auto:chunks=2 without --layers; allowed: with --layers, which gives co"),
         ("--layers 1 --seconds 1", "--seconds 1 alone; allowed: with --search or auto"),
+        ("--layers 1 --host-link 0", "--host-link 0; allowed: more than 0, at most 1e+100"),
+        ("--layers 1 --host-link 2", "--host-link 2 alone; allowed: with --activations"),
+        ("--layers 1 --activations 2", "--activations 2 alone; allowed: with --host-link"),
         ("--parts 2", "--parts 2 alone; allowed: with --layers"),
         ("--layers 1 --schedule auto --peak-activations 0.5", "--peak-activations 0.5; allowed: 1 or more"),
         ("--layers 1 --schedule auto --chunks 2", "--layers 1 over 2 chunks; allowed: a multiple of 2"),
@@ -485,3 +488,13 @@ def test_launch_costs_show_the_host(capsys: Capture, tmp_path: Path) -> None:
     assert any(event.get("cat") == "host" for event in json.loads(trace.read_text())["traceEvents"])
     assert "--launch 0.1 alone; allowed: with --layers" in plan.refused(capsys, "--launch", 0.1)
     assert "--launch -1; allowed: 0 or more" in plan.refused(capsys, *given, "--launch", -1)
+
+
+def test_a_link_to_host_memory_is_a_lane(capsys: pytest.CaptureFixture[str]) -> None:
+    """A slower link waits, or leaves activations where they are."""
+    link = (*SUB_OPS, "--activations", 12, "--host-link")
+    fast, slow, none = (plan(capsys, *words, "--json", "-").out for words in ((*link, 8), (*link, 0.1), SUB_OPS))
+    spans = [json.loads(out)["makespan"] for out in (fast, slow, none)]
+    assert spans[2] <= spans[0] <= spans[1]
+    assert "O offload" in plan(capsys, *link, 8).out
+    assert "O offload" not in plan(capsys, *SUB_OPS).out
