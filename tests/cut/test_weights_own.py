@@ -36,7 +36,9 @@ def test_products_are_their_own(kind: str) -> None:
     data = models.batch(MICROBATCHES)
     _, plain = models.plain_gradients(models.build().double(), *data, MICROBATCHES)
     _, expected = models.plain_gradients(build(kind), *data, MICROBATCHES)
-    assert models.equal(plain, expected) == [name for name in plain if name != "4.bias"]
+    # Both compute the bias behind the last product alike; some processors add it inside a product of its own.
+    changed = [name for name in plain if not torch.allclose(plain[name], expected[name])]
+    assert changed == [name for name in plain if name != "4.bias"]
     for name, overlap, more in CASES:
         model = build(kind)
         program = build_schedule(name, microbatches=MICROBATCHES)  # type: ignore[arg-type]
