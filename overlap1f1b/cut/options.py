@@ -80,9 +80,9 @@ class UserOptions:
         tries: Steps of each of the three plans that measured costs predict to be the fastest. They are played in turns,
             and the one whose steps were the fastest is kept. Gradients do not depend on it. With 0, and with costs that
             are given, the predicted fastest is kept.
-        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another. The
-            steps that measure nodes, which hide nothing, are not, nor plans for other numbers of microbatches of which
-            no more are open at once.
+        verify: Whether the first step of every plan is compared, bit by bit, with one microbatch after another. Steps
+            that measure nodes are not: they hide nothing. Nor are plans for another number of microbatches, unless more
+            of them are open at once.
         finite: What follows from a loss, or a norm of gradients, that is not finite: warn says the first of each with
             its step and microbatch; raise ends the call on all ranks, every time, and the engine can go on; without a
             word neither is looked at. A GPU is not waited for: its losses are looked at in the first call that finds

@@ -44,8 +44,8 @@ class Purpose(StrEnum):
 class Coming(NamedTuple):
     """A coming step: what it is for, in which setting, and its plan.
 
-    In a list the plan is None where the tuner will know it then; that of a step that shows exchanges is to be played
-    behind it. ``loop`` is the plan of the plain loop with which it is compared; None if it is not.
+    A list has a plan only for a step that tries it, or, to be played next, for one that shows exchanges; the tuner
+    fills in the others. ``loop`` is the plan of the plain loop with which the step is compared; None if it is not.
     """
 
     purpose: Purpose

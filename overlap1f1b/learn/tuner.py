@@ -4,18 +4,19 @@ Costs are measured in serial steps. Where compute and exchanges slow each other 
 is predicted to be the fastest need not be it, so the fastest few are tried. Costs are those of one microbatch, so they
 hold for any number: the first step with another number has a plan for them, and none is serial.
 
-    coming = [show, warm, …, count, measure, …]     made at the start; empty if costs or a plan are given
+    coming = [show, warm, …, count, measure, …]     made at the start, for any number of microbatches; "show" alone
+                                                 if costs are given. Then each number has a list of its own, of tries
     each step:  plan = the next entry's, or the settled one
-                played;  the entry leaves the list
+                played;  the entry leaves its list
                 the last "measure" of a setting: the next setting's shapes; behind the last one costs, plans,
                                                  and a "try" for each turn of each plan
                 the last "try": the fastest plan stays
-                settled, and node times leave what the plan was made for: an "adapt" while a plan for the new ones is
-                                                 searched beside the step, and until it has gained at some steps more;
-                                                 then a "try" for each turn, of the plan before as well
+                no entry is left: the step is "settled". With drift, when node times leave what the plan was made for,
+                                                 it is an "adapt" while another plan is searched beside it; then a "try"
+                                                 for each turn, of the plan before as well
 
-Costs that are set, other numbers of microbatches and a plan that is set change the list, and nothing else. A plan that
-needs more memory than there is gets no entry.
+Costs that are set end a search and what was tried; a plan that is set empties the list of its number. A plan that needs
+more memory than there is gets no entry.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Numbered:
     others: dict[tuple[str, ...], Plan] = field(default_factory=dict)  # of evaluations and plain loops
     agreed: set[str] = field(default_factory=set)  # plans that ranks have compared
     steps: int = 0  # played
-    tells: int = 0  # ranks tell each other of the next of these that is as late, whatever is played between them
+    next_told: int = 0  # ranks tell each other of the next of these that is as late, whatever is played between them
     drift: Drift = field(default_factory=Drift)  # of the steps of the settled plan
 
 
@@ -544,7 +545,7 @@ class Tuner:
         """Return whether ranks tell each other what they saw of the exchanges of a step, alike on all of them."""
         if not self.travels or coming.purpose.looks or self.standing or coming.plan is None:
             return False
-        return self._now.steps >= self._now.tells
+        return self._now.steps >= self._now.next_told
 
     def note_told(self, share: float, *, on_device: bool) -> None:
         """Note the share of a step that it took to tell of it, which says of which step ranks do so next.
@@ -552,7 +553,7 @@ class Tuner:
         All ranks must call this.
         """
         (most,) = self.peers.slowest([share])
-        self._now.tells = self._now.steps + max(TOLD_ON_DEVICE if on_device else 1, math.ceil(most / TOLD))
+        self._now.next_told = self._now.steps + max(TOLD_ON_DEVICE if on_device else 1, math.ceil(most / TOLD))
 
     def _watch(self, result: StepResult) -> None:
         """Note the node times of a settled step. When they leave what its plan was made for, search another.

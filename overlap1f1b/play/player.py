@@ -85,7 +85,7 @@ class Player:
     @property
     def _each(self) -> Callable[[Turn], None]:
         looked_at = self.observers.before or self.observers.after or self.times.watch is not None
-        return self._tell if looked_at else self._play
+        return self._play_observed if looked_at else self._play
 
     @property
     def place(self) -> str | None:
@@ -128,7 +128,7 @@ class Player:
         for flight in self.times.flights:
             flight.drain(max(0.0, deadline - time.monotonic()))
 
-    def _tell(self, turn: Turn) -> None:
+    def _play_observed(self, turn: Turn) -> None:
         """Play a turn while somebody looks on, or a device computes behind the thread."""
         times, observers = self.times, self.observers
         for tell in observers.before:

@@ -86,14 +86,14 @@ class StepResult:
 
         >>> wandb.log(result.metrics(tokens=inputs.numel()), step=step)
 
-        ``loss`` where the last stage is held; ``step_ms`` from the first node's start to the last one's end, and with
-        the ``tokens`` of the step ``tokens_per_s``; where rows are exchanged ``hidden_fraction``, ``exposed_ms``, and
-        what is exposed of each sub-op and direction, as ``exposed_ms/dispatch.f``, and by cause, as
-        ``exposed_by_cause_ms/link``, which add up to ``exposed_ms``; of each block with experts, as
-        ``rows_over_mean/s0.b3``, the rows of the rank with most of them over the mean of ranks, both of the steps of
-        which ranks tell each other; ``offloaded_bytes`` where activations go to host memory; ``peak_bytes`` if they
-        were counted.
-        The first two are NaN, with a warning that says why, where exchanges run where they stand.
+        loss: Where the last stage is held.
+        step_ms, tokens_per_s: From the first node's start to the last one's end; with the ``tokens`` of the step.
+        hidden_fraction, exposed_ms: Where rows are exchanged. NaN, with a warning, if exchanges run where they stand.
+        exposed_ms/dispatch.f: What is exposed of this sub-op and direction; and so on.
+        exposed_by_cause_ms/link: By cause; they add up to ``exposed_ms``. Of steps of which ranks tell each other.
+        rows_over_mean/s0.b3: Of a block with experts, rows of the rank with most over the mean; of the same steps.
+        offloaded_bytes: Where activations go to host memory.
+        peak_bytes: If they were counted.
         """
         if tokens is not None:
             check_number("tokens", tokens)
